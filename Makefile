@@ -1,0 +1,45 @@
+# Two commands do everything: `make pretrain` and `make test`. CONFIG and RUN_ARGS change the main job.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/demo_cpu.yaml
+RANKS ?= 2
+export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: pretrain test lint typecheck clean help
+
+help:
+	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
+	@echo "make test       set up, lint, types, all tests"
+	@echo "make clean      remove build products (keeps runs/ and corpora/)"
+
+# torch first and alone: a range met by an installed torch never pulls another one over it.
+$(VENV)/ready: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export]'
+	touch $@
+
+$(VENV)/ready-test: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export,test]'
+	touch $@
+
+pretrain: $(VENV)/ready
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/electra-dist demo --config $(CONFIG) --ranks $(RANKS)
+
+# mypy knows kernels/ under its import name only through a link: editable installs map it by a hook mypy cannot see.
+build/typing/electra_kernels:
+	mkdir -p build/typing && ln -sfn ../../kernels $@
+
+lint: $(VENV)/ready-test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+typecheck: $(VENV)/ready-test build/typing/electra_kernels
+	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
+
+test: lint typecheck
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

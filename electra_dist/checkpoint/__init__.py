@@ -1,0 +1,1 @@
+"""What a run remembers: committed atomically, loaded at any world size."""

@@ -1,0 +1,236 @@
+"""The whole configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`train/engine.py`).
+
+Every field says what it is and in what unit; that text is the manual (`electra-dist config --describe`). Unknown keys
+are errors. Each component is passed the smallest section it needs. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen section: keyword-only, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TowerConfig(Section):
+    """One transformer tower."""
+
+    hidden_size: Positive = Field(description="width of the tower, in features")
+    num_layers: Positive = Field(description="transformer layers")
+    num_heads: Positive = Field(description="attention heads; must divide hidden_size")
+    intermediate_size: Positive = Field(description="width of the feed-forward layer, in features")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TowerConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}")
+        return self
+
+
+class ModelConfig(Section):
+    """Both towers and the embeddings that they share (token, position, type and their LayerNorm)."""
+
+    vocab_size: Positive = Field(default=30522, description="WordPiece entries; must be the corpus's")
+    embedding_size: Positive = Field(default=1024, description="width of the shared embedding tables, in features")
+    max_positions: Positive = Field(default=512, description="rows of the position table, in tokens")
+    type_vocab_size: Positive = Field(default=2, description="token types (segment A, segment B)")
+    discriminator: TowerConfig = Field(description="the tower that is kept")
+    generator: TowerConfig = Field(description="the small tower that fills masked positions")
+    hidden_dropout: Probability = Field(default=0.1, description="dropout on embeddings and sub-layer outputs")
+    attention_dropout: Probability = Field(default=0.1, description="dropout on attention probabilities")
+    layer_norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-12, description="epsilon of every LayerNorm")
+    initializer_range: Annotated[float, Field(gt=0)] = Field(
+        default=0.02, description="standard deviation of the truncated-normal initialisation"
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the token table: the vocabulary rounded up to 128, so that rows of logits are aligned for the GPU."""
+        return -(-self.vocab_size // 128) * 128
+
+
+class ObjectiveConfig(Section):
+    """Masking, sampling and the two losses."""
+
+    mask_prob: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        default=0.25, description="fraction of a row's real tokens that is masked (0.25 means 25 %)"
+    )
+    mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.85, description="fraction of the chosen positions that show [MASK]; the rest keep their token"
+    )
+    masking: Literal["without_replacement", "reference"] = Field(
+        default="without_replacement",
+        description="how positions are drawn; `reference` repeats Google's draw with replacement, duplicates and all",
+    )
+    mlm_weight: Annotated[float, Field(ge=0)] = Field(default=1.0, description="weight of the generator's loss")
+    rtd_weight: Annotated[float, Field(ge=0)] = Field(default=50.0, description="weight of the discriminator's loss")
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="divides the generator's logits before sampling (never in its loss)"
+    )
+    disallow_correct: bool = Field(default=False, description="never sample the true token")
+    loss_mean: Literal["global", "per_replica"] = Field(
+        default="global",
+        description="token mean over the global batch, or (Google's way) over each micro-batch, then averaged",
+    )
+
+
+class DataConfig(Section):
+    """Where rows come from and in which order."""
+
+    corpus: str = Field(description="folder or s3:// prefix that holds corpus.json and the shards")
+    heldout: str | None = Field(default=None, description="a second corpus that is never trained on; evaluated")
+    seq_len: Positive = Field(default=512, description="tokens per row; must be the corpus's")
+    shuffle_window_shards: Positive = Field(default=64, description="shards whose rows are shuffled together")
+    cache_dir: str | None = Field(
+        default=None, description="node-local folder for shards fetched from S3; default: cache/ in the run folder"
+    )
+    fetch_threads: Positive = Field(default=8, description="parallel shard downloads per node")
+    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS's, for every s3:// here")
+
+
+class TrainConfig(Section):
+    """The step."""
+
+    num_steps: Positive = Field(description="optimizer steps of the whole run")
+    global_batch: Positive = Field(description="rows per step over all ranks")
+    micro_batch: Positive = Field(description="rows per rank per forward pass; the rest is gradient accumulation")
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="compute precision; master weights, moments and gradient sums are always fp32"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW as the paper used it, and its schedule: lr * min(1, t/warmup) * (1 - t/num_steps) ** decay_power."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(default=2e-4, description="peak learning rate")
+    warmup_steps: NonNegative = Field(default=10_000, description="linear warm-up, in steps; overlaps the decay")
+    decay_power: Annotated[float, Field(ge=0)] = Field(default=1.0, description="power of the decay to zero")
+    beta1: Probability = Field(default=0.9, description="decay of the first moment")
+    beta2: Probability = Field(default=0.999, description="decay of the second moment")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.01, description="decoupled, times lr; not on LayerNorm and bias"
+    )
+    clip_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="bound of the global gradient norm")
+    implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
+        default="auto", description="auto: apex FusedAdam, else DeepSpeed's, on a GPU; our foreach one on a CPU"
+    )
+
+
+class EngineConfig(Section):
+    """DeepSpeed. Nothing here changes what is computed, only where."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="ZeRO stage")
+    offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory (stages 1 to 3)")
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    every_steps: Positive = Field(default=1000, description="steps between checkpoints")
+    keep_last: Positive = Field(default=3, description="newest checkpoints kept")
+
+
+class LogConfig(Section):
+    """What a user sees."""
+
+    every_steps: Positive = Field(default=10, description="steps between log lines and metrics records")
+    eval_every_steps: NonNegative = Field(default=0, description="steps between evaluations; 0: only at the end")
+    eval_rows: Positive = Field(default=512, description="held-out rows per evaluation")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events into the run folder")
+
+
+class CorpusConfig(Section):
+    """How `electra-dist corpus build` makes rows."""
+
+    packing: Literal["rows", "none"] = Field(
+        default="rows", description="rows: several examples share a row, none crossing; none: one example a row"
+    )
+    lowercase: bool = Field(default=True, description="lower-case and strip accents (BERT uncased)")
+    single_segment_prob: Probability = Field(default=0.1, description="examples with one segment only (reference: 0.1)")
+    short_target_prob: Probability = Field(
+        default=0.05, description="examples with a target length drawn uniformly from [5, seq_len] (reference: 0.05)"
+    )
+    shard_size_mb: Annotated[float, Field(gt=0)] = Field(default=16.0, description="target size of a shard, MB")
+    heldout_fraction: Probability = Field(
+        default=0.0, description="fraction of documents written to OUTPUT/heldout instead, chosen by content hash"
+    )
+
+
+class KernelsConfig(Section):
+    """Which implementation of the fused operations runs."""
+
+    backend: Literal["auto", "triton", "cuda", "reference"] = Field(
+        default="auto", description="auto: triton on a GPU, the plain-PyTorch reference elsewhere"
+    )
+
+
+class PlanConfig(Section):
+    """Assumptions of `--dry-run`; they change nothing in a run."""
+
+    gpu: str = Field(default="H100", description="GPU whose dense bf16 peak is assumed (H200, H100, A100, V100)")
+    num_gpus: Positive = Field(default=8, description="GPUs assumed")
+    utilisation: Annotated[float, Field(gt=0, le=1)] = Field(default=0.4, description="share of the peak assumed (MFU)")
+
+
+class Config(Section):
+    """A run."""
+
+    run_dir: str = Field(description="folder of the run: config, checkpoints, metrics, report")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="seed of everything random")
+    model: ModelConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    corpus: CorpusConfig = CorpusConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if self.data.seq_len > self.model.max_positions:
+            raise ValueError(
+                f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}"
+            )
+        if self.train.global_batch % self.train.micro_batch:
+            raise ValueError(
+                f"train.micro_batch {self.train.micro_batch} does not divide "
+                f"train.global_batch {self.train.global_batch}"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What defines the trajectory of a run. All else (ranks, ZeRO stage, logging) may change at a restart."""
+        tree = self.model_dump(mode="json")
+        return {
+            "seed": tree["seed"],
+            "model": tree["model"],
+            "objective": tree["objective"],
+            "optimizer": {k: v for k, v in tree["optimizer"].items() if k != "implementation"},
+            "data": {k: tree["data"][k] for k in ("seq_len", "shuffle_window_shards")},
+            "train": {k: tree["train"][k] for k in ("num_steps", "global_batch", "precision")},
+        }
+
+    def identity_sha256(self) -> str:
+        """Digest of `identity()`: a checkpoint of another digest belongs to another run."""
+        return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
+
+
+def canonical_json(tree: Any) -> str:
+    """One text for one value: sorted keys, no spaces, ASCII."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

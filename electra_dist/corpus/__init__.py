@@ -1,0 +1,1 @@
+"""Offline: text -> WordPiece rows -> WebDataset shards."""

@@ -1,0 +1,1 @@
+"""Online: shards -> batches, as a pure function of the step."""

@@ -1,0 +1,1 @@
+"""The two towers, their heads, and the way to and from Hugging Face."""

@@ -1,0 +1,1 @@
+"""What is learnt: masking and each objective, one file each."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, console, FLOPs, plan, report."""

@@ -1,0 +1,1 @@
+"""The loop, the DeepSpeed engine, the optimizer and the schedule."""

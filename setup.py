@@ -1,0 +1,65 @@
+"""Packages, extras and the `electra-dist` command. Ranges here; the exact tested versions in constraints.txt."""
+
+from setuptools import setup
+
+EXTRAS = {
+    "s3": ["boto3>=1.36"],
+    "export": ["transformers>=4.50,<6"],
+    "bench": ["transformers>=4.50,<6", "datasets>=3"],
+    "test": [
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "ruff>=0.9",
+        "mypy>=1.13",
+        "types-PyYAML",
+        "boto3>=1.36",
+        "moto[server]>=5",
+        "transformers>=4.50,<6",
+        "scipy>=1.13",
+        "scikit-learn>=1.5",
+        # Only for the CPU interpreter and ahead-of-time tests: a CUDA build of torch brings its own triton.
+        'triton>=3.4; platform_system == "Linux"',
+    ],
+}
+
+setup(
+    name="electra-dist",
+    version="0.1.0",
+    description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
+    python_requires=">=3.10",
+    # The import name `kernels` belongs to a Hugging Face package that transformers looks for.
+    package_dir={"electra_kernels": "kernels"},
+    packages=[
+        "electra_dist",
+        "electra_dist.checkpoint",
+        "electra_dist.cli",
+        "electra_dist.corpus",
+        "electra_dist.data",
+        "electra_dist.model",
+        "electra_dist.objectives",
+        "electra_dist.telemetry",
+        "electra_dist.train",
+        "electra_kernels",
+        "launcher",
+    ],
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19,<0.20",
+        "webdataset>=1.0",
+        "nvidia-ml-py>=12",
+        "pyyaml>=6",
+        "pydantic>=2.8,<3",
+        "numpy>=1.26",
+        "safetensors>=0.5",
+        "tokenizers>=0.20",
+        "zstandard>=0.22",
+        "pyarrow>=15",
+        "rich>=13",
+        "typer>=0.12",
+        "tensorboard>=2.16",
+        "matplotlib>=3.8",
+        "psutil>=5.9",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["electra-dist=electra_dist.cli.main:main"]},
+)
