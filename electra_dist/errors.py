@@ -24,6 +24,10 @@ class StoreError(UserError):
     """A path or bucket that is missing, refused or unwritable: names the URL and what to do."""
 
 
+class StoreMissing(StoreError):
+    """An object that is not there: names it."""
+
+
 class StoreExhausted(StoreError):
     """An object that could not be had after all retries: names it."""
 
