@@ -19,9 +19,11 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
 from electra_dist.errors import StoreExhausted
 
+CHECK = "check the object and the storage service, then start again"
 REFUND = 10  # tokens that one successful operation returns: more than ten retries per operation drain the bucket
 
 
@@ -84,12 +86,13 @@ class Backoff:
         self._failures = 0
         self._since = time.monotonic()
 
-    def failed(self, reason: str, tries: int | None = None) -> None:
+    def failed(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
         """Wait before the next attempt.
 
         Args:
             reason: the failure in a few words, for the error.
             tries: failures in a row to bear, where that is fewer than the policy's.
+            advice: the user's next step, for the error.
 
         Raises:
             StoreExhausted: nothing is left to try; names the object, the last failure and the next step.
@@ -98,16 +101,13 @@ class Backoff:
         self._failures += 1
         elapsed_s = time.monotonic() - self._since
         if self._failures >= min(tries or policy.tries, policy.tries):
-            self._give_up(f"failed {self._failures} times in a row", reason)
+            self._give_up(f"failed {self._failures} times in a row", reason, advice)
         if elapsed_s >= policy.deadline_s:
-            self._give_up(f"no progress in {elapsed_s:.0f} s", reason)
+            self._give_up(f"no progress in {elapsed_s:.0f} s", reason, advice)
         wait_s = self._account.take(min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (self._failures - 1)))
         if wait_s is None:
-            self._give_up(f"the store's budget of {policy.budget} retries is used up", reason)
-        else:
-            time.sleep(wait_s)
+            self._give_up(f"the store's budget of {policy.budget} retries is used up", reason, advice)
+        time.sleep(wait_s)
 
-    def _give_up(self, limit: str, reason: str) -> None:
-        raise StoreExhausted(
-            f"{self._what}: {limit}, last: {reason}; check the object and the storage service, then start again"
-        ) from None
+    def _give_up(self, limit: str, reason: str, advice: str) -> NoReturn:
+        raise StoreExhausted(f"{self._what}: {limit}, last: {reason}; {advice}") from None

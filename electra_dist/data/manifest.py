@@ -126,9 +126,7 @@ def read_manifest(store: Store) -> CorpusManifest:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
         reason = fault["msg"].removeprefix("Value error, ")
-        raise ManifestMismatch(
-            f"{where}: `{key}`: {reason}; made by another version? build the corpus again"
-        ) from None
+        raise ManifestMismatch(f"{where}: `{key}`: {reason}; made by another version? build it again") from None
     if not manifest.shards:
         raise UserError(f"{where}: the corpus has no shards; build it again from more text")
     return manifest
