@@ -26,7 +26,7 @@ setup(
     name="electra-dist",
     version="0.1.0",
     description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # The import name `kernels` belongs to a Hugging Face package that transformers looks for.
     package_dir={"electra_kernels": "kernels"},
     packages=[

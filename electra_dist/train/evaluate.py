@@ -1,0 +1,81 @@
+"""Both losses and the discriminator's ROC-AUC on held-out rows, the same rows with the same masks at every call.
+
+Guarantee: rows, masks and samples depend on (corpus, seed) only, so two evaluations differ by the weights alone, and
+the number of ranks changes nothing but the order of sums. Collective: every rank calls it at the same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from electra_dist.data.cache import ShardCache
+from electra_dist.data.order import RowOrder
+from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.telemetry.console import EvalRecord
+from electra_dist.telemetry.ranking import ranking_scores
+from electra_dist.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Held-out rows and how to score them."""
+
+    cache: ShardCache
+    num_rows: int
+    micro_batch: int
+    seed: int
+    pad_id: int
+
+    def run(self, engine: Engine, step: int) -> EvalRecord:
+        """Score `engine` after `step` steps."""
+        engine.train(False)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        ids_RS = self._rows()
+        num_batches = -(-len(ids_RS) // (self.micro_batch * world_size))
+        padded = np.full((num_batches * world_size * self.micro_batch, ids_RS.shape[1]), self.pad_id, np.int64)
+        padded[: len(ids_RS)] = ids_RS  # rows of padding have no tokens: they keep the ranks in step, and count for nothing
+        sums, scores, labels = [], [], []
+        seed = derive_seed(self.seed, Purpose.EVAL)
+        with torch.no_grad():
+            for batch in range(num_batches):
+                row0 = (batch * world_size + rank) * self.micro_batch
+                rows_B = torch.arange(row0, row0 + self.micro_batch, device=engine.device)
+                ids_BS = torch.from_numpy(padded[row0 : row0 + self.micro_batch]).to(engine.device)
+                one = torch.ones((), device=engine.device)
+                out = engine.forward(ids_BS, rows_B, 0, seed, one, one)
+                sums.append(out.sums.double())
+                scores.append(torch.where(out.is_real, out.rtd_logits.float(), torch.nan))
+                labels.append(out.labels.float())
+        engine.train(True)
+        total = torch.stack(sums).sum(0)
+        dist.all_reduce(total)
+        score_N, label_N = _everyone(torch.cat(scores)), _everyone(torch.cat(labels))
+        real = ~np.isnan(score_N)
+        ranking = ranking_scores(score_N[real], label_N[real] > 0.5)
+        named = dict(zip(out.SUM_NAMES, total.tolist()))
+        return EvalRecord(
+            step=step,
+            rows=len(ids_RS),
+            mlm_loss=named["mlm_loss"] / max(named["mlm_weight"], 1.0),
+            mlm_accuracy=named["mlm_correct"] / max(named["mlm_weight"], 1.0),
+            rtd_loss=named["rtd_loss"] / max(named["tokens"], 1.0),
+            auc=ranking.auc,
+            accuracy=ranking.accuracy,
+            precision=ranking.precision,
+            recall=ranking.recall,
+        )
+
+    def _rows(self) -> np.ndarray:
+        order = RowOrder([s.rows for s in self.cache.manifest.shards], self.seed, len(self.cache.manifest.shards))
+        positions = np.arange(min(self.num_rows, order.rows_per_epoch), dtype=np.int64)
+        return self.cache.rows(order, positions)
+
+
+def _everyone(local: torch.Tensor) -> np.ndarray:
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local.contiguous())
+    return torch.cat(parts).cpu().numpy()

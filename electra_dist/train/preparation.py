@@ -1,0 +1,99 @@
+"""Everything that can be wrong with a run's inputs is found here, by every rank, before anything is written.
+
+Each check is read-only and raises UserError with one line; the process then ends with exit code 78.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from electra_dist.config import Config
+from electra_dist.data.manifest import CorpusManifest, read_manifest
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store import Store, open_store
+from electra_dist.train.engine import check_world_size
+
+IDENTITY_FILE = "identity.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """An opened corpus."""
+
+    store: Store
+    manifest: CorpusManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads."""
+
+    corpus: Corpus
+    heldout: Corpus | None
+
+
+def check_inputs(config: Config, world_size: int) -> Inputs:
+    """All checks; returns the opened corpora.
+
+    Raises:
+        UserError: names the file, key or URL at fault and the next step.
+    """
+    check_world_size(config.train, world_size)
+    check_run_folder(config)
+    corpus = _open_corpus(config, "corpus", config.data.corpus)
+    heldout = _open_corpus(config, "heldout", config.data.heldout) if config.data.heldout else None
+    if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
+        raise ManifestMismatch(
+            f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
+            f"{config.data.corpus}; rebuild it with the corpus's vocab.txt"
+        )
+    return Inputs(corpus=corpus, heldout=heldout)
+
+
+def _open_corpus(config: Config, key: str, url: str) -> Corpus:
+    store = open_store(url, config.data.endpoint_url)
+    manifest = read_manifest(store)
+    if manifest.num_rows == 0:
+        raise UserError(f"data.{key} {url}: corpus.json lists no rows; build it again from non-empty input")
+    if manifest.seq_len != config.data.seq_len:
+        raise ManifestMismatch(
+            f"data.{key} {url} has rows of {manifest.seq_len} tokens, data.seq_len is {config.data.seq_len}; "
+            f"set data.seq_len or build the corpus with it"
+        )
+    if manifest.tokenizer.vocab_size != config.model.vocab_size:
+        raise ManifestMismatch(
+            f"data.{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, "
+            f"model.vocab_size is {config.model.vocab_size}; set model.vocab_size or take the corpus of this tokenizer"
+        )
+    return Corpus(store=store, manifest=manifest)
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuse a run folder that cannot be written or that belongs to another run."""
+    run_dir = Path(config.run_dir)
+    existing = run_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run_dir {config.run_dir}: {existing} is not a writable folder; choose another run_dir")
+    identity_file = run_dir / IDENTITY_FILE
+    if identity_file.exists():
+        difference = _first_difference(json.loads(identity_file.read_text()), config.identity())
+        if difference:
+            raise UserError(
+                f"run_dir {config.run_dir} holds a run of another config ({difference}); "
+                f"choose another run_dir, or restore the config to go on with that run"
+            )
+
+
+def _first_difference(old: object, new: object, key: str = "") -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(n for n in new if n not in old)]:
+            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"{key} was {old}, is {new}"
