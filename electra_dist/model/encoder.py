@@ -1,0 +1,99 @@
+"""The post-LN BERT encoder and the embeddings that both towers share.
+
+Guarantee: the same function as google-research/electra (and so as Hugging Face's ElectraModel) on the same weights:
+post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout on embeddings, attention probabilities
+and sub-layer outputs, a projection with bias where the table's width is not the tower's. No pooler.
+
+Query, key and value are one matmul (`qkv`): same numbers, a third of the launches. LayerNorm takes its statistics in
+fp32 whatever the parameters' dtype (torch's kernels do).
+
+Where it stops: dropout draws from torch's generator, which the training loop seeds from the step's number.
+
+Shapes: B rows, S tokens, E embedding width, H hidden width, V rows of the token table (padded to 128).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from electra_dist.config import ModelConfig, TowerConfig
+
+
+class SharedEmbeddings(nn.Module):
+    """Token, position and type tables and their LayerNorm: one set for both towers, as in Google's code."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        width = model.embedding_size
+        self.word = nn.Embedding(model.padded_vocab_size, width)
+        self.position = nn.Embedding(model.max_positions, width)
+        self.token_type = nn.Embedding(model.type_vocab_size, width)
+        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.dropout = nn.Dropout(model.hidden_dropout)
+
+    def forward(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, E]; dropout is drawn anew for each tower."""
+        summed = self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
+        return self.dropout(self.layer_norm(summed))
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention inside each example of a row."""
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+        super().__init__()
+        self.num_heads = tower.num_heads
+        self.dropout = model.attention_dropout
+        self.qkv = nn.Linear(tower.hidden_size, 3 * tower.hidden_size)
+        self.out = nn.Linear(tower.hidden_size, tower.hidden_size)
+
+    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
+        """[B, S, H]; `bias_B1SS` is added to the scores."""
+        B, S, H = hidden_BSH.shape
+        qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias_B1SS, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.out(context.transpose(1, 2).reshape(B, S, H))
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+        super().__init__()
+        width, eps = tower.hidden_size, model.layer_norm_eps
+        self.attention = SelfAttention(model, tower)
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.expand = nn.Linear(width, tower.intermediate_size)
+        self.contract = nn.Linear(tower.intermediate_size, width)
+        self.output_norm = nn.LayerNorm(width, eps=eps)
+        self.dropout = nn.Dropout(model.hidden_dropout)
+
+    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
+        """[B, S, H]."""
+        attended = self.attention(hidden_BSH, bias_B1SS)
+        hidden_BSH = self.attention_norm(self.dropout(attended) + hidden_BSH)
+        expanded = F.gelu(self.expand(hidden_BSH))
+        return self.output_norm(self.dropout(self.contract(expanded)) + hidden_BSH)
+
+
+class Encoder(nn.Module):
+    """A tower without its head: projection (if the widths differ) and layers."""
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+        super().__init__()
+        self.embeddings_project: nn.Linear | None = None
+        if model.embedding_size != tower.hidden_size:
+            self.embeddings_project = nn.Linear(model.embedding_size, tower.hidden_size)
+        self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
+
+    def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
+        """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
+        hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
+        for layer in self.layers:
+            hidden = layer(hidden, bias_B1SS)
+        return hidden
