@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from electra_dist.checkpoint.fragments import KINDS, Fragment
+from electra_dist.checkpoint.fragments import Fragment
 from electra_dist.checkpoint.manifest import (
     FragmentEntry,
     Manifest,
@@ -28,7 +29,7 @@ from electra_dist.checkpoint.manifest import (
 )
 from electra_dist.checkpoint.save import tensor_name
 from electra_dist.checkpoint.tensor_file import file_sha256
-from electra_dist.errors import StoreError, TornCheckpoint
+from electra_dist.errors import StoreError, TornCheckpoint, UserError
 from electra_dist.store import Store
 
 T = TypeVar("T")
@@ -39,14 +40,16 @@ def load_newest(
     staging: Path,
     fragments: Sequence[Fragment],
     expected: RunState,
-    note: Callable[[str], None],
-) -> RunState | None:
-    """Overwrite `fragments` with the newest good checkpoint; None if there is none. Collective.
+) -> tuple[RunState | None, list[str]]:
+    """Overwrite `fragments` with the newest good checkpoint. Collective.
 
     Args:
         expected: what this run is (identity, corpus, shapes); its step and world size are not compared.
-        note: told (on every rank) about each checkpoint that was set aside.
+
+    Returns:
+        The state found, None if there is none; and one line for each checkpoint that was set aside.
     """
+    notes: list[str] = []
     for _, _, folder in reversed(_on_rank_0(lambda: committed(store))):
         with tempfile.TemporaryDirectory(dir=_made(staging)) as scratch:
             reader = _Reader(store, folder, Path(scratch))
@@ -54,12 +57,40 @@ def load_newest(
             faults = [f for f in _gathered(fault) if f]
             if not faults and manifest is not None:
                 reader.fill(manifest, fragments)
-                return manifest.state
-        note(f"checkpoint {folder} is set aside: {faults[0]}")
+                return manifest.state, notes
+        notes.append(f"checkpoint {folder} is set aside: {faults[0]}")
         if dist.get_rank() == 0:
             set_aside(store, folder, faults[0])
         dist.barrier()
-    return None
+    return None, notes
+
+
+def assemble(store: Store, staging: Path) -> tuple[RunState, dict[str, torch.Tensor]]:
+    """The newest good checkpoint's fp32 master weights, whole, outside any process group (for export).
+
+    Raises:
+        UserError: there is no checkpoint, or none is good.
+    """
+    faults = []
+    for _, _, folder in reversed(committed(store)):
+        with tempfile.TemporaryDirectory(dir=_made(staging)) as scratch:
+            reader = _Reader(store, folder, Path(scratch))
+            try:
+                manifest = read_manifest(store, folder)
+                for part in manifest.parts:
+                    reader.verify(part)
+            except (TornCheckpoint, StoreError) as error:
+                faults.append(f"{folder}: {error}")
+                continue
+            weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
+            whole = [
+                Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
+                for name, weight in weights.items()
+            ]
+            reader.fill(manifest, whole)
+            return manifest.state, weights
+    found = f"none is good ({'; '.join(faults)})" if faults else "there is none yet"
+    raise UserError(f"{store.url}: no checkpoint to read: {found}; train on, or name another run")
 
 
 class _Reader:
@@ -74,7 +105,7 @@ class _Reader:
             manifest = read_manifest(self._store, self._folder)
             check_belongs(manifest.state, expected)
             for part in manifest.parts[dist.get_rank() :: dist.get_world_size()]:
-                self._verify(part)
+                self.verify(part)
         except (TornCheckpoint, StoreError) as error:
             return None, str(error)
         return manifest, ""
@@ -95,12 +126,13 @@ class _Reader:
                 for fragment, entry in pairs:
                     begin = max(fragment.start, entry.start)
                     end = min(fragment.start + fragment.numel, entry.start + entry.numel)
-                    for kind in KINDS:
+                    for kind in fragment.views:
                         tensor = file.get_slice(tensor_name(kind, entry.name, entry.start))
                         values = tensor[begin - entry.start : end - entry.start]
                         fragment.views[kind][begin - fragment.start : end - fragment.start].copy_(values)
 
-    def _verify(self, part: RankPart) -> None:
+    def verify(self, part: RankPart) -> None:
+        """Raise TornCheckpoint unless the part's file is what the manifest says."""
         path = self._local(part.file.name)
         if not path.exists():
             raise TornCheckpoint(f"{part.file.name} is missing")

@@ -64,12 +64,11 @@ def tensor_name(kind: str, name: str, start: int) -> str:
 class CheckpointWriter:
     """One per rank; owns the host buffer and the writing thread. `close()` waits for the save in flight."""
 
-    def __init__(
-        self, store: Store, staging: Path, rank: int, keep_last: int, on_commit: Callable[[RunState, float], None]
-    ) -> None:
-        """`staging`: local folder for files on their way to S3. `on_commit(state, seconds)` runs on rank 0's thread."""
+    def __init__(self, store: Store, staging: Path, rank: int, keep_last: int) -> None:
+        """`staging`: local folder for files on their way to S3."""
         self._store, self._staging, self._rank, self._keep_last = store, staging, rank, keep_last
-        self._on_commit = on_commit
+        self.on_commit: Callable[[RunState, float], None] = lambda state, seconds: None
+        """Told about each commit and the seconds since its save began, on rank 0's writing thread."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -120,7 +119,7 @@ class CheckpointWriter:
             self._write_part(folder, entries, tensors)
             if self._rank == 0:
                 self._commit(folder, state)
-                self._on_commit(state, time.perf_counter() - begin)
+                self.on_commit(state, time.perf_counter() - begin)
                 retain(self._store, self._keep_last, state.attempt)
         except BaseException as error:  # noqa: BLE001  # handed to the training thread, which raises it in wait()
             self._error = error

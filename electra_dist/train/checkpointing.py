@@ -6,7 +6,6 @@ Where it stops: what is kept and verified is `checkpoint/`'s; when to save is th
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
@@ -32,13 +31,7 @@ from electra_dist.train.engine import Engine
 class RunMemory:
     """Restores at start, saves on demand. `close()` waits for the save in flight."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        corpus_fingerprint: str,
-        on_commit: Callable[[RunState, float], None],
-    ) -> None:
+    def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str) -> None:
         """Takes the run's next attempt number. Collective."""
         self._engine = engine
         self._module, self._optimizer = engine.deepspeed.module, engine.optimizer
@@ -57,31 +50,29 @@ class RunMemory:
             shared=shared_names(self._module),
             versions=versions(),
         )
-        self._writer = CheckpointWriter(
-            self._store, self._staging, dist.get_rank(), config.checkpoint.keep_last, on_commit
-        )
+        self.writer = CheckpointWriter(self._store, self._staging, dist.get_rank(), config.checkpoint.keep_last)
 
     @property
     def attempt(self) -> int:
         """Which start of the run this is, from 1."""
         return self._state.attempt
 
-    def restore(self, note: Callable[[str], None]) -> RunState | None:
-        """Load the newest good checkpoint into the engine; None if there is none. Collective."""
+    def restore(self) -> tuple[RunState | None, list[str]]:
+        """Load the newest good checkpoint into the engine (None if there is none), and what was set aside. Collective."""
         fragments = held_fragments(self._module, self._optimizer)
-        found = load_newest(self._store, self._staging, fragments, self._state, note)
+        found, set_aside = load_newest(self._store, self._staging, fragments, self._state)
         if found is not None:
             publish(self._optimizer)
-        return found
+        return found, set_aside
 
     def save(self, step: int) -> SaveTiming:
         """Start saving the state after `step` steps. Collective."""
         state = self._state.model_copy(update={"step": step})
-        return self._writer.save(state, owned_fragments(self._module, self._optimizer))
+        return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     def close(self) -> None:
         """Wait until everything saved is committed."""
-        self._writer.close()
+        self.writer.close()
 
 
 def versions() -> dict[str, str]:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.order import RowOrder
 from electra_dist.keyed_random import Purpose, derive_seed
-from electra_dist.telemetry.console import EvalRecord
-from electra_dist.telemetry.ranking import ranking_scores
+from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.rtd import RtdSums
+from electra_dist.telemetry.auc import separation
+from electra_dist.telemetry.records import EvalRecord
 from electra_dist.train.engine import Engine
 
 
@@ -28,7 +30,7 @@ class Evaluator:
     num_rows: int
     micro_batch: int
     seed: int
-    pad_id: int
+    special: SpecialIds
 
     def run(self, engine: Engine, step: int) -> EvalRecord:
         """Score `engine` after `step` steps."""
@@ -36,8 +38,8 @@ class Evaluator:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         ids_RS = self._rows()
         num_batches = -(-len(ids_RS) // (self.micro_batch * world_size))
-        padded = np.full((num_batches * world_size * self.micro_batch, ids_RS.shape[1]), self.pad_id, np.int64)
-        padded[: len(ids_RS)] = ids_RS  # rows of padding have no tokens: they keep the ranks in step, and count for nothing
+        padded = np.full((num_batches * world_size * self.micro_batch, ids_RS.shape[1]), self.special.pad, np.int64)
+        padded[: len(ids_RS)] = ids_RS  # rows of padding keep the ranks in step; they have no tokens to count
         sums, scores, labels = [], [], []
         seed = derive_seed(self.seed, Purpose.EVAL)
         with torch.no_grad():
@@ -45,24 +47,23 @@ class Evaluator:
                 row0 = (batch * world_size + rank) * self.micro_batch
                 rows_B = torch.arange(row0, row0 + self.micro_batch, device=engine.device)
                 ids_BS = torch.from_numpy(padded[row0 : row0 + self.micro_batch]).to(engine.device)
-                one = torch.ones((), device=engine.device)
-                out = engine.forward(ids_BS, rows_B, 0, seed, one, one)
-                sums.append(out.sums.double())
-                scores.append(torch.where(out.is_real, out.rtd_logits.float(), torch.nan))
-                labels.append(out.labels.float())
+                out = engine.forward(ids_BS, rows_B, 0, seed, 1.0, 1.0)
+                sums.append(out.sums)
+                scores.append(torch.where(out.is_real_BS, out.rtd_logit_BS, torch.nan))
+                labels.append(out.label_BS.float())
         engine.train(True)
         total = torch.stack(sums).sum(0)
         dist.all_reduce(total)
         score_N, label_N = _everyone(torch.cat(scores)), _everyone(torch.cat(labels))
         real = ~np.isnan(score_N)
-        ranking = ranking_scores(score_N[real], label_N[real] > 0.5)
-        named = dict(zip(out.SUM_NAMES, total.tolist()))
+        ranking = separation(score_N[real], label_N[real] > 0.5)
+        sum_of = RtdSums(*total.tolist())
         return EvalRecord(
             step=step,
             rows=len(ids_RS),
-            mlm_loss=named["mlm_loss"] / max(named["mlm_weight"], 1.0),
-            mlm_accuracy=named["mlm_correct"] / max(named["mlm_weight"], 1.0),
-            rtd_loss=named["rtd_loss"] / max(named["tokens"], 1.0),
+            mlm_loss=sum_of.mlm_loss_sum / max(sum_of.mlm_weight, 1.0),
+            mlm_accuracy=sum_of.mlm_correct / max(sum_of.mlm_weight, 1.0),
+            rtd_loss=sum_of.rtd_loss_sum / max(sum_of.tokens, 1.0),
             auc=ranking.auc,
             accuracy=ranking.accuracy,
             precision=ranking.precision,

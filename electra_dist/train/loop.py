@@ -7,6 +7,7 @@ a checkpoint is the integer t.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import RowOrder
 from electra_dist.errors import EXIT_DONE
+from electra_dist.model.init import init_towers
+from electra_dist.model.rows import SpecialIds
+from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.checkpointing import RunMemory
 from electra_dist.train.engine import Engine, init_distributed
@@ -50,65 +54,48 @@ def _run(config: Config, inputs: Inputs) -> int:
     if rank == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
-    special = inputs.corpus.manifest.tokenizer.special
-    module = ReplacedTokenDetection(config.model, config.objective, special, config.seed)
-    engine = Engine(module, config)
-    reporter = Reporter(config, engine) if rank == 0 else None
-    memory = RunMemory(
-        config, engine, inputs.corpus.manifest.fingerprint, reporter.committed if reporter else _nothing
-    )
-    restored = memory.restore(reporter.note if reporter else _nothing)
+    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    engine = Engine(_build_module(config, special), config)
+    memory = RunMemory(config, engine, inputs.corpus.manifest.fingerprint)
+    restored, set_aside = memory.restore()
+    reporter = None
+    if rank == 0:
+        reporter = Reporter(config, engine, inputs.corpus.manifest, restored)
+        reporter.began(memory.attempt, restored, set_aside)
+        memory.writer.on_commit = reporter.committed
     start_step = restored.step if restored else 0
-    if reporter:
-        reporter.begin(memory.attempt, restored, inputs)
-    caches = []
+    reached = None
     try:
         if start_step < config.train.num_steps:
-            corpus_cache = _open_cache(config, inputs.corpus)
-            caches.append(corpus_cache)
-            evaluator = None
-            if inputs.heldout:
-                heldout_cache = _open_cache(config, inputs.heldout)
-                caches.append(heldout_cache)
-                evaluator = Evaluator(
-                    cache=heldout_cache,
-                    num_rows=config.log.eval_rows,
-                    micro_batch=config.train.micro_batch,
-                    seed=config.seed,
-                    pad_id=special["[PAD]"],
-                )
-            _train(config, engine, corpus_cache, special, start_step, evaluator, memory, reporter)
+            _train(config, inputs, engine, special, start_step, memory, reporter)
+        reached = config.train.num_steps
     finally:
-        for cache in caches:
-            cache.close()
         if reporter:
-            reporter.close()
+            reporter.close(reached)
     engine.close()
     return EXIT_DONE
 
 
 def _train(
     config: Config,
+    inputs: Inputs,
     engine: Engine,
-    cache: ShardCache,
-    special: dict[str, int],
+    special: SpecialIds,
     start_step: int,
-    evaluator: Evaluator | None,
     memory: RunMemory,
     reporter: Reporter | None,
 ) -> None:
     num_steps = config.train.num_steps
-    order = RowOrder([s.rows for s in cache.manifest.shards], config.seed, config.data.shuffle_window_shards)
-    loader = RowLoader(
-        cache, order, config.train.global_batch, dist.get_rank(), dist.get_world_size(), start_step
-    )
-    train_step = TrainStep(engine, config.objective, special, config.seed, config.train.micro_batch)
-    try:
+    with contextlib.ExitStack() as stack:
+        loader = stack.enter_context(contextlib.closing(_open_loader(config, inputs.corpus, start_step, stack)))
+        evaluator = _open_evaluator(config, inputs.heldout, special, stack) if inputs.heldout else None
+        train_step = TrainStep(engine, config.objective, special, config.seed, config.train.micro_batch)
+        stack.enter_context(contextlib.closing(memory))
         for step in range(start_step, num_steps):
             lr = learning_rate(step, num_steps, config.optimizer)
             result = train_step(loader.next(), lr)
             done, last = step + 1, step + 1 == num_steps
-            if reporter and (last or done % config.log.every_steps == 0):
+            if reporter and (last or _due(done, config.log.every_steps)):
                 reporter.step(done, result, lr, loader.wait_s)
             if evaluator and (last or _due(done, config.log.eval_every_steps)):
                 evaluation = evaluator.run(engine, done)
@@ -118,18 +105,40 @@ def _train(
                 timing = memory.save(done)
                 if reporter:
                     reporter.saving(done, timing)
-        memory.close()
-    finally:
-        loader.close()
 
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _open_cache(config: Config, corpus: Corpus) -> ShardCache:
+def _build_module(config: Config, special: SpecialIds) -> ReplacedTokenDetection:
+    towers = ElectraTowers(config.model)
+    init_towers(towers, config.model, config.seed)
+    return ReplacedTokenDetection(towers, config.objective, special, config.kernels.backend)
+
+
+def _open_cache(config: Config, corpus: Corpus, stack: contextlib.ExitStack) -> ShardCache:
     folder = Path(config.data.cache_dir or Path(config.run_dir) / "cache")
-    return ShardCache(corpus.store, corpus.manifest, folder, config.data.fetch_threads)
+    cache = ShardCache(corpus.store, corpus.manifest, folder, config.data.fetch_threads)
+    return stack.enter_context(contextlib.closing(cache))
+
+
+def _open_loader(config: Config, corpus: Corpus, start_step: int, stack: contextlib.ExitStack) -> RowLoader:
+    cache = _open_cache(config, corpus, stack)
+    order = RowOrder([s.rows for s in corpus.manifest.shards], config.seed, config.data.shuffle_window_shards)
+    return RowLoader(cache, order, config.train.global_batch, dist.get_rank(), dist.get_world_size(), start_step)
+
+
+def _open_evaluator(
+    config: Config, corpus: Corpus, special: SpecialIds, stack: contextlib.ExitStack
+) -> Evaluator:
+    return Evaluator(
+        cache=_open_cache(config, corpus, stack),
+        num_rows=config.log.eval_rows,
+        micro_batch=config.train.micro_batch,
+        seed=config.seed,
+        special=special,
+    )
 
 
 def _make_run_folder(config: Config, corpus: Corpus) -> None:
@@ -142,7 +151,3 @@ def _make_run_folder(config: Config, corpus: Corpus) -> None:
     vocab = run_dir / "vocab.txt"
     if not vocab.exists():
         vocab.write_bytes(corpus.store.read(corpus.manifest.tokenizer.vocab_file))
-
-
-def _nothing(*_: object) -> None:
-    """What the ranks that report nothing call."""

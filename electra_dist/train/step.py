@@ -19,7 +19,9 @@ import torch.distributed as dist
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import Batch
 from electra_dist.keyed_random import Purpose, derive_seed
-from electra_dist.objectives.masking import count_masked
+from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.masking import num_masked
+from electra_dist.objectives.rtd import RtdSums
 from electra_dist.train.engine import Engine
 
 
@@ -30,12 +32,16 @@ class StepResult:
     sums: torch.Tensor
     grad_norm: float
 
+    def read(self) -> RtdSums:
+        """The sums on the host: waits for the device."""
+        return RtdSums(*self.sums.tolist())
+
 
 class TrainStep:
     """Runs steps on an engine; has no state of its own."""
 
     def __init__(
-        self, engine: Engine, objective: ObjectiveConfig, special: dict[str, int], seed: int, micro_batch: int
+        self, engine: Engine, objective: ObjectiveConfig, special: SpecialIds, seed: int, micro_batch: int
     ) -> None:
         self._engine, self._objective, self._special = engine, objective, special
         self._seed, self._micro_batch = seed, micro_batch
@@ -55,8 +61,7 @@ class TrainStep:
             mlm_scale, rtd_scale = scales[micro]
             out = engine.forward(ids_BS[part], rows_B, batch.step, self._seed, mlm_scale, rtd_scale)
             engine.backward(out.loss)
-            micro_sums = out.sums.double()
-            sums = micro_sums if sums is None else sums + micro_sums
+            sums = out.sums if sums is None else sums + out.sums
             if micro < num_micro - 1:
                 engine.step_micro_batch()
         assert sums is not None
@@ -65,8 +70,8 @@ class TrainStep:
 
     def _scales(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """[micro-batches, 2]: what each micro-batch's MLM and RTD loss sums are multiplied with."""
-        masked_B = count_masked(ids_BS, self._special, self._objective)
-        real_B = (ids_BS != self._special["[PAD]"]).sum(-1)
+        masked_B = num_masked(ids_BS, self._special, self._objective)
+        real_B = (ids_BS != self._special.pad).sum(-1)
         counts = torch.stack([masked_B, real_B], -1).view(-1, self._micro_batch, 2).sum(1)
         if self._objective.loss_mean == "per_replica":
             return 1.0 / (counts.clamp(min=1) * self._engine.num_micro_batches * dist.get_world_size())
