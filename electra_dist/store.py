@@ -138,25 +138,25 @@ class LocalStore(Store):
     def read(self, key: str, *, promised: bool = False) -> bytes:
         """See `Store`."""
         path = self.local_path(key)
-        with _readable(path):
+        with readable(path):
             return path.read_bytes()
 
     def exists(self, key: str) -> bool:
         """See `Store`."""
         path = self.local_path(key)
-        with _readable(path):
+        with readable(path):
             return path.is_file()
 
     def size(self, key: str) -> int:
         """See `Store`."""
         path = self.local_path(key)
-        with _readable(path):
+        with readable(path):
             return path.stat().st_size
 
     def fetch(self, key: str, destination: Path, *, promised: bool = False) -> None:
         """See `Store`."""
         source = self.local_path(key)
-        with _readable(source):
+        with readable(source):
             stream = source.open("rb")
         with stream, replacing(destination) as out:
             shutil.copyfileobj(stream, out, 1 << 20)
@@ -193,7 +193,7 @@ class LocalStore(Store):
     def delete(self, key: str) -> None:
         """See `Store`."""
         path = self.local_path(key)
-        with _writable(path):
+        with writable(path):
             path.unlink(missing_ok=True)
 
 
@@ -212,7 +212,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
     Raises:
         StoreError: the disk is full, read-only or refuses the write.
     """
-    with _writable(path):
+    with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
         try:
@@ -238,7 +238,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Turns what the system says about reading `path` into a StoreError of one line."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -252,7 +253,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
+    """Turns what the system says about writing `path` into a StoreError of one line; lets FileExistsError through."""
     try:
         yield
     except FileExistsError:
