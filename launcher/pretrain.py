@@ -1,7 +1,7 @@
 """What `deepspeed` starts on every rank: parse, check, run, and end with a meaningful exit code.
 
-    deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml
-    deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
+deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml
+deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import socket
@@ -42,11 +44,10 @@ def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
     return rows
 
 
-def write_corpus(url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None) -> CorpusManifest:
+def write_corpus(
+    url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None
+) -> CorpusManifest:
     """A corpus of synthetic rows at `url`; equal arguments give an equal fingerprint."""
-    import hashlib
-    import io
-
     store = open_store(url, endpoint_url)
     shards = []
     vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL)))]).encode() + b"\n"
@@ -88,7 +89,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture()
+@pytest.fixture
 def tiny_config(tiny_corpus: Path, tmp_path: Path) -> Callable[..., Path]:
     """`tiny_config(run_name, **{"train.num_steps": 20})` writes a YAML file of a tiny run and returns its path."""
 
@@ -146,7 +147,7 @@ def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
     return command
 
 
-@pytest.fixture()
+@pytest.fixture
 def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`pretrain(config, ranks, *overrides)` runs to the end and returns the finished process."""
 
@@ -160,7 +161,9 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
             timeout=300,
             env={**os.environ, **(env or {})},
         )
-        assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        assert not check or done.returncode == 0, (
+            f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        )
         return done
 
     return run
@@ -169,7 +172,7 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
 LOSSES = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "replaced_accuracy", "original_accuracy")
 
 
-@pytest.fixture()
+@pytest.fixture
 def losses() -> Callable[[Path], list[tuple]]:
     """`losses(run_dir)`: the numbers of every step record of metrics.jsonl that must repeat bit for bit."""
 

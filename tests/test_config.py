@@ -36,7 +36,12 @@ def test_large_is_the_papers() -> None:
         "num_heads": 4,
         "intermediate_size": 1024,
     }
-    assert (c.data.seq_len, c.objective.mask_prob, c.train.global_batch, c.train.num_steps) == (512, 0.25, 2048, 400_000)
+    assert (c.data.seq_len, c.objective.mask_prob, c.train.global_batch, c.train.num_steps) == (
+        512,
+        0.25,
+        2048,
+        400_000,
+    )
     o = c.optimizer
     assert (o.lr, o.warmup_steps, o.eps, o.weight_decay, o.clip_norm) == (2e-4, 10_000, 1e-6, 0.01, 1.0)
     assert (c.model.hidden_dropout, c.model.attention_dropout, c.objective.rtd_weight) == (0.1, 0.1, 50.0)

@@ -157,7 +157,7 @@ def _linked(flat_partitions: list[torch.Tensor]) -> Callable[[str, nn.Parameter]
 def _stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Callable[[str, nn.Parameter], _Place | None]:
     rank = dist.get_rank()
 
-    def locate(name: str, parameter: nn.Parameter) -> _Place | None:
+    def locate(name: str, parameter: Any) -> _Place | None:
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * partition  # every parameter is cut into equal parts, the last ones padded
         numel = max(0, min(partition, parameter.ds_numel - start))

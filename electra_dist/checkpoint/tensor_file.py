@@ -1,7 +1,7 @@
 """A safetensors file written in one pass: streamed, hashed while it is written, no second copy in memory.
 
 The format is the safetensors library's (8-byte little-endian header length, JSON header, raw little-endian data), and
-the library reads what is written here; its own writer would copy the tensors and need the file read again for a digest.
+that library reads what is written here; its own writer copies the tensors, and the file would be read again to hash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[
     digest = hashlib.sha256()
     size = 0
     with path.open("wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text, *_blocks(tensors)):
+        for block in _blocks(len(text).to_bytes(8, "little") + text, tensors):
             file.write(block)
             digest.update(block)
             size += len(block)
@@ -40,9 +40,10 @@ def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[
     return size, digest.hexdigest()
 
 
-def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def _blocks(head: bytes, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
     for tensor in tensors.values():
-        view = memoryview(tensor.detach().numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        view = memoryview(tensor.detach().numpy().data).cast("B") if tensor.numel() else memoryview(b"")
         for start in range(0, len(view), _CHUNK_BYTES):
             yield view[start : start + _CHUNK_BYTES]
 

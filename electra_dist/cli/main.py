@@ -65,7 +65,8 @@ def export(
     for name, folder in folders.items():
         out.print(f"  {name:<14} {folder}")
     out.print("next:")
-    out.print(f"  python -c \"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))\"")
+    load = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))"
+    out.print(f'  python -c "{load}"')
     out.print("  deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run")
 
 

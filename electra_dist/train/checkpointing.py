@@ -58,7 +58,7 @@ class RunMemory:
         return self._state.attempt
 
     def restore(self) -> tuple[RunState | None, list[str]]:
-        """Load the newest good checkpoint into the engine (None if there is none), and what was set aside. Collective."""
+        """Load the newest good checkpoint into the engine, if there is one; and say what was set aside. Collective."""
         fragments = held_fragments(self._module, self._optimizer)
         found, set_aside = load_newest(self._store, self._staging, fragments, self._state)
         if found is not None:

@@ -71,7 +71,7 @@ def init_distributed() -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of any optimizer but its own
     if not torch.cuda.is_available():
         # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -131,7 +131,9 @@ class Engine:
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
         """At stage 0 DeepSpeed clips without telling the norm; the gradients are whole and already reduced."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.deepspeed.module.parameters() if p.grad is not None])
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        )
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.data.cache import ShardCache
-from electra_dist.data.order import RowOrder
 from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.rtd import RtdSums
@@ -71,9 +70,13 @@ class Evaluator:
         )
 
     def _rows(self) -> np.ndarray:
-        order = RowOrder([s.rows for s in self.cache.manifest.shards], self.seed, len(self.cache.manifest.shards))
-        positions = np.arange(min(self.num_rows, order.rows_per_epoch), dtype=np.int64)
-        return self.cache.rows(order, positions)
+        """[R, S]: rows evenly spaced over the whole held-out corpus."""
+        ends = np.cumsum([shard.rows for shard in self.cache.manifest.shards])
+        chosen = np.linspace(0, ends[-1], min(self.num_rows, int(ends[-1])), endpoint=False, dtype=np.int64)
+        shards = np.searchsorted(ends, chosen, side="right")
+        starts = np.concatenate([[0], ends])
+        parts = [self.cache.open(int(s)).rows(chosen[shards == s] - starts[s]) for s in np.unique(shards)]
+        return np.concatenate(parts)
 
 
 def _everyone(local: torch.Tensor) -> np.ndarray:

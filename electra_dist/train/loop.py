@@ -26,7 +26,15 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.checkpointing import RunMemory
 from electra_dist.train.engine import Engine, init_distributed
 from electra_dist.train.evaluate import Evaluator
-from electra_dist.train.preparation import IDENTITY_FILE, Corpus, Inputs, check_inputs
+from electra_dist.train.preparation import (
+    CONFIG_FILE,
+    IDENTITY_FILE,
+    TOKENIZER_FILE,
+    VOCAB_FILE,
+    Corpus,
+    Inputs,
+    check_inputs,
+)
 from electra_dist.train.reporter import Reporter
 from electra_dist.train.schedule import learning_rate
 from electra_dist.train.step import TrainStep
@@ -129,9 +137,7 @@ def _open_loader(config: Config, corpus: Corpus, start_step: int, stack: context
     return RowLoader(cache, order, config.train.global_batch, dist.get_rank(), dist.get_world_size(), start_step)
 
 
-def _open_evaluator(
-    config: Config, corpus: Corpus, special: SpecialIds, stack: contextlib.ExitStack
-) -> Evaluator:
+def _open_evaluator(config: Config, corpus: Corpus, special: SpecialIds, stack: contextlib.ExitStack) -> Evaluator:
     return Evaluator(
         cache=_open_cache(config, corpus, stack),
         num_rows=config.log.eval_rows,
@@ -145,9 +151,9 @@ def _make_run_folder(config: Config, corpus: Corpus) -> None:
     """The folder says by itself what the run is: resolved config, identity, vocabulary."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_yaml(config))
+    (run_dir / CONFIG_FILE).write_text(dump_yaml(config))
     (run_dir / IDENTITY_FILE).write_text(canonical_json(config.identity()) + "\n")
-    (run_dir / "tokenizer.json").write_text(corpus.manifest.tokenizer.model_dump_json(indent=1) + "\n")
-    vocab = run_dir / "vocab.txt"
+    (run_dir / TOKENIZER_FILE).write_text(corpus.manifest.tokenizer.model_dump_json(indent=1) + "\n")
+    vocab = run_dir / VOCAB_FILE
     if not vocab.exists():
         vocab.write_bytes(corpus.store.read(corpus.manifest.tokenizer.vocab_file))

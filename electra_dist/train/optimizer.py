@@ -62,7 +62,8 @@ class ForeachAdamW(torch.optim.Optimizer):
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups, decayed and not: LayerNorm and bias parameters are not decayed, embeddings are."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     norms = {id(p) for m in module.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters(recurse=False)}
     for name, parameter in module.named_parameters():
         is_plain = id(parameter) in norms or name.rsplit(".", 1)[-1] == "bias"
@@ -70,9 +71,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def build_optimizer(
-    module: nn.Module, config: OptimizerConfig, device_type: str
-) -> tuple[torch.optim.Optimizer, str]:
+def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer and the name of the implementation that runs. lr starts at 0: the loop sets it every step."""
     groups = parameter_groups(module, config.weight_decay)
     choice = config.implementation

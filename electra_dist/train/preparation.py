@@ -16,7 +16,10 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store import Store, open_store
 from electra_dist.train.engine import check_world_size
 
+CONFIG_FILE = "config.yaml"
 IDENTITY_FILE = "identity.json"
+TOKENIZER_FILE = "tokenizer.json"
+VOCAB_FILE = "vocab.txt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,8 +134,8 @@ class Reporter:
             f"{config.train.precision} | optimizer {engine.optimizer_name} | kernels {backend}"
         )
         self.note(
-            f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} tokens "
-            f"| one epoch is {corpus.num_rows / config.train.global_batch:,.0f} steps | {corpus.fingerprint[:12]}"
+            f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
+            f"tokens | one epoch is {corpus.num_rows / config.train.global_batch:,.0f} steps | {corpus.fingerprint[:12]}"
         )
 
     def _record(self, event: Event, step: int, **details: Any) -> None:

@@ -1,8 +1,8 @@
 """One optimizer step over this rank's share of the global batch.
 
-Guarantee: what step t computes depends on the ids of its rows, the seed and t. Masks and samples are keyed by the row's
-number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a micro-batch
-drops the same units on whatever rank it runs.
+Guarantee: what step t computes depends on the ids of its rows, the seed and t. Masks and samples are keyed by the
+row's number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a
+micro-batch drops the same units on whatever rank it runs.
 
 Losses are means over the tokens of the global batch: the counts follow from the ids alone and are all-reduced before
 the first forward. `loss_mean: per_replica` is the reference's way: each micro-batch its own mean, then averaged.

@@ -42,7 +42,7 @@ class Toy(nn.Module):
         return (hidden @ self.tied.weight.t()).float().logsumexp(-1).mean()
 
 
-@pytest.fixture()
+@pytest.fixture
 def config(tiny_config: Callable[..., Path]) -> Config:
     return load_config(tiny_config())
 
