@@ -2,7 +2,7 @@
 
 Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus a bias a token;
 the discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary exist for masked slots
-only, and the pad rows of the table can be neither predicted nor sampled. Losses are fp32 whatever the parameters' dtype.
+only, and the pad rows of the table are neither predicted nor sampled. Losses are fp32 whatever the parameters' dtype.
 
 The table is an argument of `GeneratorHead.forward`, not a second registration of the parameter: whoever owns the
 embeddings reads it, which is also how ZeRO-3 learns in whose forward it must be gathered.

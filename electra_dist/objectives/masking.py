@@ -8,7 +8,7 @@ Candidates are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be 
 n = clamp(round(mask_prob * r), 1, N) slots are used (half to even; never more than there are candidates).
 `without_replacement` takes the n candidates with the smallest keys. `reference` repeats Google's draw with
 replacement: a position drawn twice has two slots, so it weighs double in the loss, and the id inserted there is the
-floor of the mean of its samples (`replace_and_label` does that); of 512 tokens at 25 %, 22.3 % are really masked.
+floor of the mean of its samples (`replace_and_label` does that); at 25 % of 512, 22.3 % of the candidates are masked.
 85 % of the slots show [MASK] in the generator's input, the rest keep their token; there is no random-token branch.
 
 Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update).
