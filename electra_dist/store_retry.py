@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -78,12 +79,12 @@ class Backoff:
     def __init__(self, account: RetryAccount, what: str) -> None:
         self._account = account
         self._what = what
-        self._failures = 0
+        self._failures: Counter[str] = Counter()  # by reason, since the last progress
         self._since = time.monotonic()
 
     def progress(self) -> None:
         """Note that bytes arrived: the failures before no longer count."""
-        self._failures = 0
+        self._failures.clear()
         self._since = time.monotonic()
 
     def failed(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
@@ -91,20 +92,21 @@ class Backoff:
 
         Args:
             reason: the failure in a few words, for the error.
-            tries: failures in a row to bear, where that is fewer than the policy's.
+            tries: failures for this reason to bear, where that is fewer than the policy's for all reasons.
             advice: the user's next step, for the error.
 
         Raises:
             StoreExhausted: nothing is left to try; names the object, the last failure and the next step.
         """
         policy = self._account.policy
-        self._failures += 1
+        self._failures[reason] += 1
+        failures = self._failures.total()
         elapsed_s = time.monotonic() - self._since
-        if self._failures >= min(tries or policy.tries, policy.tries):
-            self._give_up(f"failed {self._failures} times in a row", reason, advice)
+        if failures >= policy.tries or self._failures[reason] >= (tries or policy.tries):
+            self._give_up(f"failed {failures} times in a row", reason, advice)
         if elapsed_s >= policy.deadline_s:
             self._give_up(f"no progress in {elapsed_s:.0f} s", reason, advice)
-        wait_s = self._account.take(min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (self._failures - 1)))
+        wait_s = self._account.take(min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (failures - 1)))
         if wait_s is None:
             self._give_up(f"the store's budget of {policy.budget} retries is used up", reason, advice)
         time.sleep(wait_s)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import botocore.exceptions as boto_errors
 import urllib3.exceptions
+from botocore.parsers import ResponseParserError
 
 from electra_dist.errors import StoreError, StoreMissing
 from electra_dist.store_retry import CHECK
 
-FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, urllib3.exceptions.HTTPError)
+FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
 _TRIES_MISSING = 5  # "not found" for an object that a manifest promises
 _TRIES_CREDENTIALS = 4
@@ -82,7 +83,7 @@ def judge(error: Exception, where: str, bucket: str, *, answered: bool, promised
         return Again("the service cannot be reached", tries=tries, advice="check the endpoint URL and the network")
     if isinstance(error, boto_errors.ParamValidationError):
         return StoreError(f"{where}: not a valid bucket or key name; mend the URL")
-    if isinstance(error, (boto_errors.HTTPClientError, urllib3.exceptions.HTTPError, boto_errors.ResponseParserError)):
+    if isinstance(error, (boto_errors.HTTPClientError, urllib3.exceptions.HTTPError, ResponseParserError)):
         return Again(f"broken connection or answer ({type(error).__name__})")
     if isinstance(error, boto_errors.IncompleteReadError):
         return Again("the body ended early")

@@ -1,0 +1,196 @@
+"""A real S3 server process for tests: Ceph's radosgw where it is installed, moto's server elsewhere.
+
+    with running_s3() as (endpoint_url, env):
+        make_bucket(endpoint_url, env, "bucket")
+
+`env` holds the AWS_* variables to run a client with. The servers listen on 127.0.0.1 only, keep objects in memory and
+die with the process that started them. By hand, until Ctrl-C: `python tests/s3_server.py [moto|radosgw]`.
+
+radosgw: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common (no service needs to run).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "SKSKSKSKSKSKSKSKSKSK"
+CEPH_PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph", "monmaptool", "ceph-authtool")
+START_S = 60.0
+
+
+class S3Server(NamedTuple):
+    """Where it listens, and the environment that gives a client its credentials."""
+
+    endpoint_url: str
+    env: dict[str, str]
+
+
+def best_kind() -> str:
+    """`radosgw` if all of Ceph's programs are here, else `moto`."""
+    return "radosgw" if all(map(shutil.which, CEPH_PROGRAMS)) else "moto"
+
+
+@contextlib.contextmanager
+def running_s3(kind: str | None = None) -> Iterator[S3Server]:
+    """An S3 server for the length of the block; `kind` is `moto`, `radosgw` or, by default, the best there is."""
+    start = {"moto": _moto, "radosgw": _radosgw}[kind or best_kind()]
+    with tempfile.TemporaryDirectory(prefix="s3-") as folder, contextlib.ExitStack() as processes:
+        port = start(Path(folder), processes)
+        env = {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+        yield S3Server(f"http://127.0.0.1:{port}", env)
+
+
+@functools.cache
+def _client(endpoint_url: str, access_key: str, secret_key: str, region: str) -> Any:
+    import boto3
+
+    credentials = {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key}
+    return boto3.session.Session().client("s3", endpoint_url=endpoint_url, region_name=region, **credentials)
+
+
+def client(endpoint_url: str, env: Mapping[str, str]) -> Any:
+    """A boto3 client of the server, independent of os.environ and of the code under test."""
+    return _client(endpoint_url, env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env["AWS_DEFAULT_REGION"])
+
+
+def make_bucket(endpoint_url: str, env: Mapping[str, str], name: str) -> str:
+    """Create a bucket (3 or more characters); returns its s3:// URL."""
+    client(endpoint_url, env).create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
+    port = _free_ports(1)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    _wait_for(port, _start(command, folder / "moto.log", processes))
+    return port
+
+
+def _radosgw(folder: Path, processes: contextlib.ExitStack) -> int:
+    """One mon, one osd in memory, one gateway."""
+    port = _free_ports(3)
+    conf, keyring = folder / "ceph.conf", folder / "keyring"
+    monitors = f"[v2:127.0.0.1:{port + 1},v1:127.0.0.1:{port + 2}]"
+    cluster = str(uuid.uuid4())
+    conf.write_text(_ceph_conf(folder, cluster, monitors))
+    env = {**os.environ, "CEPH_CONF": str(conf)}
+    (folder / "osd").mkdir()
+
+    def call(*command: str) -> None:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=START_S)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+    call("monmaptool", "--create", "--fsid", cluster, "--addv", "a", monitors, str(folder / "monmap"))
+    capabilities = [part for service in ("mon", "osd", "mgr") for part in ("--cap", service, "allow *")]
+    for number, name in enumerate(("mon.", "client.admin", "client.rgw", "osd.0")):
+        create = ["-C"] if number == 0 else []
+        call("ceph-authtool", *create, str(keyring), "-g", "-n", name, *capabilities)
+    call("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(folder / "monmap"), "--keyring", str(keyring))
+    _start(["ceph-mon", "-i", "a", "-f"], folder / "mon.log", processes, env)
+    osd = str(uuid.uuid4())
+    call("ceph", "osd", "new", osd)
+    call("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h0")
+    call("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
+    _start(["ceph-osd", "-i", "0", "-f"], folder / "osd.log", processes, env)
+    frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{port} tcp_nodelay=1"  # without nodelay: 40 ms a request
+    gateway = _start(["radosgw", "-n", "client.rgw", frontend, "-f"], folder / "rgw.log", processes, env)
+    _wait_for(port, gateway)
+    keys = ("--access-key", ACCESS_KEY, "--secret", SECRET_KEY)
+    call("radosgw-admin", "user", "create", "--uid=test", "--display-name=test", *keys)
+    return port
+
+
+def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
+    settings = {
+        "fsid": cluster,
+        "mon_host": monitors,
+        "public_addr": "127.0.0.1",
+        "cluster_addr": "127.0.0.1",
+        "keyring": folder / "keyring",
+        "osd_pool_default_size": 1,
+        "osd_pool_default_min_size": 1,
+        "mon_allow_pool_size_one": "true",
+        "osd_pool_default_pg_num": 8,
+        "osd_pool_default_pg_autoscale_mode": "off",
+        "osd_crush_chooseleaf_type": 0,
+        "mon_max_pg_per_osd": 1000,
+        "mon_data_avail_warn": 1,
+        "mon_data_avail_crit": 1,
+        "osd_objectstore": "memstore",
+        "memstore_device_bytes": 4 << 30,
+        "paxos_propose_interval": 0.05,
+        "mon_data": folder / "mon",
+        "osd_data": folder / "osd",
+        "log_file": folder / "$name.log",
+        "admin_socket": folder / "$name.asok",
+        "run_dir": folder,
+        "crash_dir": folder,
+        "rgw_data": folder,
+        "rgw_thread_pool_size": 64,
+    }
+    return "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+
+
+def _start(
+    command: Sequence[str], log: Path, processes: contextlib.ExitStack, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    libc = ctypes.CDLL(None)
+
+    def die_with_parent() -> None:
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, preexec_fn=die_with_parent)
+    process.log = log  # type: ignore[attr-defined]
+    processes.callback(process.wait)
+    processes.callback(process.kill)
+    return process
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{process.args}: not listening: {process.log.read_text()[-2000:]}")  # type: ignore[attr-defined]
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listened on a moment ago."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            for offset in range(1, count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            return port
+
+
+if __name__ == "__main__":
+    with running_s3(sys.argv[1] if len(sys.argv) > 1 else None) as (url, variables):
+        print(" ".join(f"{key}={value}" for key, value in variables.items()), f"\n{url}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()

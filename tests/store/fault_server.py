@@ -1,0 +1,244 @@
+"""A proxy that breaks S3 on purpose: put it in front of a server and point a client's endpoint URL at it.
+
+    python tests/store/fault_server.py --upstream http://127.0.0.1:9000 --port 9999 --seed 1 --rate 0.3
+
+Faults (--faults, comma-separated; all by default):
+  slowdown   503 SlowDown
+  reset      the connection is reset in the middle of the body (or, for a PUT, before anything is stored)
+  short      the body ends early although Content-Length promises more
+  flip       one byte of the body is wrong
+  stall      the body stops in the middle for --stall-s seconds, then the connection closes
+  missing    404 NoSuchKey for an object that is there
+  replaced   the body breaks in the middle and the object has another ETag afterwards
+  expired    400 ExpiredToken
+  lost       a PUT or POST is carried out, but its answer is lost
+
+Which request is hit by what is a function of (seed, method, path, how often that was asked for), so a schedule repeats
+whatever the timing of the clients. At most --in-a-row faults hit the same method and path one after another, so a
+client that is patient enough always gets through. GET /-/faults says how many of each kind there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import http.client
+import http.server
+import json
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+ANSWERS = {
+    "slowdown": (503, "SlowDown", "Please reduce your request rate."),
+    "missing": (404, "NoSuchKey", "The specified key does not exist."),
+    "expired": (400, "ExpiredToken", "The provided token has expired."),
+}
+BODY_FAULTS = ("reset", "short", "flip", "stall", "replaced")
+UPLOAD_FAULTS = ("slowdown", "reset", "expired", "lost")
+DOWNLOAD_FAULTS = (*ANSWERS, *BODY_FAULTS)
+ALL_FAULTS = (*DOWNLOAD_FAULTS, "lost")
+HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
+
+
+@dataclass
+class FaultPlan:
+    """What to inject, and what has been injected."""
+
+    seed: int = 0
+    rate: float = 0.3  # share of requests that are hit
+    faults: tuple[str, ...] = ALL_FAULTS
+    only: str = ""  # hit only paths that contain this
+    in_a_row: int = 3
+    most: int | None = None  # faults in all
+    stall_s: float = 3.0
+    counts: Counter[str] = field(default_factory=Counter)
+    log: list[str] = field(default_factory=list)
+    requests: int = 0
+    _asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _row: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draw(self, method: str, path: str) -> tuple[str | None, float]:
+        """The fault for the next request of `method` and `path`, and where in the body it strikes, in (0, 1)."""
+        possible = DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS
+        kinds = [kind for kind in self.faults if kind in possible]
+        with self._lock:
+            self.requests += 1
+            asked = method, path
+            text = f"{self.seed} {method} {path} {self._asked[asked]}"
+            hit, kind, where = struct.unpack("<III", hashlib.sha256(text.encode()).digest()[:12])
+            self._asked[asked] += 1
+            spent = self.most is not None and self.counts.total() >= self.most
+            if (
+                not kinds
+                or self.only not in path
+                or hit >= self.rate * 2**32
+                or spent
+                or self._row[asked] >= self.in_a_row
+            ):
+                self._row[asked] = 0
+                return None, 0.0
+            self._row[asked] += 1
+            chosen = kinds[kind % len(kinds)]
+            self.counts[chosen] += 1
+            self.log.append(f"{chosen} {method} {path}")
+            return chosen, (where + 0.5) / 2**32
+
+
+class FaultProxy(http.server.ThreadingHTTPServer):
+    """Listens on 127.0.0.1; `plan` may be replaced at any time."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, upstream: str, plan: FaultPlan, port: int = 0) -> None:
+        self.upstream = urlsplit(upstream)
+        self.plan = plan
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are the purpose, not an error."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultProxy
+
+    def log_message(self, format: str, *args: Any) -> None:  # the plan keeps the log
+        pass
+
+    def _serve(self) -> None:
+        body = self._request_body()
+        if self.path == "/-/faults":
+            self._answer(200, {}, json.dumps(self.server.plan.counts).encode())
+            return
+        fault, where = self.server.plan.draw(self.command, urlsplit(self.path).path)
+        if fault in ANSWERS:
+            status, code, message = ANSWERS[fault]
+            text = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
+            self._answer(status, {"Content-Type": "application/xml"}, text.encode())
+            return
+        if fault == "reset" and self.command != "GET":
+            self._reset()
+            return
+        status, headers, answer = self._forward(body)
+        if fault == "lost":
+            self._reset()
+        elif fault is None or status >= 300 or not answer:
+            self._answer(status, headers, answer)
+        else:
+            self._break_body(fault, status, headers, answer, max(1, int(where * len(answer))))
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+    def _request_body(self) -> bytes:
+        if self.headers.get("Expect", "").lower() == "100-continue" and self.request_version >= "HTTP/1.1":
+            pass  # BaseHTTPRequestHandler has answered 100 already
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Ask the server with the same Host, so that the client's signature holds."""
+        upstream = self.server.upstream
+        connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("connection", "expect"):
+                    connection.putheader(name, value)
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            data = answer.read()
+            headers = {name: value for name, value in answer.getheaders() if name.lower() not in HOP_BY_HOP}
+            if self.command == "HEAD":
+                headers["Content-Length"] = answer.getheader("Content-Length", "0")
+            return answer.status, headers, data
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self._send_head(status, {"Content-Length": str(len(body)), **headers})
+        self.wfile.write(body)
+
+    def _send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _break_body(self, fault: str, status: int, headers: dict[str, str], body: bytes, at: int) -> None:
+        headers = {**headers, "Content-Length": str(len(body))}
+        if fault == "flip":
+            at -= 1
+            self._answer(status, headers, body[:at] + bytes([body[at] ^ 0x40]) + body[at + 1 :])
+            return
+        if fault == "replaced":  # the resumed request asks for this version, which there is no more
+            headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
+            headers["ETag"] = f'"{hashlib.md5(self.path.encode()).hexdigest()}"'
+        self._send_head(status, headers)
+        self.wfile.write(body[: min(at, len(body) - 1)])
+        self.wfile.flush()
+        if fault == "stall":
+            time.sleep(self.server.plan.stall_s)
+        if fault in ("reset", "replaced"):
+            self._reset()
+        self.close_connection = True
+
+    def _reset(self) -> None:
+        """RST instead of FIN, after what was sent has had time to arrive."""
+        time.sleep(0.01)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.rfile.close()
+        self.connection.close()
+
+
+@contextlib.contextmanager
+def running_faults(upstream: str, plan: FaultPlan | None = None) -> Iterator[FaultProxy]:
+    """The proxy in a thread of this process for the length of the block."""
+    with FaultProxy(upstream, plan or FaultPlan()) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def main() -> None:
+    """Serve until Ctrl-C, then say what was injected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = FaultPlan()
+    parser.add_argument("--upstream", required=True, help="endpoint URL of the real server")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="schedule")
+    parser.add_argument("--rate", type=float, default=defaults.rate, help="share of requests that are hit")
+    parser.add_argument("--faults", default=",".join(ALL_FAULTS), help="kinds to inject")
+    parser.add_argument("--only", default="", metavar="TEXT", help="hit only paths that contain TEXT")
+    parser.add_argument("--in-a-row", type=int, default=defaults.in_a_row, help="most faults one after another")
+    parser.add_argument("--most", type=int, help="most faults in all")
+    parser.add_argument("--stall-s", type=float, default=defaults.stall_s, help="length of a stall, in seconds")
+    args = parser.parse_args()
+    kinds = tuple(args.faults.split(","))
+    if unknown := set(kinds) - set(ALL_FAULTS):
+        parser.error(f"unknown fault {', '.join(sorted(unknown))}; there are {', '.join(ALL_FAULTS)}")
+    plan = FaultPlan(args.seed, args.rate, kinds, args.only, args.in_a_row, args.most, args.stall_s)
+    with FaultProxy(args.upstream, plan, args.port) as proxy:
+        print(f"{proxy.endpoint_url} -> {args.upstream}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            proxy.serve_forever()
+    print(json.dumps({"requests": plan.requests, "faults": plan.counts}))
+
+
+if __name__ == "__main__":
+    main()

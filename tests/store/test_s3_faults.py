@@ -1,0 +1,293 @@
+"""S3 that breaks: every fault of the proxy, alone and mixed, between the store and a real server."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import s3_server
+from fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
+
+from electra_dist.errors import StoreError, StoreExhausted, StoreMissing, UserError
+from electra_dist.store import Store, open_store
+from electra_dist.store_retry import RetryPolicy
+
+DATA = os.urandom(1 << 20)
+IMPATIENT = RetryPolicy(tries=4, first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5)
+
+
+@pytest.mark.parametrize("fault", [kind for kind in DOWNLOAD_FAULTS if kind != "flip"])
+def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store]) -> None:
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
+    store.write("x", DATA)
+    plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
+    assert store.read("x", promised=True) == DATA
+    assert plan.counts[fault] >= 3
+    assert store.retries >= 3
+    assert store.retry_wait_s > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_faults(seed: int, faulty: Callable[..., Store], tmp_path: Path) -> None:
+    """Half of all requests fail, uploads too; every byte comes through and counts are kept."""
+    kinds = tuple(kind for kind in (*DOWNLOAD_FAULTS, "lost") if kind not in ("flip", "stall"))
+    plan = FaultPlan(seed=seed, rate=0.5, faults=kinds)
+    store = faulty(plan)
+    for number in range(8):
+        data = DATA[number * 1000 :]
+        store.write(f"k{number}", data)
+        assert store.read(f"k{number}", promised=True) == data
+        store.fetch(f"k{number}", tmp_path / "f", promised=True)
+        assert (tmp_path / "f").read_bytes() == data
+    assert plan.counts.total() >= 10
+    # An object that was replaced may cost two: the broken body, and the refusal to go on with another version.
+    assert plan.counts.total() <= store.retries <= plan.counts.total() + plan.counts["replaced"]
+
+
+def test_resumes_from_the_last_good_byte(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
+    """A body of 1 MiB that is reset eight times in a row is not asked for again from its start."""
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan)
+    store.write("x", DATA)
+    plan.rate, plan.faults, plan.in_a_row = 1.0, ("short",), 8
+    sent = []
+    forward = proxy.RequestHandlerClass._forward  # type: ignore[attr-defined]
+
+    def watch(handler: object, body: bytes) -> object:
+        sent.append(handler.headers.get("Range"))  # type: ignore[attr-defined]
+        return forward(handler, body)
+
+    proxy.RequestHandlerClass._forward = watch  # type: ignore[attr-defined]
+    try:
+        assert store.read("x") == DATA
+    finally:
+        proxy.RequestHandlerClass._forward = forward  # type: ignore[attr-defined]
+    starts = [int(text[len("bytes=") : -1]) for text in sent if text]
+    assert sent[0] is None
+    assert starts == sorted(starts)
+    assert starts[-1] > len(DATA) // 2
+
+
+def test_object_replaced_for_real_during_the_download(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
+    """The second version arrives whole, never a mixture."""
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan)
+    new = os.urandom(len(DATA))
+    store.write("x", DATA)
+    plan.rate, plan.faults, plan.in_a_row = 1.0, ("short",), 1
+    draw = plan.draw
+
+    def replace_then_draw(method: str, path: str) -> tuple[str | None, float]:
+        drawn = draw(method, path)
+        if drawn[0] is None and method == "GET":
+            plan.rate = 0.0
+            open_store(store.url, f"http://{proxy.upstream.netloc}").write("x", new)
+        return drawn
+
+    plan.draw = replace_then_draw  # type: ignore[method-assign]
+    assert store.read("x") == new
+    assert plan.counts["short"] == 1
+
+
+def test_lost_answers_of_conditional_writes(faulty: Callable[..., Store]) -> None:
+    """The answer is lost after the object was stored: the writer still knows that it won, another that it lost."""
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan)
+    plan.rate, plan.faults, plan.in_a_row = 1.0, ("lost",), 2
+    assert store.write_new("commit", b"mine")
+    assert plan.counts["lost"] == 2
+    assert not store.write_new("commit", b"mine")
+    assert store.read("commit") == b"mine"
+
+
+def test_racers_behind_faults(faulty: Callable[..., Store]) -> None:
+    """Exactly one of eight wins each commit, though answers get lost and requests are refused."""
+    store = faulty(FaultPlan(seed=5, rate=0.4, faults=("lost", "slowdown", "reset")))
+    for number in range(10):
+        won: list[int] = []
+
+        def race(racer: int, key: str = f"commit-{number}", won: list[int] = won) -> None:
+            if store.write_new(key, b"%d" % racer):
+                won.append(racer)
+
+        threads = [threading.Thread(target=race, args=(racer,)) for racer in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert store.read(f"commit-{number}") == b"%d" % won[0]
+
+
+def test_multipart_upload_with_faults(
+    faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from electra_dist import store_s3
+
+    monkeypatch.setattr(store_s3, "_MULTIPART_FROM", 1 << 20)
+    monkeypatch.setattr(store_s3, "_PART", 5 << 20)  # the least that S3 allows
+    path = tmp_path / "big"
+    path.write_bytes(os.urandom(12 << 20))
+    plan = FaultPlan(seed=3, rate=0.5, faults=("slowdown", "reset", "lost"))
+    store = faulty(plan)
+    for key in ("big-1", "big-2", "big-3"):
+        store.upload(path, key)
+        assert store.read(key) == path.read_bytes()
+    assert plan.counts["lost"] >= 1
+    assert plan.counts.total() >= 6
+
+
+@pytest.mark.parametrize("fault", ["slowdown", "reset", "stall", "missing", "expired", "replaced"])
+def test_gives_up_naming_the_object(fault: str, faulty: Callable[..., Store]) -> None:
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan, IMPATIENT)
+    store.write("shard.tar", DATA[:1000])  # smaller than a chunk: a broken body makes no progress
+    plan.rate, plan.faults, plan.in_a_row, plan.stall_s = 1.0, (fault,), 10**9, 1.0
+    with pytest.raises(
+        StoreExhausted, match=r"/prefix/shard.tar at 127.0.0.1:\d+: failed 4 times in a row, last: "
+    ) as e:
+        store.read("shard.tar", promised=True)
+    assert "\n" not in str(e.value)
+    assert re.search("check the object|restore the object|renew them", str(e.value))
+
+
+def test_budget_and_deadline(faulty: Callable[..., Store]) -> None:
+    plan = FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=10**9)
+    store = faulty(plan, RetryPolicy(first_wait_s=0.0, budget=7, tries=100))
+    with pytest.raises(StoreExhausted, match="budget of 7 retries is used up"):
+        store.read("x")
+    assert store.retries == 7
+    store = faulty(plan, RetryPolicy(first_wait_s=0.01, max_wait_s=0.01, deadline_s=0.1, tries=1000))
+    with pytest.raises(StoreExhausted, match="no progress in"):
+        store.read("x")
+
+
+def test_final_errors_fail_at_once(s3: s3_server.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, the URL, the next step, no retry, no secret."""
+    patient = RetryPolicy(first_wait_s=60.0)
+    endpoint = s3.endpoint_url
+
+    def failure(url: str, call: str = "read") -> str:
+        store = open_store(url, endpoint, retry=patient)
+        arguments = {"read": ("k",), "write": ("k", b""), "exists": ("k",), "list": (), "write_new": ("k", b"")}
+        with pytest.raises(StoreError) as caught:
+            getattr(store, call)(*arguments[call])
+        text = "".join(traceback.format_exception(caught.value))
+        assert s3_server.SECRET_KEY not in text
+        assert s3_server.ACCESS_KEY not in text
+        assert store.retries == 0
+        return str(caught.value)
+
+    for call in ("read", "write", "exists", "list", "write_new"):
+        assert re.match(
+            r"s3://nowhere/a.*: no such bucket; create bucket nowhere or mend", failure("s3://nowhere/a", call)
+        )
+    assert "no such object" in failure(f"{bucket}/a")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "no credentials; set AWS_ACCESS_KEY_ID" in failure(f"{bucket}/a")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "AccessDenied", "access refused; give these credentials the right"),
+        (403, "SignatureDoesNotMatch", r"credentials not accepted \(SignatureDoesNotMatch\)"),
+        (403, "InvalidAccessKeyId", r"credentials not accepted \(InvalidAccessKeyId\)"),
+        (403, "RequestTimeTooSkewed", "clock is wrong"),
+        (400, "IllegalLocationConstraintException", "another region; set AWS_REGION"),
+        (501, "NotImplemented", "lacks an operation"),
+        (400, "InvalidArgument", "refused with 400 InvalidArgument"),
+    ],
+)
+def test_final_answers(
+    status: int, code: str, message: str, faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's own text, which quotes the key here as real ones do, is never repeated."""
+    import fault_server
+
+    monkeypatch.setitem(
+        fault_server.ANSWERS, "slowdown", (status, code, f"{s3_server.ACCESS_KEY} {s3_server.SECRET_KEY}")
+    )
+    store = faulty(FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=10**9))
+    with pytest.raises(StoreError, match=message) as caught:
+        store.read("x")
+    assert s3_server.ACCESS_KEY not in "".join(traceback.format_exception(caught.value))
+    assert store.retries == 0
+
+
+def test_missing_is_final_unless_promised(faulty: Callable[..., Store]) -> None:
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan)
+    store.write("x", b"1")
+    plan.rate, plan.faults = 1.0, ("missing",)
+    with pytest.raises(StoreMissing):
+        store.read("x")
+    assert store.retries == 0
+    assert store.read("x", promised=True) == b"1"
+
+
+def test_credentials_are_read_again_when_they_expire(
+    faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from electra_dist import store_s3
+
+    made = itertools.count()
+    make = store_s3._make_client
+    monkeypatch.setattr(store_s3, "_make_client", lambda *a: (next(made), make(*a))[1])
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan)
+    store.write("x", b"1")
+    plan.rate, plan.faults, plan.in_a_row = 1.0, ("expired",), 2
+    assert store.read("x") == b"1"
+    assert next(made) == 3
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/x", "s3://KEY@bucket"])
+def test_credentials_in_urls_are_refused_unseen(url: str) -> None:
+    with pytest.raises(UserError, match="keep credentials out of URLs") as caught:
+        open_store(url)
+    assert "KEY" not in str(caught.value)
+    for endpoint in ("http://user:SECRET@host:9000", "https://host/?X-Amz-Signature=SECRET"):
+        with pytest.raises(UserError, match="keep credentials") as caught:
+            open_store("s3://bucket/x", endpoint)
+        assert "SECRET" not in str(caught.value)
+    with pytest.raises(UserError, match="not an http"):
+        open_store("s3://bucket/x", "host:9000")
+
+
+def test_unreachable_service_is_named_soon(bucket: str) -> None:
+    quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
+    store = open_store(f"{bucket}/x", "http://127.0.0.1:9", retry=quick)
+    with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 8 times .*check the endpoint URL and the network"):
+        store.read("x")
+
+
+def test_full_disk_is_not_taken_for_a_network_fault(faulty: Callable[..., Store]) -> None:
+    class FullDisk(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    store = faulty(FaultPlan())
+    store.write("x", DATA)
+    with pytest.raises(OSError, match="No space left"):
+        store._download("x", FullDisk(), False)  # type: ignore[attr-defined]
+    assert store.retries == 0
+
+
+def test_schedule_is_a_function_of_its_seed() -> None:
+    def draws(seed: int) -> list[tuple[str | None, float]]:
+        plan = FaultPlan(seed=seed)
+        return [plan.draw("GET", f"/{n % 7}") for n in range(200)]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+    assert set(BODY_FAULTS) < {kind for kind, _ in draws(1)}

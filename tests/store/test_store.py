@@ -1,0 +1,144 @@
+"""What every store promises, checked on a local folder and on a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from electra_dist.errors import StoreError, StoreMissing, UserError
+from electra_dist.store import Store, check_key, open_store, writable
+
+OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]
+
+
+def test_objects_come_back_as_written(store: Store) -> None:
+    for key, data in {"a": b"1", "deep/er/b": b"", "c": os.urandom(300_000)}.items():
+        assert not store.exists(key)
+        store.write(key, data)
+        assert store.exists(key)
+        assert store.size(key) == len(data)
+        assert store.read(key) == data
+        store.write(key, data + b"more")
+        assert store.read(key) == data + b"more"
+
+
+def test_listing_is_by_string_prefix_and_sorted(store: Store) -> None:
+    assert store.list() == []
+    for key in ("step-2/b", "step-10/a", "step-1/a", "other"):
+        store.write(key, b"x")
+    assert store.list() == ["other", "step-1/a", "step-10/a", "step-2/b"]
+    assert store.list("step-1") == ["step-1/a", "step-10/a"]
+    assert store.list("step-1/") == ["step-1/a"]
+    assert store.list("nothing/there") == []
+    store.delete("step-1/a")
+    store.delete("step-1/a")
+    assert store.list("step-1/") == []
+
+
+def test_fetch_and_upload(store: Store, tmp_path: Path) -> None:
+    source, back = tmp_path / "source", tmp_path / "new" / "back"
+    source.write_bytes(os.urandom(3 << 20))
+    store.upload(source, "x/file")
+    store.fetch("x/file", back)
+    assert back.read_bytes() == source.read_bytes()
+    assert list(back.parent.iterdir()) == [back]
+
+
+@pytest.mark.parametrize("missing", ["read", "size", "fetch"])
+def test_missing_object_is_named(store: Store, missing: str, tmp_path: Path) -> None:
+    store.write("there", b"")
+    arguments = ["not/there", tmp_path / "out"][: 2 if missing == "fetch" else 1]
+    with pytest.raises(StoreMissing, match=r"/not/there.*no such (object|file); check"):
+        getattr(store, missing)(*arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_many_racers_one_creates(store: Store) -> None:
+    """The commit marker's promise. Twenty rounds of eight threads; the winner's bytes are what is read."""
+    for round_number in range(20):
+        won: list[bytes] = []
+        barrier = threading.Barrier(8)
+
+        def race(data: bytes, key: str = f"commit/{round_number}", barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            if store.write_new(key, data):
+                won.append(data)  # noqa: B023
+
+        threads = [threading.Thread(target=race, args=(bytes([n]),)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert store.read(f"commit/{round_number}") == won[0]
+    assert not store.write_new("commit/0", b"late")
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_keys_stay_inside(store: Store, key: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a relative path"):
+        check_key(key)
+    for call in (store.read, store.exists, store.delete, store.local_path, lambda k: store.write(k, b"")):
+        with pytest.raises(StoreError, match="not a relative path"):
+            call(key)
+
+
+def test_local_errors_are_one_line_with_a_next_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="not a folder; choose another path"):
+        open_store(str(tmp_path / "file")).write("a", b"")
+    with pytest.raises(StoreError, match="/dev/full: disk full; free space there"), writable(Path("/dev/full")):
+        Path("/dev/full").write_bytes(b"x")
+    for url, message in {
+        "gs://bucket/x": "gs://.*local path or s3://",
+        "": "empty storage path",
+        "s3://": "no bucket",
+        "s3://bucket/../x": "not a relative path",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            open_store(url)
+
+
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
+    """In a process of an ordinary user: root may write anywhere."""
+    folder = tmp_path / "readonly"
+    folder.mkdir(mode=0o555)
+    script = (
+        "import os, sys; from electra_dist.store import open_store; from electra_dist.errors import StoreError\n"
+        "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        f"try: open_store({str(folder)!r}).write('a', b'')\n"
+        "except StoreError as error: sys.exit(str(error))"
+    )
+    for parent in folder.parents:
+        if parent.stat().st_uid == os.getuid() and parent.is_relative_to("/tmp") and parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert f"{folder}/a: not writable; give this user the right to write" in done.stderr
+
+
+def test_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
+    """A writer that is killed at any moment: the object is one of the versions, and listings show nothing else."""
+    script = (
+        "import sys; from electra_dist.store import open_store\n"
+        "store = open_store(sys.argv[1]); n = 0\n"
+        "while True: n += 1; store.write('k', bytes([n % 251]) * 400_000); print(n, flush=True)"
+    )
+    for delay_ms in range(0, 12, 3):
+        folder = tmp_path / str(delay_ms)
+        writer = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        threading.Event().wait(delay_ms / 1000)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        data = open_store(str(folder)).read("k")
+        assert len(data) == 400_000
+        assert len(set(data)) == 1
+        assert open_store(str(folder)).list() == ["k"]
