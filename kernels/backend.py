@@ -36,8 +36,12 @@ def resolve(backend: str, device: str) -> str:
             raise UserError("kernels.backend is triton, but triton is not installed here: install it or set auto")
         if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError("kernels.backend is triton, but there is no CUDA device here: set auto or reference")
-    if backend == "cuda" and not on_gpu:
-        raise UserError("kernels.backend is cuda, but there is no CUDA device here: set auto or reference")
+    if backend == "cuda":
+        if not on_gpu:
+            raise UserError("kernels.backend is cuda, but there is no CUDA device here: set auto or reference")
+        from electra_kernels.discriminator_tail_cuda import library
+
+        library()
     return backend
 
 

@@ -17,11 +17,13 @@ Shapes: T tokens, H hidden.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from electra_kernels.backend import resolve
+from torch.autograd.function import once_differentiable
 
 
 class RtdOutput(NamedTuple):
@@ -63,15 +65,13 @@ def rtd_loss(
     """
     compute = torch.promote_types(dense_TH.dtype, torch.float32)
     label_T, mask_T = label_T.to(compute), mask_T.to(compute)
-    implementation = resolve(backend, dense_TH.device.type)
     arguments = (dense_TH, bias_H, out_weight_H, out_bias.reshape(()), label_T, mask_T)
-    if implementation == "triton":
-        from electra_kernels.discriminator_tail_triton import rtd_losses
-    elif implementation == "cuda":
-        from electra_kernels.discriminator_tail_cuda import rtd_losses
+    implementation = resolve(backend, dense_TH.device.type)
+    if implementation == "reference":
+        loss_T, logits_T = rtd_losses_reference(*arguments)
     else:
-        rtd_losses = rtd_losses_reference
-    loss_T, logits_T = rtd_losses(*arguments)
+        passes = importlib.import_module(f"electra_kernels.discriminator_tail_{implementation}")
+        loss_T, logits_T = _RtdLosses.apply(*arguments, passes)
     return _sums(loss_T, logits_T.detach(), label_T, mask_T)
 
 
@@ -89,6 +89,27 @@ def rtd_losses_reference(
     logits_T = activation_TH @ out_weight_H.to(compute) + out_bias.to(compute)
     loss_T = F.binary_cross_entropy_with_logits(logits_T, label_T, reduction="none")
     return loss_T * mask_T, logits_T
+
+
+class _RtdLosses(torch.autograd.Function):
+    """Both passes by a module that has `forward_pass` and `backward_pass`: Triton's or CUDA's."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *tensors, passes = arguments
+        dense_TH, bias_H, out_weight_H, out_bias = (tensor.contiguous() for tensor in tensors[:4])
+        label_T, mask_T = (tensor.float().contiguous() for tensor in tensors[4:])
+        loss_T, logits_T = passes.forward_pass(dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T)
+        ctx.save_for_backward(dense_TH, bias_H, out_weight_H, label_T, mask_T, logits_T)
+        ctx.passes = passes
+        ctx.mark_non_differentiable(logits_T)
+        return loss_T, logits_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = ctx.passes.backward_pass(*ctx.saved_tensors, upstream_T.float().contiguous())
+        return *grads, None, None, None
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:

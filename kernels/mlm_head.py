@@ -1,4 +1,4 @@
-"""The generator's head from features to loss: tied decoder, cross-entropy, replacement sample and gradients in one pass.
+"""The generator's head: tied decoder, cross-entropy, replacement sample and gradients in one pass.
 
 Guarantee: loss, samples and all gradients of `softmax(x W^T + bias)` without logits of the whole batch ever existing:
 they live one chunk of 4096 rows at a time. Gradients are made in forward, while a chunk is at hand, and multiplied by
@@ -141,18 +141,9 @@ def row_pass_reference(
 
     Computes in the precision of `weight_M` (fp32, or fp64), block by block of rows.
     """
-    stats = [
-        _row_block(
-            logits_MV[i : i + rows],
-            bias_V,
-            target_M[i : i + rows],
-            weight_M[i : i + rows],
-            row_M[i : i + rows],
-            options,
-        )
-        for rows in (block_rows(logits_MV),)
-        for i in range(0, len(logits_MV), rows)
-    ]
+    height = block_rows(logits_MV)
+    blocks = [slice(i, i + height) for i in range(0, len(logits_MV), height)]
+    stats = [_row_block(logits_MV[b], bias_V, target_M[b], weight_M[b], row_M[b], options) for b in blocks]
     return RowStats(*(torch.cat(column) for column in zip(*stats)))
 
 
@@ -172,7 +163,7 @@ def _row_block(
     top_M, best_M = z_MV.max(1)
     exp_MV = z_MV.sub_(top_M[:, None]).exp_()
     sum_M = exp_MV.sum(1)
-    loss_M = sum_M.log() + top_M - z_target_M
+    loss_M = sum_M.log() + (top_M - z_target_M)
     if options.with_gradient:
         # softmax - onehot is formed before it is rounded to the logits' precision: a confident row keeps its gradient.
         softmax_MV = exp_MV.div_(sum_M[:, None])
@@ -261,7 +252,7 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
 
 @functools.cache
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a low-precision product to an fp32 matrix in place (2.8 cannot: an extra fp32 matrix)."""
+    """Whether this torch adds a low-precision product to an fp32 matrix in place; 2.8 needs a second matrix."""
     a, total = torch.zeros(8, 8, device=device, dtype=dtype), torch.zeros(8, 8, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)

@@ -1,0 +1,152 @@
+// CUDA C++ twin of the discriminator tail (see discriminator_tail.py): the same two passes without Triton.
+//
+// A plain C ABI over device pointers and a stream, loaded by ctypes: no torch headers, so one library serves every torch.
+// Each function returns a cudaError_t as int. Nothing is allocated and nothing waits for the device.
+//
+// Forward: one warp a token. Backward: a block takes every P-th token and each thread keeps the parameter gradients of
+// its own columns in registers; partial sums [P, H] are added by the caller, in a fixed order.
+// Inputs are read 16 bytes at a time where the width allows, else one element at a time.
+//
+// Shapes: T tokens, H hidden, P blocks of the backward pass.
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#ifndef ELECTRA_LAUNCH  // tests define it to run the kernels on a CPU
+#define ELECTRA_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+#endif
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kForwardThreads = 256;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxForwardBlocks = 4096;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+__device__ void round_to(float x, float* out) { *out = x; }
+__device__ void round_to(float x, bf16* out) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits = __float_as_uint(x);
+  bits = x != x ? 0x7FC00000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+  out->bits = static_cast<uint16_t>(bits >> 16);
+}
+
+// N elements that move as one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+__device__ float gelu_cdf(float a) { return 0.5f * (1.0f + erff(a * 0.70710678f)); }
+
+template <typename T, int N>
+__global__ void tail_forward(const T* dense, const float* bias, const float* out_weight, const float* out_bias,
+                             const float* label, const float* mask, float* loss, float* logits, int64_t tokens,
+                             int hidden) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
+  for (int64_t t = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; t < tokens; t += warps) {
+    float sum = 0.0f;
+    for (int h = lane * N; h < hidden; h += kWarp * N) {
+      const auto x = *reinterpret_cast<const Pack<T, N>*>(dense + t * hidden + h);
+      const auto b = *reinterpret_cast<const Pack<float, N>*>(bias + h);
+      const auto w = *reinterpret_cast<const Pack<float, N>*>(out_weight + h);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float a = to_float(x.at[i]) + b.at[i];
+        sum += a * gelu_cdf(a) * w.at[i];
+      }
+    }
+    for (int other = kWarp / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, other);
+    if (lane == 0) {
+      const float z = sum + out_bias[0];
+      logits[t] = z;
+      loss[t] = (fmaxf(z, 0.0f) + log1pf(expf(-fabsf(z))) - label[t] * z) * mask[t];
+    }
+  }
+}
+
+template <typename T, int N>
+__global__ void tail_backward(const T* dense, const float* bias, const float* out_weight, const float* label,
+                              const float* mask, const float* logits, const float* upstream, T* grad_dense,
+                              float* grad_bias, float* grad_out_weight, float* grad_out_bias, int64_t tokens,
+                              int hidden) {
+  for (int h = threadIdx.x * N; h < hidden; h += blockDim.x * N) {
+    const auto b = *reinterpret_cast<const Pack<float, N>*>(bias + h);
+    const auto w = *reinterpret_cast<const Pack<float, N>*>(out_weight + h);
+    Pack<float, N> sum_b = {}, sum_w = {};
+    float sum_out = 0.0f;
+    for (int64_t t = blockIdx.x; t < tokens; t += gridDim.x) {
+      const float grad_logit = (1.0f / (1.0f + expf(-logits[t])) - label[t]) * mask[t] * upstream[t];
+      const auto x = *reinterpret_cast<const Pack<T, N>*>(dense + t * hidden + h);
+      Pack<T, N> grad;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float a = to_float(x.at[i]) + b.at[i];
+        const float cdf = gelu_cdf(a);
+        const float grad_a = grad_logit * w.at[i] * (cdf + a * 0.39894228f * expf(-0.5f * a * a));
+        round_to(grad_a, &grad.at[i]);
+        sum_b.at[i] += grad_a;
+        sum_w.at[i] += grad_logit * a * cdf;
+      }
+      *reinterpret_cast<Pack<T, N>*>(grad_dense + t * hidden + h) = grad;
+      sum_out += grad_logit;
+    }
+    const int64_t own = static_cast<int64_t>(blockIdx.x) * hidden + h;
+    *reinterpret_cast<Pack<float, N>*>(grad_bias + own) = sum_b;
+    *reinterpret_cast<Pack<float, N>*>(grad_out_weight + own) = sum_w;
+    if (h == 0) grad_out_bias[blockIdx.x] = sum_out;
+  }
+}
+
+template <typename T, int N>
+int forward(const void* dense, const float* bias, const float* out_weight, const float* out_bias, const float* label,
+            const float* mask, float* loss, float* logits, int64_t tokens, int hidden, void* stream) {
+  constexpr int kTokensPerBlock = kForwardThreads / kWarp;
+  const int64_t needed = (tokens + kTokensPerBlock - 1) / kTokensPerBlock;
+  const int blocks = static_cast<int>(needed < kMaxForwardBlocks ? needed : kMaxForwardBlocks);
+  ELECTRA_LAUNCH((tail_forward<T, N>), blocks, kForwardThreads, static_cast<cudaStream_t>(stream),
+                 static_cast<const T*>(dense), bias, out_weight, out_bias, label, mask, loss, logits, tokens, hidden);
+  return static_cast<int>(cudaGetLastError());
+}
+
+template <typename T, int N>
+int backward(const void* dense, const float* bias, const float* out_weight, const float* label, const float* mask,
+             const float* logits, const float* upstream, void* grad_dense, float* grad_bias, float* grad_out_weight,
+             float* grad_out_bias, int64_t tokens, int hidden, int blocks, void* stream) {
+  const int columns = (hidden + N - 1) / N;
+  const int threads = columns < kMaxThreads ? (columns + kWarp - 1) / kWarp * kWarp : kMaxThreads;
+  ELECTRA_LAUNCH((tail_backward<T, N>), blocks, threads, static_cast<cudaStream_t>(stream),
+                 static_cast<const T*>(dense), bias, out_weight, label, mask, logits, upstream,
+                 static_cast<T*>(grad_dense), grad_bias, grad_out_weight, grad_out_bias, tokens, hidden);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace
+
+// is_bf16: the dense output and its gradient are bf16, else fp32. All else is fp32. tokens > 0; pointers of 16 bytes.
+extern "C" int electra_tail_forward(int is_bf16, const void* dense, const float* bias, const float* out_weight,
+                                    const float* out_bias, const float* label, const float* mask, float* loss,
+                                    float* logits, int64_t tokens, int hidden, void* stream) {
+  auto run = is_bf16 ? (hidden % 8 == 0 ? forward<bf16, 8> : forward<bf16, 1>)
+                     : (hidden % 4 == 0 ? forward<float, 4> : forward<float, 1>);
+  return run(dense, bias, out_weight, out_bias, label, mask, loss, logits, tokens, hidden, stream);
+}
+
+// grad_bias and grad_out_weight are [blocks, hidden], grad_out_bias is [blocks]: partial sums.
+extern "C" int electra_tail_backward(int is_bf16, const void* dense, const float* bias, const float* out_weight,
+                                     const float* label, const float* mask, const float* logits,
+                                     const float* upstream, void* grad_dense, float* grad_bias,
+                                     float* grad_out_weight, float* grad_out_bias, int64_t tokens, int hidden,
+                                     int blocks, void* stream) {
+  auto run = is_bf16 ? (hidden % 8 == 0 ? backward<bf16, 8> : backward<bf16, 1>)
+                     : (hidden % 4 == 0 ? backward<float, 4> : backward<float, 1>);
+  return run(dense, bias, out_weight, label, mask, logits, upstream, grad_dense, grad_bias, grad_out_weight,
+             grad_out_bias, tokens, hidden, blocks, stream);
+}

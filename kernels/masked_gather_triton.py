@@ -1,0 +1,71 @@
+"""Triton backward of the masked gather: one program per position of a row writes that position's gradient once.
+
+Guarantee: `masked_gather.scatter_add_reference` with the same order of additions (slots in order, in fp32), so the
+result is the same in every run. No atomics, no zero fill beforehand.
+
+How: a program compares its position with the row's N slots, then walks through the slots that match; most have none
+or one. Only position 0 of short rows has many, where the empty slots point, at most N.
+
+Cost at 64 x 512 x 256 bf16, N = 128: 8 MB read, 17 MB written.
+
+Shapes: B rows, S positions, N slots per row, M = B * N, H hidden.
+"""
+
+# Kernels are in Triton's language: their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scatter_add_kernel(
+    grad_ptr,  # [M, H]
+    positions_ptr,  # [B, N] int64
+    out_ptr,  # [B, S, H]
+    seq_len,
+    num_slots,
+    hidden,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The gradient of one position of one row."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place // seq_len
+    position = place % seq_len
+    slot = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_H)
+    wanted = tl.load(positions_ptr + row * num_slots + slot, mask=slot < num_slots, other=-1) == position
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    next_slot = tl.min(tl.where(wanted, slot, BLOCK_N), 0)
+    while next_slot < num_slots:
+        grad_row = grad_ptr + (row * num_slots + next_slot) * hidden
+        total += tl.load(grad_row + column, mask=column < hidden, other=0.0).to(tl.float32)
+        next_slot = tl.min(tl.where(wanted & (slot > next_slot), slot, BLOCK_N), 0)
+    tl.store(out_ptr + place * hidden + column, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
+
+
+def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """`masked_gather.scatter_add_reference` by one launch."""
+    num_rows, num_slots = positions_BN.shape
+    hidden = grad_MH.shape[1]
+    out_BSH = grad_MH.new_empty(num_rows, seq_len, hidden)
+    grid: Any = (num_rows * seq_len,)
+    scatter_add_kernel[grid](
+        grad_MH.contiguous(),
+        positions_BN.contiguous(),
+        out_BSH,
+        seq_len,
+        num_slots,
+        hidden,
+        BLOCK_N=max(16, triton.next_power_of_2(num_slots)),
+        BLOCK_H=triton.next_power_of_2(hidden),
+        num_warps=1 if hidden <= 256 else 4,
+        enable_fp_fusion=True,
+    )
+    return out_BSH
