@@ -65,13 +65,18 @@ class MetricsWriter:
         self._tensorboard: SummaryWriter | None = None
         self._purge_step: int | None = None
 
-    def truncate_after(self, step: int) -> None:
-        """Drop records of steps > `step`: they will be repeated. Call it at every resume, before `write`."""
+    def truncate_after(self, step: int) -> int:
+        """Drop records of steps > `step`: they will be repeated. Call it at every resume, before `write`.
+
+        Returns:
+            The furthest step that had been recorded (`step` if there is none beyond it): what the cut has cost.
+        """
         records = read_records(self._file.path)
         kept = [record for record in records if record["step"] <= step]
         if len(kept) != len(records):
             self._file.replace(kept)
         self._purge_step = step + 1
+        return max([step, *(record["step"] for record in records)])
 
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append one record."""

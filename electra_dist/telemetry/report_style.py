@@ -1,0 +1,55 @@
+"""The look of report.html: one style sheet, light and dark by the reader's preference, one column on a phone."""
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --card: #ffffff; --ink: #374151; --strong: #111827; --soft: #6b7280;
+  --grid: #e5e7eb; --series-1: #2563eb; --series-2: #ea580c; --good: #15803d; --bad: #b91c1c;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #0f1216; --card: #181c22; --ink: #c3cad5; --strong: #f3f4f6; --soft: #8b95a5;
+    --grid: #2b313b; --series-1: #6ea8fe; --series-2: #fb9a5b; --good: #4ade80; --bad: #f87171;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+}
+main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
+header h1 { margin: 0; color: var(--strong); font-size: 26px; line-height: 1.2; overflow-wrap: anywhere; }
+header p { margin: 6px 0 0; color: var(--soft); }
+.state { font-weight: 600; color: var(--strong); }
+.state.done { color: var(--good); }
+.state.crash { color: var(--bad); }
+h2 { margin: 34px 0 12px; font-size: 17px; color: var(--strong); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)); gap: 10px; margin-top: 22px; }
+.tile, .card { background: var(--card); border: 1px solid var(--grid); border-radius: 10px; }
+.tile { padding: 12px 14px; }
+.tile .name { display: block; font-size: 12.5px; color: var(--soft); }
+.tile .value { display: block; font-size: 22px; line-height: 1.3; font-weight: 600; color: var(--strong); }
+.tile .more { display: block; font-size: 12px; color: var(--soft); }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 12px; }
+.curves .card { padding: 10px 12px 6px; min-width: 0; }
+.curves svg { display: block; width: 100%; height: auto; }
+.curves svg text { font-family: inherit !important; }
+.card.scroll { overflow-x: auto; }
+table { width: 100%; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 7px 14px; text-align: right; white-space: nowrap; border-top: 1px solid var(--grid); }
+tr:first-child > * { border-top: 0; }
+th { font-weight: 600; color: var(--soft); }
+.left th, .left td, th:first-child, td:first-child { text-align: left; }
+.left td:last-child { white-space: normal; min-width: 10em; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); gap: 12px; }
+details summary { cursor: pointer; padding: 10px 14px; color: var(--strong); font-weight: 600; }
+pre { margin: 0; padding: 4px 14px 14px; overflow-x: auto; font: 12.5px/1.45 ui-monospace, Menlo, monospace; }
+p.note { color: var(--soft); font-size: 13px; margin: 8px 2px; }
+@media (max-width: 480px) {
+  main { padding: 18px 12px 40px; }
+  header h1 { font-size: 22px; }
+  .tiles { grid-template-columns: 1fr 1fr; }
+  .tile .value { font-size: 19px; }
+}
+@media print { body { background: #fff; } .card, .tile { break-inside: avoid; } }
+"""
