@@ -25,8 +25,14 @@ $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export,test]'
 	touch $@
 
-pretrain: $(VENV)/ready
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/electra-dist demo --config $(CONFIG) --ranks $(RANKS)
+# The demo corpus is the prose that the Python installation carries: docstrings and pydoc topics. No network.
+corpora/demo/corpus.json: | $(VENV)/ready
+	$(BIN)/electra-dist corpus python-docs --output corpora/demo-text
+	$(BIN)/electra-dist corpus build --input corpora/demo-text --output corpora/demo --config configs/demo_cpu.yaml
+
+pretrain: $(VENV)/ready $(if $(findstring demo,$(CONFIG)),corpora/demo/corpus.json)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) launcher/pretrain.py --config $(CONFIG)
+	$(BIN)/electra-dist export $$($(BIN)/electra-dist resolve $(CONFIG) | sed -n 's/^run_dir: //p')
 
 # mypy knows kernels/ under its import name only through a link: editable installs map it by a hook mypy cannot see.
 build/typing/electra_kernels:

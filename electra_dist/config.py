@@ -158,7 +158,9 @@ class CorpusConfig(Section):
         default="rows", description="rows: several examples share a row, none crossing; none: one example a row"
     )
     lowercase: bool = Field(default=True, description="lower-case and strip accents (BERT uncased)")
-    single_segment_prob: Probability = Field(default=0.1, description="examples with one segment only (reference: 0.1)")
+    single_segment_prob: Probability = Field(
+        default=0.1, description="examples with one segment only (reference: 0.1)"
+    )
     short_target_prob: Probability = Field(
         default=0.05, description="examples with a target length drawn uniformly from [5, seq_len] (reference: 0.05)"
     )
@@ -181,7 +183,9 @@ class PlanConfig(Section):
 
     gpu: str = Field(default="H100", description="GPU whose dense bf16 peak is assumed (H200, H100, A100, V100)")
     num_gpus: Positive = Field(default=8, description="GPUs assumed")
-    utilisation: Annotated[float, Field(gt=0, le=1)] = Field(default=0.4, description="share of the peak assumed (MFU)")
+    utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.4, description="share of the peak assumed (MFU)"
+    )
 
 
 class Config(Section):

@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard import write_shard
-from electra_dist.store import open_store
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
-VOCAB_SIZE = 300  # not a multiple of 128: the padded table is exercised
-SEQ_LEN = 32
+from real_runs import SEQ_LEN, VOCAB_SIZE, deepspeed_command, write_corpus
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
-    """[num_rows, SEQ_LEN] uint16: one or two examples a row, some padding, each token predicting the next."""
-    rng = np.random.default_rng(seed)
-    rows = np.zeros((num_rows, SEQ_LEN), np.uint16)
-    for row in rows:
-        at = 0
-        while SEQ_LEN - at >= 8:
-            length = int(rng.integers(8, min(24, SEQ_LEN - at) + 1))
-            words = (np.arange(length - 3) * 7 + rng.integers(5, VOCAB_SIZE)) % (VOCAB_SIZE - 5) + 5
-            cut = int(rng.integers(1, length - 3))
-            row[at : at + length] = [2, *words[:cut], 3, *words[cut:], 3]
-            at += length
-    return rows
-
-
-def write_corpus(
-    url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None
-) -> CorpusManifest:
-    """A corpus of synthetic rows at `url`; equal arguments give an equal fingerprint."""
-    store = open_store(url, endpoint_url)
-    shards = []
-    vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL)))]).encode() + b"\n"
-    store.write("vocab.txt", vocab)
-    for number, num_rows in enumerate(rows_per_shard):
-        rows = synthetic_rows(num_rows, seed * 1000 + number)
-        file = io.BytesIO()
-        write_shard(file, rows, block_rows=16)
-        data = file.getvalue()
-        name = f"shard-{number:06d}.tar"
-        store.write(name, data)
-        shards.append(
-            ShardEntry(
-                name=name,
-                rows=num_rows,
-                tokens=int((rows != 0).sum()),
-                bytes=len(data),
-                sha256=hashlib.sha256(data).hexdigest(),
-            )
-        )
-    manifest = CorpusManifest(
-        seq_len=SEQ_LEN,
-        dtype="uint16",
-        tokenizer=TokenizerEntry(
-            sha256=hashlib.sha256(vocab).hexdigest(), vocab_size=VOCAB_SIZE, lowercase=True, special=SPECIAL
-        ),
-        shards=tuple(shards),
-    )
-    write_manifest(store, manifest)
-    return manifest
 
 
 @pytest.fixture(scope="session")
@@ -128,23 +64,6 @@ def tiny_config(tiny_corpus: Path, tmp_path: Path) -> Callable[..., Path]:
         return file
 
     return make
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
-    """What a user types, with a port of its own."""
-    deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    command += [str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(config)]
-    for override in overrides:
-        command += ["--set", override]
-    return command
 
 
 @pytest.fixture

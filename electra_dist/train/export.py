@@ -1,0 +1,34 @@
+"""From a run's newest checkpoint to two Hugging Face folders. Needs no process group and no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_dist.checkpoint.load import assemble
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.config_file import load_config
+from electra_dist.data.manifest import TokenizerEntry
+from electra_dist.errors import UserError
+from electra_dist.model.hf import export_discriminator, export_generator
+from electra_dist.model.rows import SpecialIds
+from electra_dist.store import open_store
+from electra_dist.train.preparation import CONFIG_FILE, TOKENIZER_FILE, VOCAB_FILE
+
+
+def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
+    """Write OUTPUT/discriminator and OUTPUT/generator; returns the state exported and the folders.
+
+    Raises:
+        UserError: `run_dir` is not a run, or has no good checkpoint.
+    """
+    if not (run_dir / CONFIG_FILE).exists():
+        raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); name the run_dir of a started run")
+    config = load_config(run_dir / CONFIG_FILE)
+    tokenizer = TokenizerEntry.model_validate_json((run_dir / TOKENIZER_FILE).read_text())
+    state, weights = assemble(open_store(str(run_dir / "checkpoints")), run_dir / "staging")
+    special = SpecialIds.from_tokens(tokenizer.special)
+    folders = {}
+    for name, write in (("discriminator", export_discriminator), ("generator", export_generator)):
+        folders[name] = output / name
+        write(weights, config.model, special, run_dir / VOCAB_FILE, tokenizer.lowercase, folders[name])
+    return state, folders

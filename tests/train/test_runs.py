@@ -1,0 +1,141 @@
+"""Real `deepspeed` runs, several ranks: stages, precisions, world sizes, accumulation, kills. What users rely on."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from real_runs import kill_a_rank_at
+
+Pretrain = Callable[..., subprocess.CompletedProcess[str]]
+Losses = Callable[[Path], list[tuple]]
+MakeConfig = Callable[..., Path]
+
+pytestmark = pytest.mark.multiproc
+
+
+def worst_difference(a: list[tuple], b: list[tuple]) -> float:
+    """Largest difference of MLM and RTD loss over all steps."""
+    assert [r[0] for r in a] == [r[0] for r in b]
+    return max(abs(x - y) for ra, rb in zip(a, b) for x, y in zip(ra[2:4], rb[2:4]))
+
+
+def test_fp32_losses_agree_over_stages_and_ranks_for_80_steps(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    runs = {}
+    for ranks, stage in [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]:
+        name = f"ranks{ranks}-stage{stage}"
+        settings = {"train.num_steps": 80, "engine.zero_stage": stage, "checkpoint.every_steps": 1000}
+        pretrain(tiny_config(name, **settings), ranks)
+        runs[ranks, stage] = losses(tmp_path / name)
+        assert len(runs[ranks, stage]) == 80
+    reference = runs[1, 1]
+    for key, run in runs.items():
+        difference = worst_difference(reference, run)
+        print(f"{key}: largest loss difference from 1 rank {difference:.2e}")
+        assert difference <= 2e-5, key
+    assert runs[2, 1] == runs[2, 2]  # every number of every step, the gradient norm too
+
+
+def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    settings = {
+        "train.num_steps": 40,
+        "train.precision": "bf16",
+        "model.hidden_dropout": 0.1,  # keyed by the micro-batch, so it is the same too
+        "model.attention_dropout": 0.1,
+    }
+    for ranks in (1, 2):
+        pretrain(tiny_config(f"bf16-{ranks}", **settings), ranks)
+    one, two = losses(tmp_path / "bf16-1"), losses(tmp_path / "bf16-2")
+    # The norm is a sum over partitions, whose order differs; every loss and accuracy must be equal.
+    assert [r[:4] + r[5:] for r in one] == [r[:4] + r[5:] for r in two]
+
+
+def test_accumulating_four_micro_batches_equals_one_large_batch(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    for micro in (4, 16):
+        pretrain(tiny_config(f"micro{micro}", **{"train.micro_batch": micro}), 1)
+    assert worst_difference(losses(tmp_path / "micro4"), losses(tmp_path / "micro16")) <= 2e-6
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_killed_twice_and_typed_again_equals_uninterrupted(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, stage: int
+) -> None:
+    settings = {
+        "train.num_steps": 40,
+        "train.precision": "bf16",
+        "engine.zero_stage": stage,
+        "model.hidden_dropout": 0.1,
+        "checkpoint.every_steps": 7,
+    }
+    pretrain(tiny_config("uncut", **settings), 2)
+    config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
+    moments = random.Random(stage)
+    for victim, low in ((1, 9), (0, 24)):
+        code = kill_a_rank_at(config, run_dir, 2, low + moments.randrange(6), victim)
+        assert code not in (0, 75, 78)
+    pretrain(config, 2)
+    assert losses(run_dir) == losses(tmp_path / "uncut")
+    events = [json.loads(line)["event"] for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert events.count("start") + events.count("resume") == 3
+    assert events[-1] == "done"
+
+
+def test_finished_run_typed_again_does_nothing(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    config = tiny_config("done")
+    pretrain(config, 1)
+    before = losses(tmp_path / "done")
+    again = pretrain(config, 1)
+    assert "nothing to do" in again.stdout
+    assert losses(tmp_path / "done") == before
+
+
+def test_changed_ranks_and_stage_go_on_with_the_same_rows(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    uncut = tiny_config("steady", **{"train.num_steps": 30})
+    pretrain(uncut, 1)
+    run_dir = tmp_path / "elastic"
+    for ranks, stage, stop in [(1, 1, 10), (2, 3, 20), (4, 2, 30)]:
+        settings = {"train.num_steps": 30, "engine.zero_stage": stage, "train.micro_batch": 4}
+        config = tiny_config("elastic", **settings)
+        if stop < 30:
+            kill_a_rank_at(config, run_dir, ranks, stop + 1, 0)
+        else:
+            pretrain(config, ranks)
+    assert worst_difference(losses(tmp_path / "steady"), losses(run_dir)) <= 2e-5
+
+
+def test_exported_model_is_the_trained_one(
+    tiny_config: MakeConfig, pretrain: Pretrain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
+    from typer.testing import CliRunner
+
+    from electra_dist.cli.main import app
+
+    pretrain(tiny_config("exported"), 2)
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "exported")])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "exported" / "export"
+    assert AutoModel.from_pretrained(folder / "discriminator").config.num_hidden_layers == 2
+    discriminator = ElectraForPreTraining.from_pretrained(folder / "discriminator")
+    generator = ElectraForMaskedLM.from_pretrained(folder / "generator")
+    ids = torch.tensor([[2, 10, 11, 3]])
+    assert torch.isfinite(discriminator(ids).logits).all()
+    assert generator(ids).logits.shape == (1, 4, 300)
+    assert AutoTokenizer.from_pretrained(folder / "discriminator")("w1 w2")["input_ids"][0] == 2
+    shutil.rmtree(folder)
