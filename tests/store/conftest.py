@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,12 +32,8 @@ def bucket(s3: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch, request: pyt
     """URL of a new bucket, with its credentials in the environment."""
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    number = request.session.stash.setdefault(_BUCKETS, [0])
-    number[0] += 1
-    return s3_server.make_bucket(*s3, f"bucket-{number[0]}")
-
-
-_BUCKETS = pytest.StashKey[list[int]]()
+    # Named after the test, so that a schedule of faults, which depends on paths, is the same in any order of tests.
+    return s3_server.make_bucket(*s3, f"test-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}")
 
 
 @pytest.fixture
