@@ -209,7 +209,7 @@ def _scale(axes: Axes, scale: str) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     elif scale == "scientific":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.2e}".replace("e-0", "e-") if x else "0"))
     elif scale == "log":

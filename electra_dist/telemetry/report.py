@@ -119,7 +119,7 @@ def _tiles(train: Sequence[Record], evals: Sequence[Record], ledger: Sequence[Re
             tiles.append(("MFU", f"{100 * _median(train, 'mfu'):.1f} %", "median, of the dense peak"))
         tiles.append(("Waiting for data", f"{100 * _mean(train, 'data_wait'):.2f} %", "of the time, mean"))
     starts = sum(event["event"] in ("start", "resume") for event in ledger)
-    if ledger:
+    if len(ledger) > 1:
         seconds = (_time(ledger[-1]) - _time(ledger[0])).total_seconds()
         tiles.append(("Wall clock", format_duration(seconds), f"{starts} start{'s' if starts != 1 else ''}"))
     cells = (

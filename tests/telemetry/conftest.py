@@ -42,7 +42,7 @@ EVAL = EvalRecord(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def step_record() -> Callable[..., StepRecord]:
     def make(**changes: Any) -> StepRecord:
         return dataclasses.replace(STEP, **changes)
@@ -50,7 +50,7 @@ def step_record() -> Callable[..., StepRecord]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def eval_record() -> Callable[..., EvalRecord]:
     def make(**changes: Any) -> EvalRecord:
         return dataclasses.replace(EVAL, **changes)

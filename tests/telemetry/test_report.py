@@ -58,10 +58,14 @@ def _parse(page: str) -> _Checker:
     return checker
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]) -> Path:
-    """A finished run of 400 steps that was resumed once at step 200."""
-    run = tmp_path / "my run <b>"
+@pytest.fixture(scope="module")
+def run_dir(
+    tmp_path_factory: pytest.TempPathFactory,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+) -> Path:
+    """A finished run of 400 steps that was resumed once at step 200, with its report."""
+    run = tmp_path_factory.mktemp("runs") / "my run <b>"
     writer, ledger = MetricsWriter(run, tensorboard=False), Ledger(run)
     (run / "config.yaml").write_text(dump_yaml(load_config(CONFIGS / "demo_cpu.yaml", ["train.num_steps=400"])))
     ledger.append("start", 0, attempt=1, ranks=2)
@@ -76,14 +80,13 @@ def run_dir(tmp_path: Path, step_record: Callable[..., StepRecord], eval_record:
     writer.close()
     ledger.close()
     write_environment(run, world_size=2)
+    assert write_report(run) == run / "report.html"
     return run
 
 
 def test_a_finished_run(run_dir: Path):
-    path = write_report(run_dir)
-    assert path == run_dir / "report.html"
     assert not (run_dir / "report.html.tmp").exists()
-    page = path.read_text()
+    page = (run_dir / "report.html").read_text()
     parsed = _parse(page)
     assert page.count("<svg") == len(PANELS)
     for text in (
@@ -101,7 +104,7 @@ def test_a_finished_run(run_dir: Path):
 
 
 def test_nothing_is_loaded_from_elsewhere(run_dir: Path):
-    page = write_report(run_dir).read_text()
+    page = (run_dir / "report.html").read_text()
     parsed = _parse(page)
     addresses = [value for name, value in parsed.attributes if name in ("src", "href", "xlink:href", "data") and value]
     assert all(value.startswith("#") for value in addresses)
