@@ -107,7 +107,7 @@ def _as_fp32(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _call(
-    function: ctypes._NamedFuncPointer, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int
+    function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int
 ) -> None:
     """Launch on the current stream; the tensors stay alive until the call returns, their memory is stream-ordered."""
     assert dense_TH.dtype in (torch.bfloat16, torch.float32), dense_TH.dtype

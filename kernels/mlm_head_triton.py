@@ -217,7 +217,7 @@ def _launch(
         WITH_GRADIENT=options.with_gradient,
         WITH_TEMPERATURE=options.temperature != 1.0,
         DISALLOW_CORRECT=options.disallow_correct,
-        BLOCK=_BLOCK_INTERPRETED if interpreted else BLOCK,
+        BLOCK=min(_BLOCK_INTERPRETED, triton.next_power_of_2(logits_MV.shape[1])) if interpreted else BLOCK,
         APPROXIMATE=not interpreted,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
