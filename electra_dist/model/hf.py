@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import BertWordPieceTokenizer
-from tokenizers.models import WordPiece
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.rows import SpecialIds
@@ -190,7 +189,8 @@ def _write(
     save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
     _write_json(out_dir / "config.json", config)
     shutil.copyfile(vocab_file, out_dir / "vocab.txt")
-    tokenizer = BertWordPieceTokenizer(WordPiece.read_file(str(vocab_file)), lowercase=lowercase)
+    tokens = vocab_file.read_text("utf-8").removesuffix("\n").split("\n")
+    tokenizer = BertWordPieceTokenizer({token: number for number, token in enumerate(tokens)}, lowercase=lowercase)
     tokenizer.save(str(out_dir / "tokenizer.json"), pretty=False)
     names = ("pad", "unk", "cls", "sep", "mask")
     _write_json(

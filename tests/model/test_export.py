@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
+from electra_dist.corpus.tokenizer import Vocabulary, WordPieceTokenizer
 from electra_dist.model.hf import export_discriminator, export_generator
 from electra_dist.model.rows import attention_bias, derive
 
@@ -64,6 +65,22 @@ def test_a_text_that_spells_a_special_token(exported: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exported[0] / "generator")
     assert tokenizer("the [MASK] sat")["input_ids"] == [2, 5, 4, 7, 3]
     assert tokenizer.model_max_length == 48
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_text_ids_equal_the_corpuss(
+    lowercase: bool, tmp_path: Path, make_config: Callable[..., Any], make_towers: Callable[..., Any], special: Any
+) -> None:
+    model = make_config()
+    vocab = tmp_path / "vocab.txt"
+    words = [*WORDS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrtuvwxyz"), "The", "水"]
+    vocab.write_text("\n".join(words + [f"[unused{i}]" for i in range(model.vocab_size - len(words))]) + "\n", "utf-8")
+    export_discriminator(make_towers(model).state_dict(), model, special, vocab, lowercase, tmp_path / "out")
+    lines = ["The Cafés' cats sat.", "x\u200by\x00z\ttab", "水水 naïve", "a" * 100 + " " + "b" * 101, "", "[unused3]"]
+    ours = WordPieceTokenizer(Vocabulary.read(vocab), lowercase).encode(lines)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")(lines, add_special_tokens=False)["input_ids"]
+    assert ours == theirs
+    assert special.unk in ours[2] or lowercase
 
 
 def test_files_are_complete_and_fp32(exported: Any) -> None:

@@ -79,7 +79,8 @@ def make_ids() -> Callable[..., torch.Tensor]:
         ids = np.zeros((len(lengths), seq_len), np.int64)
         for row, length in zip(ids, lengths, strict=True):
             row[:length] = rng.integers(5, vocab_size, length)
-            row[:length][rng.random(length) < 0.03] = SPECIAL.unk
+            row[:length][rng.random(length) < 0.05] = SPECIAL.unk
+            row[:length][rng.random(length) < 0.05] = SPECIAL.mask
             for start in range(0, length, 20):
                 end = min(start + 20, length)
                 row[start], row[(start + end) // 2], row[end - 1] = SPECIAL.cls, SPECIAL.sep, SPECIAL.sep

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.masking import is_candidate, mask_rows, num_masked, num_slots
+from electra_dist.objectives.masking import mask_rows, num_masked, num_slots
 
 MODES = ["without_replacement", "reference"]
 SEED = 0x1234_5678_9ABC_DEF0
@@ -52,7 +52,7 @@ def test_invariants(lengths: list[int], mask_prob: float, masking: Any, keep: fl
     used = masking_out.weight_BN > 0
     assert masking_out.position_BN.shape == (len(lengths), num_slots(mask_prob, 32))
     assert not masking_out.position_BN[~used].any()
-    assert is_candidate(ids, names).gather(1, masking_out.position_BN)[used].all()
+    assert set(ids.gather(1, masking_out.position_BN)[used].tolist()) <= {1, *range(5, 10)}
     changed = masking_out.input_BS != ids
     assert (masking_out.input_BS[changed] == names.mask).all()
     for b in range(len(lengths)):

@@ -182,3 +182,32 @@ def test_bf16_sums_are_fp32(how: str, make_model: Callable[..., Any], make_ids: 
     assert sums.rtd_loss_sum == pytest.approx(exact_sums.rtd_loss_sum, rel=2e-2)
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in objective.parameters())
+
+
+@pytest.mark.parametrize("masking", ["without_replacement", "reference"])
+def test_nothing_waits_for_the_device(masking: Any, make_model: Callable[..., Any]) -> None:
+    """On the meta device there are no values: any `.item()`, boolean index or data-dependent shape raises."""
+    objective, _ = make_model(masking=masking)
+    objective.backend = "reference"
+    objective.to("meta")
+    ids, rows = torch.zeros(4, 64, dtype=torch.int64, device="meta"), torch.arange(4, device="meta")
+    num_masked(ids, objective.special, objective.objective)
+    out = objective(ids, rows, STEP, SEED, 0.01, 0.01)
+    out.loss.backward()
+    assert out.sums.shape == (len(RtdSums._fields),)
+    assert out.label_BS.shape == ids.shape
+
+
+def test_dropout_is_torchs_generator_and_off_in_evaluation(
+    make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
+) -> None:
+    objective, _ = make_model(dropout=0.1)
+    ids, rows = make_ids([64] * 2, seq_len=64), torch.arange(2)
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return objective(ids, rows, STEP, SEED, 0.01, 0.01).loss.item()
+
+    assert loss(1) == loss(1) != loss(2)
+    objective.eval()
+    assert loss(1) == loss(2)
