@@ -72,14 +72,14 @@ def _run(config: Config, inputs: Inputs) -> int:
         reporter.began(memory.attempt, restored, set_aside)
         memory.writer.on_commit = reporter.committed
     start_step = restored.step if restored else 0
-    reached = None
+    crashed = True
     try:
         if start_step < config.train.num_steps:
             _train(config, inputs, engine, special, start_step, memory, reporter)
-        reached = config.train.num_steps
+        crashed = False
     finally:
         if reporter:
-            reporter.close(reached)
+            reporter.close(crashed=crashed)
     engine.close()
     return EXIT_DONE
 

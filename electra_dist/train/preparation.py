@@ -10,6 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from electra_kernels.backend import resolve
+
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
@@ -45,6 +48,7 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
         UserError: names the file, key or URL at fault and the next step.
     """
     check_world_size(config.train, world_size)
+    resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
     check_run_folder(config)
     corpus = _open_corpus(config, "corpus", config.data.corpus)
     heldout = _open_corpus(config, "heldout", config.data.heldout) if config.data.heldout else None
@@ -59,8 +63,6 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
 def _open_corpus(config: Config, key: str, url: str) -> Corpus:
     store = open_store(url, config.data.endpoint_url)
     manifest = read_manifest(store)
-    if manifest.num_rows == 0:
-        raise UserError(f"data.{key} {url}: corpus.json lists no rows; build it again from non-empty input")
     if manifest.seq_len != config.data.seq_len:
         raise ManifestMismatch(
             f"data.{key} {url} has rows of {manifest.seq_len} tokens, data.seq_len is {config.data.seq_len}; "

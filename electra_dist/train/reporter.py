@@ -6,6 +6,7 @@ holds the values of its own step, not of an interval: a run cut anywhere writes 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -22,11 +23,11 @@ from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.telemetry.console import Console
 from electra_dist.telemetry.flops import mfu, peak_flops, token_flops
+from electra_dist.telemetry.hardware import write_environment
 from electra_dist.telemetry.ledger import Event, Ledger
 from electra_dist.telemetry.metrics import MetricsWriter
 from electra_dist.telemetry.records import EvalRecord, StepRecord
 from electra_dist.telemetry.report import write_report
-from electra_dist.train.checkpointing import versions
 from electra_dist.train.engine import Engine
 from electra_dist.train.step import StepResult
 
@@ -42,10 +43,12 @@ class Reporter:
         self._ledger, self._ledger_lock = Ledger(run_dir), threading.Lock()
         self._console = Console(run_dir, config.train.num_steps, start_step)
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
-        self._metrics.truncate_after(start_step)
+        self._repeated = max(0, self._metrics.truncate_after(start_step) - start_step)
+        write_environment(run_dir, dist.get_world_size())
         self._flops_per_token = token_flops(config.model, config.data.seq_len, config.objective.mask_prob).total
         self._tokens_per_step = corpus.num_tokens / corpus.num_rows * config.train.global_batch
-        self._peak = peak_flops(torch.cuda.get_device_name()) if engine.device.type == "cuda" else None
+        on_gpu = engine.device.type == "cuda"
+        self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
         self._stalls: dict[int, SaveTiming] = {}
         self._last = (start_step, time.perf_counter(), 0.0)  # step, time, seconds waited for data
         self._greet(corpus)
@@ -56,7 +59,7 @@ class Reporter:
             self.note(line)
         step = restored.step if restored else 0
         ranks = dist.get_world_size()
-        self._record("resume" if restored else "start", step, attempt=attempt, ranks=ranks, versions=versions())
+        self._record("resume" if restored else "start", step, attempt=attempt, ranks=ranks, repeated=self._repeated)
         if restored and step >= self._config.train.num_steps:
             self.note(f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do")
         elif restored:
@@ -77,10 +80,10 @@ class Reporter:
             loss=objective.mlm_weight * mlm_loss + objective.rtd_weight * rtd_loss,
             mlm_loss=mlm_loss,
             rtd_loss=rtd_loss,
-            mlm_accuracy=sums.mlm_correct / max(sums.mlm_weight, 1.0),
-            replaced_accuracy=sums.replaced_correct / max(sums.replaced, 1.0),
-            original_accuracy=sums.original_correct / max(sums.original, 1.0),
-            replaced_fraction=sums.replaced / max(sums.tokens, 1.0),
+            mlm_accuracy=_ratio(sums.mlm_correct, sums.mlm_weight),
+            replaced_accuracy=_ratio(sums.replaced_correct, sums.replaced),
+            original_accuracy=_ratio(sums.original_correct, sums.original),
+            replaced_fraction=_ratio(sums.replaced, sums.tokens),
             lr=lr,
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
@@ -117,10 +120,12 @@ class Reporter:
         """A line of prose."""
         self._console.note(text)
 
-    def close(self, step: int | None) -> None:
-        """Flush everything and write report.html; `step` is the target if it was reached, None after an exception."""
-        if step is not None:
-            self._record("done", step)
+    def close(self, *, crashed: bool) -> None:
+        """Say how it ended, flush everything and write report.html."""
+        if crashed:
+            self._record("crash", self._last[0])
+        else:
+            self._record("done", self._config.train.num_steps)
         self._console.close()
         self._metrics.close()
         self._ledger.close()
@@ -135,7 +140,7 @@ class Reporter:
         )
         self.note(
             f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
-            f"tokens | one epoch is {corpus.num_rows / config.train.global_batch:,.0f} steps | {corpus.fingerprint[:12]}"
+            f"tokens | {corpus.num_rows / config.train.global_batch:,.0f} steps an epoch | {corpus.fingerprint[:12]}"
         )
 
     def _record(self, event: Event, step: int, **details: Any) -> None:
@@ -146,3 +151,7 @@ class Reporter:
         if self._engine.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 1e9
         return psutil.Process().memory_info().rss / 1e9
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_runs import kill_a_rank_at
+from real_runs import kill_a_rank_at, write_corpus
+from s3_server import make_bucket, running_s3
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 Losses = Callable[[Path], list[tuple]]
@@ -101,6 +102,27 @@ def test_finished_run_typed_again_does_nothing(
     again = pretrain(config, 1)
     assert "nothing to do" in again.stdout
     assert losses(tmp_path / "done") == before
+
+
+def test_corpus_on_s3_gives_the_same_losses_as_local_files(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    with running_s3() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        make_bucket(server.endpoint_url, server.env, "corpora")
+        rows = [70, 33, 48, 90, 15]  # the local corpus's
+        write_corpus("s3://corpora/tiny", rows, endpoint_url=server.endpoint_url)
+        write_corpus("s3://corpora/tiny/heldout", [24], seed=9, endpoint_url=server.endpoint_url)
+        pretrain(tiny_config("local"), 2)
+        remote = {"data.corpus": "s3://corpora/tiny", "data.heldout": "s3://corpora/tiny/heldout"}
+        pretrain(tiny_config("remote", **remote, **{"data.endpoint_url": server.endpoint_url}), 2)
+    assert losses(tmp_path / "remote") == losses(tmp_path / "local")
+    cached = list((tmp_path / "remote" / "cache").rglob("*.tar"))
+    assert len(cached) == len(rows) + 1  # each shard once for both ranks
+    secrets = server.env["AWS_SECRET_ACCESS_KEY"]
+    for file in (tmp_path / "remote").rglob("*"):
+        assert file.is_dir() or secrets.encode() not in file.read_bytes()
 
 
 def test_changed_ranks_and_stage_go_on_with_the_same_rows(
