@@ -13,6 +13,7 @@ Cost: 0.6 to 1 million tokens a second per worker; memory about 150 MB per worke
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from collections import Counter
@@ -22,66 +23,24 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.config import CorpusConfig, canonical_json
-from electra_dist.corpus.chunks import Chunk, ChunkRows, Rules
+from electra_dist.corpus.chunks import Chunk, ChunkRows
 from electra_dist.corpus.console import BuildConsole
-from electra_dist.corpus.documents import SKIPPED_KINDS, DocumentStream, InputFile, RawDocument
+from electra_dist.corpus.documents import SKIPPED_KINDS, RawDocument
 from electra_dist.corpus.examples import MIN_SEQ_LEN
 from electra_dist.corpus.progress import FinishedShard, Progress
+from electra_dist.corpus.readers import DocumentStream
+from electra_dist.corpus.request import VOCAB_KEY, BuildRequest, tokenizer_entry
 from electra_dist.corpus.rows import row_dtype
-from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.corpus.workers import process_in_order
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.data.shard import write_shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.store import Store, open_store
 
-VOCAB_KEY = "vocab.txt"
-BUILDER_VERSION = 1  # raise it when the same input begins to give other rows
 _BLOCK_BYTES = 1 << 20
-_CHUNK_BYTES = (1 << 16, 1 << 22)
+_DOCUMENT_BYTES = 64  # a document's cost beside its text: a million empty ones fill chunks too
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildRequest:
-    """What to build. Everything but `num_workers`, `output` and `endpoint_url` decides the bytes of the corpus."""
-
-    inputs: Sequence[InputFile]
-    vocabulary: Vocabulary
-    output: str
-    seq_len: int
-    seed: int
-    corpus: CorpusConfig
-    text_field: str = "text"
-    num_workers: int = 1
-    endpoint_url: str | None = None
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of rows after which a shard is full."""
-        return int(self.corpus.shard_size_mb * 1e6)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of documents in a chunk: about an eighth of a shard's text."""
-        low, high = _CHUNK_BYTES
-        return min(max(self.shard_bytes // 4, low), high)
-
-    def parameters(self) -> dict[str, Any]:
-        """`builder` of corpus.json. Inputs count by name below the given folder and size, wherever they lie."""
-        names = canonical_json([[file.name, file.size] for file in self.inputs])
-        return {
-            "version": BUILDER_VERSION,
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "text_field": self.text_field,
-            "chunk_bytes": self.chunk_bytes,
-            "num_inputs": len(self.inputs),
-            "inputs_sha256": hashlib.sha256(names.encode()).hexdigest(),
-            **self.corpus.model_dump(mode="json"),
-        }
 
 
 @dataclass(frozen=True)
@@ -124,11 +83,10 @@ class _Build:
             if notes:
                 self._console.say(f"{self._store.url}: going on after {num_resumed} finished shards")
             chunks = self._unfinished_chunks(notes)
-            results = process_in_order(chunks, _rules(self._request), self._request.num_workers)
-            for group in self._shardfuls(results):
-                if not notes:
-                    self._claim()
-                notes.append(self._finish_shard(len(notes), group))
+            results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
+            with contextlib.closing(results):
+                for group in self._shardfuls(results):
+                    notes.append(self._finish_shard(len(notes), group))
         if not any(note.entry for note in notes):
             self._disclaim()
             raise self._nothing_usable(notes)
@@ -145,8 +103,12 @@ class _Build:
         number = -1
         stream = DocumentStream(request.inputs, request.text_field)
         for number, (documents, stream_digest) in enumerate(cut_chunks(stream, request.chunk_bytes)):
-            if number == start - 1 and stream_digest != digest:
-                raise self._inputs_changed()
+            if number == start - 1:
+                if stream_digest != digest:
+                    raise self._inputs_changed()
+                self._console.resume_at(stream.bytes_done)
+            if number == 0 and not notes:
+                self._claim()
             if number >= start:
                 seed, heldout_seed = (derive_seed(request.seed, Purpose.CORPUS, number, part) for part in (0, 1))
                 yield Chunk(number, documents, seed, heldout_seed, stream.bytes_done, stream_digest)
@@ -247,7 +209,7 @@ class _Build:
 
 
 def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tuple[list[RawDocument], str]]:
-    """Runs of documents of at least `chunk_bytes` (the last: the rest), with the digest of all up to their end."""
+    """Runs of documents of about `chunk_bytes` (the last: the rest), each with the digest of all up to its end."""
     digest = hashlib.blake2b(digest_size=16)
     documents: list[RawDocument] = []
     size = 0
@@ -256,23 +218,12 @@ def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tupl
         digest.update(b"%d%d:" % (document.is_json, -1 if data is None else len(data)))
         digest.update(data or b"")
         documents.append(document)
-        size += len(data or b"")
+        size += len(data or b"") + _DOCUMENT_BYTES
         if size >= chunk_bytes:
             yield documents, digest.hexdigest()
             documents, size = [], 0
     if documents:
         yield documents, digest.hexdigest()
-
-
-def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """What corpus.json says of the vocabulary beside it."""
-    return TokenizerEntry(
-        sha256=vocabulary.sha256,
-        vocab_size=vocabulary.size,
-        vocab_file=VOCAB_KEY,
-        lowercase=lowercase,
-        special=vocabulary.special,
-    )
 
 
 def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> ShardEntry:
@@ -283,20 +234,6 @@ def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> 
     store.write(name, data)
     return ShardEntry(
         name=name, rows=len(rows), tokens=num_tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
-    )
-
-
-def _rules(request: BuildRequest) -> Rules:
-    return Rules(
-        vocabulary_text=request.vocabulary.text,
-        lowercase=request.corpus.lowercase,
-        seq_len=request.seq_len,
-        packing=request.corpus.packing,
-        single_segment_prob=request.corpus.single_segment_prob,
-        short_target_prob=request.corpus.short_target_prob,
-        heldout_fraction=request.corpus.heldout_fraction,
-        heldout_key=derive_seed(request.seed, Purpose.HELDOUT),
-        text_field=request.text_field,
     )
 
 

@@ -6,14 +6,14 @@ used, held out or one kind of skipped; every token of a used document is in exac
 How: the reading process cuts the stream of documents into chunks of about `chunk_bytes` and seeds each from its number
 (`keyed_random`, purpose CORPUS), so the number of workers cannot matter. Packing stays within a chunk.
 
-Cost: tokenisation is 85 % of it. This module and what it imports is all that a worker process loads: no torch.
+Cost: tokenisation is most of it. This module and what it imports is all that a worker process loads: no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -115,6 +115,8 @@ class ChunkProcessor:
                     documents["no_tokens"] += 1
 
     def _is_heldout(self, text: str) -> bool:
+        if not self._rules.heldout_fraction:
+            return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
         return int.from_bytes(digest, "little") < self._rules.heldout_fraction * 2**64
 
@@ -170,11 +172,3 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
             batch, num_lines = [], 0
     if batch:
         yield batch
-
-
-def sum_counts(counts: Sequence[Counter[str]]) -> Counter[str]:
-    """Key by key, zeros kept out."""
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return total

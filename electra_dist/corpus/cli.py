@@ -12,11 +12,13 @@ from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.build import VOCAB_KEY, BuildRequest, build_corpus
+from electra_dist.corpus.build import build_corpus
 from electra_dist.corpus.console import BuildConsole, summary
-from electra_dist.corpus.documents import DocumentStream, InputFile, SkippedDocument, decode, find_inputs
+from electra_dist.corpus.documents import SkippedDocument, decode
 from electra_dist.corpus.index import index_corpus
 from electra_dist.corpus.python_docs import write_python_docs
+from electra_dist.corpus.readers import DocumentStream, InputFile, find_inputs
+from electra_dist.corpus.request import VOCAB_KEY, BuildRequest
 from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError

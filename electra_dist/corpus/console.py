@@ -22,6 +22,7 @@ class BuildConsole:
         """`total_bytes`: size of all input files."""
         self._console = console or Console()
         self._total_bytes = max(total_bytes, 1)
+        self._resumed_bytes = 0
         self._documents = 0
         self._tokens = 0
         self._started = self._last_line = time.monotonic()
@@ -45,6 +46,11 @@ class BuildConsole:
         """A line above the progress bar."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
+    def resume_at(self, bytes_done: int) -> None:
+        """That many input bytes belong to shards that were finished before; the clock starts now."""
+        self._resumed_bytes = bytes_done
+        self._started = time.monotonic()
+
     def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
         """Add documents and tokens; `bytes_done` input bytes are read in all."""
         self._documents += num_documents
@@ -57,7 +63,7 @@ class BuildConsole:
             self._bar.update(self._task, completed=bytes_done, counts=counts)
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            left = elapsed * (self._total_bytes - bytes_done) / max(bytes_done, 1)
+            left = elapsed * (self._total_bytes - bytes_done) / max(bytes_done - self._resumed_bytes, 1)
             self.say(f"corpus: {100 * bytes_done / self._total_bytes:.0f} % read, {counts}, {left:.0f} s left")
 
 

@@ -1,15 +1,16 @@
 """Sentences of a document -> examples `[CLS] A [SEP] B [SEP]`, as ELECTRA's build_pretraining_dataset.py makes them.
 
-The rules of the reference (reference repository, class ExampleBuilder), each kept with its order of random draws:
+The rules of the reference (its class ExampleBuilder), each kept with its order of random draws:
 a line is a sentence; sentences accumulate until the target length is reached or the document ends, then they make one
 example. With probability 0.1 all go to one segment; else A takes sentences up to (target - 3) // 2 tokens, a sentence
 that crosses this limit goes to A with p = 0.5 (if B is still empty), the rest goes to B. The next target length is
 seq_len, or with probability 0.05 uniform in [5, seq_len].
 
-One difference, because the reference loses tokens: what does not fit an example is *carried* into the next one, where
-the reference drops it. And a line that could not fit even alone (more than seq_len - 2 tokens: a paragraph of prose
-when rows are short) is first cut into pieces of (seq_len - 3) // 2 tokens, one segment each, so that long lines make
-pairs too. On text where nothing overflows the examples are the reference's, draw for draw; no token is ever lost.
+One difference, because the reference loses tokens (three or more of every full example): what does not fit an example
+is *carried* into the next one of its document, where the reference drops it. And a line that could not fit even alone
+(more than seq_len - 2 tokens: a paragraph of prose when rows are short) is first cut into pieces of
+(seq_len - 3) // 2 tokens, one segment each, so that long lines make pairs too. So the first example of a document is
+the reference's, draw for draw; later ones begin with what was carried; no token is ever lost.
 
 Randomness: one generator per chunk of documents, seeded by the caller; `random.Random.random()` only, whose sequence
 Python promises to keep. Cost: 0.1 s for a million tokens.

@@ -10,6 +10,7 @@ shards in sub-folders (a held-out corpus, say) belong to another corpus.
 from __future__ import annotations
 
 import hashlib
+import io
 import tarfile
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.corpus.build import VOCAB_KEY, tokenizer_entry
+from electra_dist.corpus.request import VOCAB_KEY, tokenizer_entry
 from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
 from electra_dist.data.shard import MEMBER_SUFFIX, Shard
@@ -68,7 +69,7 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
             for member in tar:
                 stream = tar.extractfile(member) if member.name.endswith(MEMBER_SUFFIX) else None
                 if stream is not None:
-                    block = np.lib.format.read_array(stream, allow_pickle=False)
+                    block = np.load(io.BytesIO(stream.read()), allow_pickle=False)
                     if block.ndim == 2 and block.dtype in (np.uint16, np.uint32):
                         return block.shape[1], block.dtype
                     found = f"{member.name} holds {block.dtype} {block.shape}"

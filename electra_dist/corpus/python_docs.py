@@ -8,8 +8,8 @@ path), `pydoc_data.topics` holds the language reference, `inspect` the docs of b
 dedented; code (doctest, indented blocks after `::`, signatures, tables without words) is dropped; paragraphs are
 joined to lines, so that a line is a paragraph of prose; paragraphs that were seen before are dropped.
 
-Cost: 15 to 25 s and 9 to 15 MB of text on an installation with torch and numpy. It is technical English in one voice:
-good for showing that training works, not for a model that anybody needs.
+Cost: 15 to 25 s and 10 MB of text on an installation with torch, sympy and numpy. It is technical English in one
+voice: good for showing that training works, not for a model that anybody needs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ import inspect
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from electra_dist.store import replacing
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # of a docstring
+MIN_SHARE = 0.15  # of a .py file that is docstrings: half of all code has nearly none and would cost half of the time
 _C_MODULES = (
     "builtins", "_codecs", "_collections", "_csv", "_datetime", "_decimal", "_functools", "_io", "_json", "_socket",
     "_ssl", "_struct", "_thread", "_weakref", "array", "binascii", "cmath", "errno", "faulthandler", "fcntl", "gc",
     "itertools", "math", "mmap", "operator", "posix", "resource", "select", "signal", "sys", "time", "unicodedata",
     "zlib",
 )  # fmt: skip
-_PACKAGES = (
+PACKAGES = (
     "torch", "numpy", "matplotlib", "sympy", "networkx", "deepspeed", "pydantic", "rich", "click", "typer", "pip",
     "setuptools", "jinja2", "fsspec", "huggingface_hub", "webdataset", "tensorboard", "PIL", "psutil",
 )  # fmt: skip
@@ -44,11 +45,15 @@ _NOT_PROSE = re.compile(r"^\s*(\.\. |>>> |\.\.\. |\$ |@|#|In \[|Out\[|\|)")
 _FIELD = re.compile(r"^\s*:(\w+)((?: [^:]*)?):")
 _ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _MARKS = re.compile(r"`{1,2}|\*\*")
+_QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
 _SPACE = re.compile(r"\s+")
 
 
-def write_python_docs(folder: Path) -> tuple[Path, int]:
+def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
     """Writes `python_docs.txt` (a blank line between documents) into `folder`.
+
+    Args:
+        packages: import names of installed packages to read beside the standard library; missing ones are passed over.
 
     Returns:
         Its path and the number of documents.
@@ -59,22 +64,22 @@ def write_python_docs(folder: Path) -> tuple[Path, int]:
     path = folder / FILE_NAME
     num_documents = 0
     with replacing(path) as out:
-        for document in python_documents():
-            out.write(document.encode() + b"\n\n")
+        for document in python_documents(packages):
+            out.write(document.encode(errors="replace") + b"\n\n")
             num_documents += 1
     return path, num_documents
 
 
-def python_documents() -> Iterator[str]:
+def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     """Documents of paragraphs, a paragraph a line; the docstrings of one source file make one document."""
     seen: set[int] = set()
-    for docstrings in _sources():
+    for docstrings in _sources(packages):
         document = []
         for docstring in docstrings:
-            paragraphs = [text for text in prose(docstring) if _key(text) not in seen]
-            if sum(len(_WORD.findall(text)) for text in paragraphs) >= MIN_WORDS:
-                seen.update(map(_key, paragraphs))
-                document += paragraphs
+            fresh = {key: text for text in prose(docstring) if (key := _key(text)) not in seen}
+            if sum(len(_WORD.findall(text)) for text in fresh.values()) >= MIN_WORDS:
+                seen.update(fresh)
+                document += fresh.values()
         if document:
             yield "\n".join(document)
 
@@ -129,7 +134,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _sources() -> Iterator[list[str]]:
+def _sources(packages: Sequence[str]) -> Iterator[list[str]]:
     """The docstrings of one source after another: help topics, C modules, then .py files."""
     topics = importlib.import_module("pydoc_data.topics").topics
     yield from ([topics[name]] for name in sorted(topics))
@@ -138,7 +143,7 @@ def _sources() -> Iterator[list[str]]:
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
     yield from map(_parsed, _python_files(library, skip=("site-packages", "dist-packages", "lib2to3", "idlelib")))
-    for package in _PACKAGES:
+    for package in packages:
         for site in sorted({paths["purelib"], paths["platlib"]}):
             yield from map(_parsed, _python_files(Path(site) / package, skip=("_vendor",)))
 
@@ -149,9 +154,9 @@ def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
 
 
 def _parsed(path: Path) -> list[str]:
-    """Docstrings of a .py file in source order; [] if it is not Python of this version."""
+    """Docstrings of a .py file; [] if it has few or is not Python of this version."""
     source = path.read_bytes()
-    if b'"""' not in source and b"'''" not in source:
+    if sum(map(len, _QUOTED.findall(source))) < MIN_SHARE * len(source):
         return []
     try:
         with warnings.catch_warnings():
@@ -181,5 +186,7 @@ def _inspected(name: str) -> list[str]:
         return []
     owners = [module, *(value for _, value in sorted(vars(module).items()) if inspect.isclass(value))]
     members = [value for owner in owners for _, value in sorted(vars(owner).items())]
-    docs = [getattr(item, "__doc__", None) for item in [*owners, *members]]
+    # Functions written in Python are hooks that somebody installed (sys.excepthook): not part of the installation.
+    routines = [value for value in members if inspect.isroutine(value) and not inspect.isfunction(value)]
+    docs = [getattr(item, "__doc__", None) for item in [*owners, *routines]]
     return [doc for doc in docs if isinstance(doc, str)]

@@ -40,7 +40,11 @@ def train_vocabulary(
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     alphabet = _alphabet(texts(), normalizer, max_alphabet)
-    continuing = ["##" + char for char in alphabet if len(pre_tokenizer.pre_tokenize_str("a" + char)) == 1]
+    continuing = [
+        "##" + char
+        for char in alphabet
+        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))) == 1
+    ]
     fixed = [*SPECIAL_TOKENS, *continuing]
     if not alphabet:
         raise UserError("a vocabulary cannot be trained: the input has no text")

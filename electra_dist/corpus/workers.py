@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -25,7 +25,7 @@ from electra_dist.errors import UserError
 _processor: ChunkProcessor | None = None  # one per worker process, made by _start_worker
 
 
-def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Iterator[tuple[Chunk, ChunkRows]]:
+def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
     """Each chunk, emptied of its documents, with its rows.
 
     Raises:

@@ -1,0 +1,122 @@
+"""The commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import webdataset
+import yaml
+from typer.testing import CliRunner
+
+from electra_dist.corpus.cli import app
+from electra_dist.errors import UserError
+
+
+def run(*arguments: object) -> str:
+    """Output of a command; its error is raised."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    tower = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "intermediate_size": 8}
+    tree = {
+        "run_dir": "unused",
+        "model": {"vocab_size": 120, "max_positions": 64, "discriminator": tower, "generator": tower},
+        "data": {"corpus": "unused", "seq_len": 64},
+        "train": {"num_steps": 1, "global_batch": 1, "micro_batch": 1},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def text(prose: Callable[[int, int], list[str]], tmp_path: Path) -> Path:
+    path = tmp_path / "input.txt"
+    path.write_text("\n\n".join(prose(60, 1)))
+    return path
+
+
+def test_build_trains_a_vocabulary_and_finds_it_again(config: Path, text: Path, tmp_path: Path) -> None:
+    command = ["build", "--input", text, "--output", tmp_path / "corpus", "--config", config, "--workers", 1]
+    output = run(*command)
+    assert "training a vocabulary of 120 entries" in output
+    assert "built; 1 shards" in output
+    assert "documents in" in output
+    manifest = json.loads((tmp_path / "corpus/corpus.json").read_text())
+    assert manifest["tokenizer"]["vocab_size"] == 120
+    again = run(*command)
+    assert "already built, nothing to do" in again
+    assert output.splitlines()[-1] == again.splitlines()[-1]
+    assert output.splitlines()[-1].startswith("fingerprint ")
+
+
+def test_vocab_then_build(config: Path, text: Path, tmp_path: Path) -> None:
+    vocab = tmp_path / "v/vocab.txt"
+    assert "120 entries" in run("vocab", "--input", text, "--output", vocab, "--size", 120)
+    output = run(
+        "build", "--input", text, "--output", tmp_path / "c", "--config", config, "--vocab", vocab, "--workers", 1,
+        "--set", "corpus.packing=none",
+    )  # fmt: skip
+    assert "built; 1 shards" in output
+    assert (tmp_path / "c/vocab.txt").read_bytes() == vocab.read_bytes()
+    with pytest.raises(UserError, match=r"120 entries but model\.vocab_size is 500"):
+        run(
+            "build",
+            "--input",
+            text,
+            "--output",
+            tmp_path / "d",
+            "--config",
+            config,
+            "--vocab",
+            vocab,
+            "--set",
+            "model.vocab_size=500",
+        )
+    assert not (tmp_path / "d").exists()
+
+
+def test_index(config: Path, text: Path, tmp_path: Path) -> None:
+    run("build", "--input", text, "--output", tmp_path / "ours", "--config", config, "--workers", 1)
+    with webdataset.TarWriter(str(tmp_path / "theirs.tar")) as sink:
+        for sample in webdataset.WebDataset(str(tmp_path / "ours/shard-000000.tar"), shardshuffle=False).decode():
+            sink.write({"__key__": sample["__key__"], "rows.npy": sample["rows.npy"]})
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs.tar").rename(tmp_path / "theirs/a.tar")
+    output = run("index", tmp_path / "theirs", "--vocab", tmp_path / "ours/vocab.txt")
+    ours, theirs = (json.loads((tmp_path / name / "corpus.json").read_text()) for name in ("ours", "theirs"))
+    assert "1 shards" in output
+    assert theirs["totals"]["tokens"] == ours["totals"]["tokens"]
+    assert theirs["tokenizer"] == ours["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--input": "missing.txt"}, r"missing\.txt: no such file"),
+        ({"--input": "config.yaml"}, "unknown kind of file"),
+        ({"--vocab": "none.txt"}, r"none\.txt: no such vocabulary"),
+        ({"--vocab": "config.yaml"}, "not a WordPiece vocabulary"),
+        ({"--config": "none.yaml"}, "no such config file"),
+        ({"--output": "input.txt/corpus"}, "input.txt"),
+        ({"--output": "gs://bucket/x"}, "unknown kind of storage"),
+        ({"--set": "corpus.packng=none"}, r"did you mean `corpus\.packing`"),
+    ],
+)
+def test_bad_input_is_one_line(
+    config: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"--input": "input.txt", "--output": "corpus", "--config": "config.yaml", "--workers": "1", **changes}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message) as error:
+        run("build", *(part for option in options.items() for part in option))
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before, "something was written"

@@ -1,0 +1,111 @@
+"""Tokenizer and vocabulary: text is text, the shortcut changes nothing, training repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from electra_dist.corpus.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
+from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.errors import UserError
+
+pieces = st.one_of(
+    st.sampled_from(
+        [*SPECIAL_TOKENS, "[sep]", "[ MASK ]", "##s", "the", "of", " ", "  ", "\t", "\u00a0", "\u200b", "\x1f"]
+    ),
+    st.text(max_size=6),
+)
+lines = st.lists(pieces, max_size=12).map("".join)
+
+
+@given(st.lists(lines, max_size=8), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_ids_of_a_line_are_the_librarys(vocabulary: Vocabulary, texts: list[str], lowercase: bool) -> None:
+    """Word by word through the dictionary = the whole line at once, twice (unknown words, then known ones)."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary.ids, unk_token="[UNK]"))
+    library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    ours = WordPieceTokenizer(vocabulary, lowercase)
+    expected = [library.encode(text, add_special_tokens=False).ids for text in texts]
+    assert ours.encode(texts) == expected
+    assert ours.encode(texts) == expected
+
+
+@given(st.lists(lines, max_size=8), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_text_never_yields_special_ids(vocabulary: Vocabulary, texts: list[str], lowercase: bool) -> None:
+    ids = {number for line in WordPieceTokenizer(vocabulary, lowercase).encode(texts) for number in line}
+    assert not ids & {vocabulary.special[token] for token in SPECIAL_TOKENS if token != "[UNK]"}
+
+
+def test_literal_special_tokens_are_words(vocabulary: Vocabulary) -> None:
+    encoded = WordPieceTokenizer(vocabulary, True).encode(["[SEP] x[MASK]y"])[0]
+    assert [vocabulary.tokens[number] for number in encoded] == ["[", "sep", "]", "x", "[", "mask", "]", "y"]
+
+
+def test_the_dictionary_stays_small(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("electra_dist.corpus.tokenizer._MAX_KNOWN_WORDS", 10)
+    tokenizer = WordPieceTokenizer(vocabulary, True)
+    many = [f"w{number}" for number in range(40)]
+    once = tokenizer.encode(many)
+    assert len(tokenizer._known) <= 10
+    assert tokenizer.encode(["a" * 5000]) == [[vocabulary.special["[UNK]"]]]
+    assert "a" * 5000 not in tokenizer._known
+    assert tokenizer.encode(many) == once
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb\n", r"no line \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
+        ("[PAD]\n[UNK]\n[CLS]\n[MASK]\na\n", r"no line \[SEP\]"),
+        ("\n".join(SPECIAL_TOKENS) + "\na\nb\na\n", "line 6 `a` comes twice"),
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as error:
+        Vocabulary.read(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unreadable_vocabularies_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("missing", "binary", "."):
+        with pytest.raises(UserError, match="vocabulary"):
+            Vocabulary.read(tmp_path / name)
+
+
+def test_a_vocabulary_is_stored_as_it_was_read(tmp_path: Path) -> None:
+    text = "\n".join([*SPECIAL_TOKENS, "a", "\u2028", "##b"])  # U+2028 is a line end to str.splitlines, not here
+    (tmp_path / "unix.txt").write_text(text + "\n", encoding="utf-8", newline="\n")
+    (tmp_path / "dos.txt").write_text(text, encoding="utf-8", newline="\r\n")
+    unix, dos = Vocabulary.read(tmp_path / "unix.txt"), Vocabulary.read(tmp_path / "dos.txt")
+    assert unix.size == 8
+    assert unix.sha256 == dos.sha256
+    assert Vocabulary(unix.text, "again").tokens == unix.tokens
+
+
+def test_training_repeats_exactly(prose: Callable[[int, int], list[str]]) -> None:
+    texts = [*prose(300, 1), "naïve café, 中文 42"] * 3
+    runs = [train_vocabulary(lambda: iter(texts), 150, lowercase=True) for _ in range(4)]
+    assert {run.sha256 for run in runs} == {runs[0].sha256}
+    assert tuple(runs[0].tokens[:5]) == SPECIAL_TOKENS
+    assert {"the", "with", "中", "##s"} <= set(runs[0].tokens)
+    assert not {"##,", "##中"} & set(runs[0].tokens), "what never continues a word needs no entry"
+    unk = runs[0].special["[UNK]"]
+    assert all(unk not in ids for ids in WordPieceTokenizer(runs[0], True).encode(texts))
+
+
+def test_training_on_nothing_or_into_too_few_entries_is_refused() -> None:
+    with pytest.raises(UserError, match="no text"):
+        train_vocabulary(lambda: iter([" \n"]), 100, lowercase=True)
+    with pytest.raises(UserError, match="at least 57 are needed"):
+        train_vocabulary(lambda: iter(["abcdefghijklmnopqrstuvwxyz"]), 20, lowercase=True)
