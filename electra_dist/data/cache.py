@@ -137,19 +137,18 @@ class ShardCache:
     def _map(self, index: int) -> Shard | None:
         """None when the shard was evicted meanwhile."""
         entry, manifest = self.manifest.shards[index], self.manifest
-        local = self.store.local_path(entry.name)
-        path = local or self._node.path(entry)
-        try:
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=local is None)
-        except StoreMissing:
-            if local is None:
+        path = self.store.local_path(entry.name)
+        if path is not None:
+            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
+        else:
+            path = self._node.path(entry)
+            try:
+                shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True)
+                os.utime(path)  # for the eviction of what was longest not used
+            except (StoreMissing, FileNotFoundError):
                 return None
-            raise
-        if local is None:
             if not shard.is_linked:
-                shard.close()
                 return None
-            os.utime(path)  # for the eviction of what was longest not used
         if shard.num_rows != entry.rows:
             raise ManifestMismatch(f"{path}: {shard.num_rows} rows, but corpus.json says {entry.rows}; index it again")
         return shard

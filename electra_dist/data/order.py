@@ -34,10 +34,17 @@ Integers = NDArray[np.int64]
 # more to reach all permutations equally often: of 6 shards, 10 and 16 rounds fail a chi-squared test over 60,000
 # permutations (p = 1e-197, 3e-4), 20 pass it (p = 0.85).
 NUM_ROUNDS = 20
+_EPOCHS_KEPT = 32  # 65 bytes a shard each
 
 
 def permute(
-    index: NDArray[Any], size: NDArray[Any], *, seed: int, purpose: Purpose, epoch: int, block: NDArray[Any]
+    index: NDArray[Any],
+    size: NDArray[Any],
+    *,
+    seed: int,
+    purpose: Purpose,
+    epoch: NDArray[Any],
+    block: NDArray[Any],
 ) -> Words:
     """The place that each `index` takes in the keyed permutation of [0, size).
 
@@ -46,26 +53,26 @@ def permute(
         size: lengths of the permutations, of the shape of `index`, each in [1, 2**52).
         seed: 64-bit key.
         purpose: what is permuted.
-        epoch: in [0, 2**32).
+        epoch: of the shape of `index`, each in [0, 2**32).
         block: which permutation of the epoch, of the shape of `index`, each in [0, 2**32).
     """
     place = index.astype(np.uint64)
-    sizes, blocks = size.astype(np.uint64), block.astype(np.uint64)
+    sizes, epochs, blocks = size.astype(np.uint64), epoch.astype(np.uint64), block.astype(np.uint64)
     walking = np.arange(place.size)  # those not yet inside [0, size)
     while walking.size:
-        moved = _feistel(place[walking], sizes[walking], seed, int(purpose), epoch, blocks[walking])
+        moved = _feistel(place[walking], sizes[walking], seed, int(purpose), epochs[walking], blocks[walking])
         place[walking] = moved
         walking = walking[moved >= sizes[walking]]
     return place
 
 
-def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: int, block: Words) -> Words:
+def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
     """One pass of the network: a permutation of [0, a * b), where size <= a * b < size + a."""
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
     left, right = place // b, place % b
     for number in range(NUM_ROUNDS):
-        key = (block, np.uint64(epoch), np.uint64(purpose | number << 8))
+        key = (block, epoch, np.uint64(purpose | number << 8))
         if number % 2 == 0:
             left = (left + _scaled(philox4x32((right, *key), seed)[0], a)) % a
         else:
@@ -107,7 +114,7 @@ class RowOrder:
         self._seed = seed
         self._window_shards = window_shards
         self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
-        self._epochs: dict[int, _Epoch] = {}  # the last one or two in use
+        self._epochs: dict[int, _Epoch] = {}  # the last few in use; replaced, never changed, so threads may share it
         self.rows_per_epoch = int(self._corpus_start[-1])
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
@@ -117,10 +124,19 @@ class RowOrder:
             positions: [P] int64, each >= 0.
         """
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
+        window, start, size = np.empty_like(offsets), np.empty_like(offsets), np.empty_like(offsets)
+        layouts = [(epochs == epoch, self._layout(int(epoch))) for epoch in np.unique(epochs)]
+        for chosen, layout in layouts:
+            window[chosen] = np.searchsorted(layout.window_start, offsets[chosen], side="right") - 1
+            start[chosen] = layout.window_start[window[chosen]]
+            size[chosen] = layout.window_start[window[chosen] + 1] - start[chosen]
+        inside = permute(offsets - start, size, seed=self._seed, purpose=Purpose.ROW_ORDER, epoch=epochs, block=window)
+        shuffled = start + inside.astype(np.int64)
         shards, rows = np.empty_like(offsets), np.empty_like(offsets)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            shards[chosen], rows[chosen] = self._locate_within(int(epoch), offsets[chosen])
+        for chosen, layout in layouts:
+            place = np.searchsorted(layout.shard_start, shuffled[chosen], side="right") - 1
+            shards[chosen] = layout.shards[place]
+            rows[chosen] = shuffled[chosen] - layout.shard_start[place]
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
@@ -139,30 +155,26 @@ class RowOrder:
             shards=layout.shards[window * self._window_shards : (window + 1) * self._window_shards],
         )
 
-    def _locate_within(self, epoch: int, offsets: Integers) -> tuple[Integers, Integers]:
-        layout = self._layout(epoch)
-        window = np.searchsorted(layout.window_start, offsets, side="right") - 1
-        start = layout.window_start[window]
-        size = layout.window_start[window + 1] - start
-        inside = permute(offsets - start, size, seed=self._seed, purpose=Purpose.ROW_ORDER, epoch=epoch, block=window)
-        shuffled = start + inside.astype(np.int64)
-        place = np.searchsorted(layout.shard_start, shuffled, side="right") - 1
-        return layout.shards[place], shuffled - layout.shard_start[place]
-
     def _layout(self, epoch: int) -> _Epoch:
-        if epoch not in self._epochs:
-            count = self._rows.size
-            places = np.arange(count)
-            order = permute(
-                places,
-                np.full(count, count),
-                seed=self._seed,
-                purpose=Purpose.SHARD_ORDER,
-                epoch=epoch,
-                block=np.zeros(count, np.uint64),
-            ).astype(np.int64)
-            shard_start = np.concatenate([[0], np.cumsum(self._rows[order])])
-            edges = np.append(np.arange(0, count, self._window_shards), count)
-            self._epochs = {e: layout for e, layout in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = _Epoch(order, shard_start, shard_start[edges])
-        return self._epochs[epoch]
+        layout = self._epochs.get(epoch)
+        if layout is None:
+            layout = self._lay_out(epoch)
+            newest = list(self._epochs.items())[1 - _EPOCHS_KEPT :]
+            self._epochs = {**dict(newest), epoch: layout}
+        return layout
+
+    def _lay_out(self, epoch: int) -> _Epoch:
+        count = self._rows.size
+        zero = np.zeros(count, np.int64)
+        order = permute(
+            np.arange(count),
+            zero + count,
+            seed=self._seed,
+            purpose=Purpose.SHARD_ORDER,
+            epoch=zero + epoch,
+            block=zero,
+        )
+        shards = order.astype(np.int64)
+        shard_start = np.concatenate([[0], np.cumsum(self._rows[shards])])
+        edges = np.append(np.arange(0, count, self._window_shards), count)
+        return _Epoch(shards, shard_start, shard_start[edges])

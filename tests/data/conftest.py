@@ -1,0 +1,86 @@
+"""Small corpora whose rows are known, locally and on a real S3 server behind the fault proxy."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+import s3_server
+from fault_server import FaultPlan, FaultProxy, running_faults
+
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+from electra_dist.data.shard import write_shard
+from electra_dist.store import Store, open_store
+
+SEQ_LEN = 16
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+
+
+class Corpus(NamedTuple):
+    """A corpus, and all its rows in corpus order."""
+
+    store: Store
+    manifest: CorpusManifest
+    rows: np.ndarray
+
+
+def build(store: Store, rows_per_shard: Sequence[int], block_rows: int = 7) -> Corpus:
+    """Rows of random ids; equal arguments give equal rows."""
+    rng = np.random.default_rng(len(rows_per_shard))
+    entries, blocks = [], []
+    for number, num_rows in enumerate(rows_per_shard):
+        rows = rng.integers(5, 60_000, (num_rows, SEQ_LEN)).astype(np.uint16)
+        file = io.BytesIO()
+        write_shard(file, rows, block_rows)
+        name = f"part-{number % 2}/shard-{number:06d}.tar"
+        store.write(name, file.getvalue())
+        digest = hashlib.sha256(file.getvalue()).hexdigest()
+        entries.append(
+            ShardEntry(name=name, rows=num_rows, tokens=rows.size, bytes=len(file.getvalue()), sha256=digest)
+        )
+        blocks.append(rows)
+    tokenizer = TokenizerEntry(sha256="0" * 64, vocab_size=60_000, lowercase=True, special=SPECIAL)
+    manifest = CorpusManifest(seq_len=SEQ_LEN, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries))
+    write_manifest(store, manifest)
+    return Corpus(store, manifest, np.concatenate(blocks))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Seven uneven shards."""
+    return build(open_store(str(tmp_path_factory.mktemp("corpus"))), [21, 5, 33, 1, 14, 40, 9])
+
+
+@pytest.fixture
+def build_corpus() -> Callable[..., Corpus]:
+    return build
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[s3_server.S3Server]:
+    with s3_server.running_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """URL of a new bucket named after the test, with its credentials in the environment."""
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.make_bucket(*s3, f"data-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}")
+
+
+@pytest.fixture
+def proxy(s3: s3_server.S3Server) -> Iterator[FaultProxy]:
+    with running_faults(s3.endpoint_url, FaultPlan(rate=0.0)) as running:
+        yield running
