@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from electra_kernels import discriminator_tail_triton, masked_gather_triton, mlm_head_triton, replace_triton
+from electra_kernels import (
+    discriminator_tail_triton,
+    dropout_add_norm_triton,
+    masked_gather_triton,
+    mlm_head_triton,
+    replace_triton,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -96,6 +102,15 @@ def cases() -> list[Case]:
         "out_ptr": "*bf16",
         **dict.fromkeys(("seq_len", "num_slots", "hidden"), "i32"),
     }
+    norm = pointers | {
+        **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "summed_ptr", "weight_ptr"), "*bf16"),
+        **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
+        **dict.fromkeys(("mean_ptr", "inverse_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32"),
+        "row_ptr": "*i64",
+        **dict.fromkeys(("num_tokens", "seq_len", "hidden", "step", "site_quads", "limit"), "i32"),
+        **dict.fromkeys(("seed_low", "seed_high"), "i32"),
+        **dict.fromkeys(("eps", "scale"), "fp32"),
+    }
     switches = {"WITH_TEMPERATURE": False, "DISALLOW_CORRECT": False, "WIDTH": 30592, "APPROXIMATE": True}
     switches["BLOCK"] = mlm_head_triton.BLOCK
     tail_blocks = {"BLOCK_T": 2, "BLOCK_H": 1024}
@@ -116,6 +131,14 @@ def cases() -> list[Case]:
             {"BLOCK_N": 128, "BLOCK_H": 256},
             shapes,
             1,
+        ),
+        *(
+            Case(f"{name}_{width}", kernel, norm, {"DROP": True, "BLOCK_H": width}, shapes, 1 if width <= 256 else 4)
+            for name, kernel in (
+                ("norm_fwd", dropout_add_norm_triton.norm_forward_kernel),
+                ("norm_bwd", dropout_add_norm_triton.norm_backward_kernel),
+            )
+            for width in (256, 1024)
         ),
     ]
 

@@ -106,9 +106,7 @@ def _as_fp32(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.float().contiguous() for tensor in tensors]
 
 
-def _call(
-    function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int
-) -> None:
+def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
     """Launch on the current stream; the tensors stay alive until the call returns, their memory is stream-ordered."""
     assert dense_TH.dtype in (torch.bfloat16, torch.float32), dense_TH.dtype
     if not len(dense_TH):

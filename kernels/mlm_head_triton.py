@@ -42,6 +42,20 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below every finite logit; -inf 
 
 
 @triton.jit
+def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
+    """The bits of `keyed_random.bits_grid` at positions [4 * first_quad, 4 * first_quad + BLOCK) of a row, as uint32.
+
+    Seed halves and step are int32 with the bits of their unsigned words.
+    """
+    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
+    quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = quad * 0
+    step_word = step.to(tl.uint32, bitcast=True)
+    bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row.to(tl.uint32), zero + step_word, zero + purpose)
+    return tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
+
+
+@triton.jit
 def noise_log(x, APPROXIMATE: tl.constexpr):
     """Natural logarithm for noise: one instruction instead of 20, within 2e-7 (absolute) or 2.4e-7 (relative)."""
     if APPROXIMATE:
@@ -62,12 +76,9 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def gumbel_block(seed, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
+def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Gumbel noise of tokens [start, start + BLOCK) of a row; `start` and BLOCK are multiples of 4."""
-    quad = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = quad * 0
-    bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row, zero + step, zero + _PURPOSE)
-    bits = tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
+    bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
 
 
@@ -104,9 +115,7 @@ def row_kernel(
     """Loss, most likely token and sample of a row; dlogits in place (WITH_GRADIENT). WITH_LOSS false: sample only."""
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
-    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
-    step_word = step.to(tl.uint32, bitcast=True)
-    row_word = tl.load(row_ptr + m).to(tl.uint32)
+    row = tl.load(row_ptr + m)
     lane = tl.arange(0, BLOCK)
     if WITH_LOSS:
         target = tl.load(target_ptr + m).to(tl.int32)
@@ -127,7 +136,7 @@ def row_kernel(
             total = tl.where(higher, total * decay + 1.0, total + decay)
             top = tl.where(higher, z, top)
             top_index = tl.where(higher, index, top_index)
-        noise = gumbel_block(seed, row_word, step_word, start, BLOCK, APPROXIMATE)
+        noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
         candidate = z * inverse_temperature + noise if WITH_TEMPERATURE else z + noise
         if DISALLOW_CORRECT:
             candidate = tl.where(index == target, float("-inf"), candidate)
@@ -208,9 +217,9 @@ def _launch(
         *inputs,
         *outputs,
         logits_MV.stride(0),
-        _as_int32(options.seed),
-        _as_int32(options.seed >> 32),
-        _as_int32(options.step),
+        as_int32(options.seed),
+        as_int32(options.seed >> 32),
+        as_int32(options.step),
         1.0 / options.temperature,
         WIDTH=logits_MV.shape[1],
         WITH_LOSS=with_loss,
@@ -224,6 +233,6 @@ def _launch(
     )
 
 
-def _as_int32(word: int) -> int:
+def as_int32(word: int) -> int:
     """The low 32 bits as a signed number, so that every launch has one argument type and one compiled kernel."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -4,6 +4,7 @@ import pytest
 import torch
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.discriminator_tail_triton import forward_pass
+from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.replace import replace_and_label
 
@@ -43,7 +44,7 @@ def test_replace_and_label(num_rows, seq_len, num_slots):
 
 
 @DTYPES
-@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (200, 24), (77, 130), (9, 1024)])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (200, 24), (29, 130), (5, 1024)])
 def test_tail_error_is_not_larger_than_the_references(assert_no_worse, dtype, num_tokens, hidden):
     shapes = [(num_tokens, hidden), (hidden,), (hidden,), (1,)]
 
@@ -70,3 +71,26 @@ def test_tail_error_is_not_larger_than_the_references(assert_no_worse, dtype, nu
     assert_no_worse(losses, torch.float32)
     for triples in zip(*results):
         assert_no_worse(list(triples), triples[0][0].dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "hidden", "probability"), [(1, 1, 4, 0.5), (2, 5, 36, 0.1), (2, 3, 256, 0.0)]
+)
+def test_norm_error_is_not_larger_than_the_references(assert_no_worse, dtype, batch, seq_len, hidden, probability):
+    dropout = DropoutKey(probability, seed=2**62 + 9, step=2**31 + 1, site=31)
+    rows = torch.arange(batch) + 2**32 - batch
+
+    def run(tensors, upstream, backend):
+        out = dropout_add_norm(*tensors, eps=1e-12, dropout=dropout, row_B=rows, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
+
+    results = []
+    for _ in range(8 if batch == 1 else 3):
+        shapes = [(batch, seq_len, hidden), (batch, seq_len, hidden), (hidden,), (hidden,)]
+        given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+        upstream = torch.randn(shapes[0]).to(dtype)
+        exact = run([t.detach().double().requires_grad_() for t in given], upstream.double(), "reference")
+        results.append(list(zip(run(given, upstream, "triton"), run(given, upstream, "reference"), exact)))
+    for triples in zip(*results):
+        assert_no_worse(list(triples), dtype)

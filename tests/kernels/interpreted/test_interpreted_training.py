@@ -8,7 +8,7 @@ from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
-STEPS, ROWS, SEQ_LEN, VOCAB = 20, 2, 16, 90
+STEPS, ROWS, SEQ_LEN, VOCAB = 20, 2, 12, 90
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 
@@ -16,8 +16,8 @@ def rows_of_step(step: int) -> torch.Tensor:
     """Two examples a row and some padding."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(5, VOCAB, (ROWS, SEQ_LEN), generator=generator)
-    ids[:, [0, 8]], ids[:, [4, 7, 13]] = SPECIAL.cls, SPECIAL.sep
-    ids[:, 14:] = SPECIAL.pad
+    ids[:, [0, 6]], ids[:, [3, 5, 10]] = SPECIAL.cls, SPECIAL.sep
+    ids[:, 11:] = SPECIAL.pad
     return ids
 
 
@@ -39,7 +39,7 @@ def train(backend: str, objective: ObjectiveConfig) -> tuple[list[torch.Tensor],
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     sums, labels = [], []
     for step in range(STEPS):
-        out = module(rows_of_step(step % 2), torch.arange(ROWS), step, 17, mlm_scale=1 / 8, rtd_scale=1 / 28)
+        out = module(rows_of_step(step % 2), torch.arange(ROWS), step, 17, mlm_scale=1 / 6, rtd_scale=1 / 22)
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
