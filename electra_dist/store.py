@@ -183,7 +183,8 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store`."""
-        top = self._folder / prefix.rpartition("/")[0]
+        inside = prefix.rpartition("/")[0]
+        top = self._folder / check_key(inside) if inside else self._folder
         keys = []
         for folder, _, names in os.walk(top):
             relative = Path(folder).relative_to(self._folder)
@@ -249,6 +250,8 @@ def readable(path: Path) -> Iterator[None]:
     except PermissionError:
         raise StoreError(f"{path}: not readable; give this user the right to read it") from None
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise StoreError(f"{path}: too many open files; raise `ulimit -n`") from None
         raise StoreError(f"{path}: cannot be read ({error.strerror}); check the disk, then start again") from None
 
 

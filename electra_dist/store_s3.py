@@ -10,7 +10,8 @@ How: boto3's retries are off (they do not cover bodies, and would multiply with 
 a GET of one byte, because the answer to a HEAD cannot say which of bucket, key or right is missing. Expired
 credentials are read again from their source, a few times, before they are believed.
 
-Cost: one request per object when nothing fails; `benchmarks/` measures bytes per second, `cache.py` runs several.
+Cost: one request per object when nothing fails. Over loopback from radosgw on two busy cores 146 MB/s for one stream
+and 350 MB/s for eight; `benchmarks/first_batch.py --s3` measures it in use.
 
 Where it stops: the service must be strongly consistent and know conditional PUT (AWS since 2024, Ceph, MinIO).
 """
@@ -128,7 +129,10 @@ class S3Store(Store):
         return True
 
     def upload(self, path: Path, key: str) -> None:
-        """See `Store`. Large files go up in parts, four at a time, each retried by itself."""
+        """See `Store`. Large files go up in parts, four at a time, each retried by itself.
+
+        The parts of an upload that was killed stay, unseen, until a lifecycle rule of the bucket removes them.
+        """
         size = path.stat().st_size
         if size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())

@@ -6,7 +6,8 @@ whatever happened before. A batch is whole and verified or an error is raised; n
 How: one thread reads `_DEPTH` steps ahead and has the next window's shards fetched while this one trains. A fault in
 it surfaces in `next`.
 
-Cost: locating and copying a slice of 256 rows of 512 takes about 2 ms, beside the training thread.
+Cost: locating and copying a slice of 256 rows of 512 takes 4 to 5 ms on a busy core, beside the training thread
+(`benchmarks/first_batch.py`).
 
 Where it stops: W must divide G. The thread is a daemon; `close` ends it.
 """

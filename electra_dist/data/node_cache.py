@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from electra_dist.data.manifest import ShardEntry
-from electra_dist.errors import StoreError, StoreExhausted
-from electra_dist.store import Store, writable
+from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
+from electra_dist.store import Store, readable, writable
 
 _FETCHES = 5  # of a shard whose bytes come out wrong
 _SPARE_BYTES = 64 << 20  # left free on the disk
@@ -61,10 +61,10 @@ class NodeCache:
             StoreError: refused, or the disk is full. StoreExhausted: the right bytes could not be had.
         """
         path = self.path(entry)
-        if not verify and _has_size(path, entry.bytes):
+        if _is_good(path, entry, verify):  # without the lock, so that the ranks of a node check at the same time
             return
         with self._locked(entry.sha256):
-            if _has_size(path, entry.bytes) and (not verify or file_sha256(path) == entry.sha256):
+            if _is_good(path, entry, verify):
                 return
             for leftover in self._directory.glob(f"*{entry.sha256}.*"):
                 leftover.unlink(missing_ok=True)
@@ -118,7 +118,12 @@ class NodeCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                raise StoreError(
+                    f"{self._directory}: no file locks here ({error.strerror}); set data.cache_dir to a local disk"
+                ) from None
             yield
         finally:
             os.close(descriptor)
@@ -140,9 +145,13 @@ def _stat(path: Path) -> os.stat_result | None:
     return None
 
 
-def _has_size(path: Path, size: int) -> bool:
-    stat = _stat(path)
-    return stat is not None and stat.st_size == size
+def _is_good(path: Path, entry: ShardEntry, verify: bool) -> bool:
+    """Whether the shard is there, in its size and, if `verify`, its digest."""
+    try:
+        with readable(path):
+            return path.stat().st_size == entry.bytes and (not verify or file_sha256(path) == entry.sha256)
+    except StoreMissing:
+        return False
 
 
 def _last_used(path: Path) -> float:

@@ -10,8 +10,8 @@ over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with 
 2002), round functions from Philox4x32-10 keyed by (seed, purpose, epoch, window, round), and cycle walking for the
 few that fall outside.
 
-Cost: O(shards) once an epoch (about 1 ms for 4,000 shards), then O(log shards) per position, about 2 us each in
-batches; no array as long as a window or an epoch ever exists. `benchmarks/first_batch.py` measures it.
+Cost: O(shards) once an epoch (about 10 ms for 4,000 shards), then O(log shards) per position, 2 to 4 us each in
+batches of 2,048; no array as long as a window or an epoch ever exists. `benchmarks/first_batch.py` measures it.
 
 Where it stops: shuffling is as wide as a window: with 64 shards of 16,384 rows, over a million rows.
 """

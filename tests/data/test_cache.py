@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
+import os
 import random
 import shutil
 import subprocess
@@ -267,13 +270,22 @@ def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_pa
     gone = f"{corpus.manifest.shards[0].sha256}.tar"
     (tmp_path / gone).unlink()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0 if old.exists() else 10**12))
-    import os
-
     os.utime(old, (0, 0))
     cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
     cache.open(0)
     cache.close()
     assert files(tmp_path) == whole(corpus)
+
+
+def test_a_file_system_without_locks_is_named(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StoreError, match=r"no file locks here .*set data.cache_dir to a local disk"):
+        NodeCache(tmp_path).ensure(remote, corpus.manifest.shards[0], verify=True)
 
 
 def test_unwritable_cache_folder_is_named(corpus: Any, remote: Remote, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def steps_of(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(WORLD_SIZES), st.integers(1, 9)), min_size=2, max_size=5),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_world_size_any_cuts(
     build_corpus: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,

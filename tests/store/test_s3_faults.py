@@ -6,6 +6,8 @@ import io
 import itertools
 import os
 import re
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -191,6 +193,11 @@ def test_final_errors_fail_at_once(s3: s3_server.S3Server, bucket: str, monkeypa
             r"s3://nowhere/a.*: no such bucket; create bucket nowhere or mend", failure("s3://nowhere/a", call)
         )
     assert "no such object" in failure(f"{bucket}/a")
+    if s3_server.best_kind() == "radosgw":  # moto accepts any key and secret
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        assert "credentials not accepted (SignatureDoesNotMatch); correct AWS_*" in failure(f"{bucket}/a")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+        assert "credentials not accepted (InvalidAccessKeyId); correct AWS_*" in failure(f"{bucket}/a")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert "no credentials; set AWS_ACCESS_KEY_ID" in failure(f"{bucket}/a")
@@ -269,6 +276,14 @@ def test_unreachable_service_is_named_soon(bucket: str) -> None:
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", retry=quick)
     with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 8 times .*check the endpoint URL and the network"):
         store.read("x")
+
+
+def test_without_boto3_the_next_step_is_named() -> None:
+    script = (
+        "import sys; sys.modules['boto3'] = None; from electra_dist.store import open_store; open_store('s3://b/c')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr
 
 
 def test_full_disk_is_not_taken_for_a_network_fault(faulty: Callable[..., Store]) -> None:

@@ -84,6 +84,9 @@ def test_of_many_racers_one_creates(store: Store) -> None:
 def test_keys_stay_inside(store: Store, key: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a relative path"):
         check_key(key)
+    if store.local_path("x") is not None and ".." in key:
+        with pytest.raises(StoreError, match="not a relative path"):
+            store.list(f"{key}/")
     for call in (store.read, store.exists, store.delete, store.local_path, lambda k: store.write(k, b"")):
         with pytest.raises(StoreError, match="not a relative path"):
             call(key)
