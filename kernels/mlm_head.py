@@ -142,9 +142,13 @@ def row_pass_reference(
     Computes in the precision of `weight_M` (fp32, or fp64), block by block of rows.
     """
     height = block_rows(logits_MV)
-    blocks = [slice(i, i + height) for i in range(0, len(logits_MV), height)]
-    stats = [_row_block(logits_MV[b], bias_V, target_M[b], weight_M[b], row_M[b], options) for b in blocks]
-    return RowStats(*(torch.cat(column) for column in zip(*stats)))
+    stats = RowStats(torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M))
+    for begin in range(0, len(logits_MV), height):
+        b = slice(begin, begin + height)
+        # Copied at once: small results kept between large temporaries would cut the heap into holes (1 GB in a chunk).
+        for whole, part in zip(stats, _row_block(logits_MV[b], bias_V, target_M[b], weight_M[b], row_M[b], options)):
+            whole[b] = part
+    return stats
 
 
 def _row_block(

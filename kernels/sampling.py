@@ -54,12 +54,12 @@ def sample(
         from electra_kernels.mlm_head_triton import sample as sample_triton
 
         return sample_triton(logits_MV, seed, step, row_M, temperature)
-    rows = block_rows(logits_MV)
-    blocks = [
-        sample_reference(logits_MV[i : i + rows], seed, step, row_M[i : i + rows], temperature)
-        for i in range(0, len(logits_MV), rows)
-    ]
-    return torch.cat(blocks) if blocks else row_M.new_zeros(0)
+    height = block_rows(logits_MV)
+    sampled_M = torch.empty_like(row_M)
+    for begin in range(0, len(logits_MV), height):
+        b = slice(begin, begin + height)
+        sampled_M[b] = sample_reference(logits_MV[b], seed, step, row_M[b], temperature)
+    return sampled_M
 
 
 def sample_reference(
