@@ -16,6 +16,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -26,29 +27,36 @@ VOCAB, PADDED = 30522, 30592
 RESULTS = Path(__file__).parent / "results"
 
 
-def inputs(num_rows: int, width: int) -> tuple[torch.Tensor, ...]:
+class Inputs(NamedTuple):
+    """What a head takes; all weights are 1."""
+
+    x_MD: torch.Tensor
+    table_VD: torch.Tensor
+    bias_V: torch.Tensor
+    target_M: torch.Tensor
+
+
+def inputs(num_rows: int, width: int) -> Inputs:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_rows, width, generator=generator).requires_grad_()
-    table = (torch.randn(PADDED, width, generator=generator) * width**-0.5).requires_grad_()
-    bias = torch.zeros(VOCAB, requires_grad=True)
-    return x, table, bias, torch.randint(VOCAB, (num_rows,), generator=generator), torch.ones(num_rows)
+    return Inputs(
+        x_MD=torch.randn(num_rows, width, generator=generator).requires_grad_(),
+        table_VD=(torch.randn(PADDED, width, generator=generator) * width**-0.5).requires_grad_(),
+        bias_V=torch.zeros(VOCAB, requires_grad=True),
+        target_M=torch.randint(VOCAB, (num_rows,), generator=generator),
+    )
 
 
-def ours(
-    x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
-) -> float:
-    row = torch.arange(len(x))
-    out = mlm_head_loss_and_sample(x, table, bias, target, weight, seed=1, step=2, row_M=row, vocab_size=VOCAB)
+def ours(given: Inputs) -> float:
+    row = torch.arange(len(given.x_MD))
+    out = mlm_head_loss_and_sample(*given, torch.ones(len(row)), seed=1, step=2, row_M=row, vocab_size=VOCAB)
     out.loss_sum.backward()
     return out.loss_sum.item()
 
 
-def eager(
-    x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
-) -> float:
-    logits = x @ table[:VOCAB].t() + bias
-    loss = (F.cross_entropy(logits, target, reduction="none") * weight).sum()
-    noise = -torch.log(-torch.log(torch.rand_like(logits) + 1e-9) + 1e-9)
+def eager(given: Inputs) -> float:
+    logits = given.x_MD @ given.table_VD[:VOCAB].t() + given.bias_V
+    loss = F.cross_entropy(logits, given.target_M, reduction="sum")
+    noise = -torch.log(-torch.log(torch.rand_like(logits) + 1e-9) + 1e-9)  # as Google's code draws it
     (logits.detach() + noise).argmax(1)
     loss.backward()
     return loss.item()
@@ -56,9 +64,9 @@ def eager(
 
 def measure(name: str, num_rows: int, width: int) -> dict[str, float]:
     """Run one head once in this process; memory in bytes above the inputs."""
-    tensors = inputs(num_rows, width)
+    given = inputs(num_rows, width)
     before, started = psutil.Process().memory_info().rss, time.perf_counter()
-    loss = {"ours": ours, "eager": eager}[name](*tensors)
+    loss = {"ours": ours, "eager": eager}[name](given)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"loss": loss, "extra_peak_bytes": peak - before, "seconds": time.perf_counter() - started}
 
@@ -80,13 +88,11 @@ def main() -> None:
         found[name] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     ratio = found["ours"]["extra_peak_bytes"] / found["eager"]["extra_peak_bytes"]
     loss_error = abs(found["ours"]["loss"] / found["eager"]["loss"] - 1)
-    print(
-        f"{arguments.rows} rows x {arguments.width}, vocabulary {VOCAB}, fp32, {torch.get_num_threads()} CPU thread(s)"
-    )
+    threads = torch.get_num_threads()
+    print(f"{arguments.rows} rows x {arguments.width}, vocabulary {VOCAB}, fp32, {threads} CPU thread(s)")
     for name, row in found.items():
-        print(
-            f"{name:<6} extra peak {row['extra_peak_bytes'] / 1e9:6.2f} GB   {row['seconds']:7.1f} s   loss {row['loss']:.2f}"
-        )
+        gigabytes = row["extra_peak_bytes"] / 1e9
+        print(f"{name:<6} extra peak {gigabytes:6.2f} GB   {row['seconds']:7.1f} s   loss {row['loss']:.2f}")
     print(f"ours / eager: memory {ratio:.3f} (at most 0.333), loss differs by {loss_error:.1e} (at most 1e-05)")
     if arguments.save:
         date = datetime.now(UTC)
@@ -94,7 +100,7 @@ def main() -> None:
             "benchmark": "head",
             "date": date.isoformat(timespec="seconds"),
             "hardware": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "torch": torch.__version__,
             "rows": arguments.rows,
             "width": arguments.width,
