@@ -19,9 +19,8 @@ from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.order import RowOrder
 from electra_dist.errors import EXIT_DONE
-from electra_dist.model.init import init_towers
+from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
-from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.checkpointing import RunMemory
 from electra_dist.train.engine import Engine, init_distributed
@@ -120,8 +119,7 @@ def _due(done: int, every: int) -> bool:
 
 
 def _build_module(config: Config, special: SpecialIds) -> ReplacedTokenDetection:
-    towers = ElectraTowers(config.model)
-    init_towers(towers, config.model, config.seed)
+    towers = build_towers(config.model, config.seed)
     return ReplacedTokenDetection(towers, config.objective, special, config.kernels.backend)
 
 
