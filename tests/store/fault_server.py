@@ -76,14 +76,9 @@ class FaultPlan:
             text = f"{self.seed} {method} {path} {self._asked[asked]}"
             hit, kind, where = struct.unpack("<III", hashlib.sha256(text.encode()).digest()[:12])
             self._asked[asked] += 1
-            spent = self.most is not None and self.counts.total() >= self.most
-            if (
-                not kinds
-                or self.only not in path
-                or hit >= self.rate * 2**32
-                or spent
-                or self._row[asked] >= self.in_a_row
-            ):
+            allowed = bool(kinds) and self.only in path and self._row[asked] < self.in_a_row
+            allowed = allowed and (self.most is None or self.counts.total() < self.most)
+            if not allowed or hit >= self.rate * 2**32:
                 self._row[asked] = 0
                 return None, 0.0
             self._row[asked] += 1
@@ -120,7 +115,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def _serve(self) -> None:
-        body = self._request_body()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/-/faults":
             self._answer(200, {}, json.dumps(self.server.plan.counts).encode())
             return
@@ -142,11 +137,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._break_body(fault, status, headers, answer, max(1, int(where * len(answer))))
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
-
-    def _request_body(self) -> bytes:
-        if self.headers.get("Expect", "").lower() == "100-continue" and self.request_version >= "HTTP/1.1":
-            pass  # BaseHTTPRequestHandler has answered 100 already
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """Ask the server with the same Host, so that the client's signature holds."""
