@@ -196,6 +196,11 @@ class LocalStore(Store):
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that is not empty, or that another process just removed
+                for folder in path.parents:
+                    if folder == self._folder:
+                        break
+                    folder.rmdir()
 
 
 def is_temporary(name: str) -> bool:

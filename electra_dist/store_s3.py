@@ -10,8 +10,7 @@ How: boto3's retries are off (they do not cover bodies, and would multiply with 
 a GET of one byte, because the answer to a HEAD cannot say which of bucket, key or right is missing. Expired
 credentials are read again from their source, a few times, before they are believed.
 
-Cost: one request per object when nothing fails. Over loopback from radosgw on two busy cores 146 MB/s for one stream
-and 350 MB/s for eight; `benchmarks/first_batch.py --s3` measures it in use.
+Cost: one request per object when nothing fails; `benchmarks/first_batch.py --s3` measures it in use.
 
 Where it stops: the service must be strongly consistent and know conditional PUT (AWS since 2024, Ceph, MinIO).
 """

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-
 import s3_server
 from fault_server import FaultPlan, FaultProxy, running_faults
 
