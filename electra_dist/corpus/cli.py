@@ -1,4 +1,7 @@
-"""`electra-dist corpus ...`: build, vocab, index, python-docs."""
+"""`electra-dist corpus ...`: build, vocab, index, python-docs.
+
+What needs torch (keyed randomness) is imported by the command that uses it: worker processes load this file again.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,11 @@ from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.build import build_corpus
 from electra_dist.corpus.console import BuildConsole, summary
 from electra_dist.corpus.documents import SkippedDocument, decode
-from electra_dist.corpus.index import index_corpus
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.readers import DocumentStream, InputFile, find_inputs
-from electra_dist.corpus.request import VOCAB_KEY, BuildRequest
-from electra_dist.corpus.tokenizer import Vocabulary
+from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.store import open_store, replacing
@@ -48,8 +48,12 @@ def build(
     text_field: TextField = "text",
 ) -> None:
     """Build a corpus, or go on with one that was interrupted."""
+    from electra_dist.corpus.build import build_corpus
+    from electra_dist.corpus.request import BuildRequest
+
     settings = load_config(config, overrides or ())
     files = find_inputs(inputs)
+    _refuse_output_among_inputs(inputs, output)
     console = Console(highlight=False)
     vocabulary = _vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
@@ -101,6 +105,8 @@ def index(
     endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint other than AWS's")] = None,
 ) -> None:
     """Write corpus.json for shards that another WebDataset writer made."""
+    from electra_dist.corpus.index import index_corpus
+
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
     Console(highlight=False).print(
         f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
@@ -117,6 +123,13 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder for python_doc
     Console(highlight=False).print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
 
 
+def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
+    """The corpus's own vocab.txt would be read as text the next time."""
+    for given in inputs:
+        if "://" not in output and Path(output).resolve().is_relative_to(Path(given).resolve()):
+            raise UserError(f"--output {output}: lies in the input {given}; choose a folder outside")
+
+
 def _vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
@@ -124,8 +137,8 @@ def _vocabulary(
     if path is not None:
         return Vocabulary.read(path)
     store = open_store(output, settings.data.endpoint_url)
-    if store.exists(VOCAB_KEY):
-        return Vocabulary(store.read(VOCAB_KEY).decode(), f"{output}/{VOCAB_KEY}")
+    if store.exists(VOCAB_FILE):
+        return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     return _train(files, settings.model.vocab_size, settings.corpus.lowercase, text_field)
 

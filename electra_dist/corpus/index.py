@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.corpus.request import VOCAB_KEY, tokenizer_entry
-from electra_dist.corpus.tokenizer import Vocabulary
+from electra_dist.corpus.request import tokenizer_entry
+from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
 from electra_dist.data.shard import MEMBER_SUFFIX, Shard
 from electra_dist.errors import ManifestMismatch, UserError
@@ -57,7 +57,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
         totals={"rows": sum(entry.rows for entry in entries), "tokens": sum(entry.tokens for entry in entries)},
         shards=tuple(entries),
     )
-    store.write(VOCAB_KEY, vocabulary.text.encode())
+    store.write(VOCAB_FILE, vocabulary.text.encode())
     write_manifest(store, manifest)
     return manifest
 

@@ -2,11 +2,11 @@
 
 Guarantee: a shard is finished when its note `progress/NNNNNN.json` exists; the note is written after the shard and its
 held-out rows, so it never promises what is not there. `progress/build.json` holds the parameters: a folder that is
-half built from other parameters, inputs or vocabulary is refused, never mixed.
+half built from other parameters, text or vocabulary is refused, never mixed.
 
-How: a note says after which chunk the shard ends and the digest of all documents up to there, so a build that goes on
-reads the inputs again (it must, to find the place) and notices if they changed. When corpus.json is written, the
-notes are deleted.
+How: a note says after which chunk the shard ends and the digest of all documents up to there. A build that goes on
+reads the inputs again (it must, to find the place) and compares; what comes later may have changed, so a damaged file
+can be mended on the way. When corpus.json is written, the notes are deleted.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class FinishedShard(Section):
 class Progress:
     """The notes of one build in one store."""
 
-    def __init__(self, store: Store, identity: dict[str, Any]) -> None:
-        """`identity`: all that defines the corpus; JSON."""
+    def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
+        """`parameters` with the text define the corpus; by `inputs` a finished one knows its text. Both are JSON."""
         self._store = store
-        self._identity = json.loads(canonical_json(identity))
+        self._parameters = json.loads(canonical_json(parameters))
+        self._inputs = json.loads(canonical_json(inputs))
 
     def finished_corpus(self) -> CorpusManifest | None:
         """The corpus, if it is already there, built from these parameters.
@@ -59,6 +60,10 @@ class Progress:
         manifest = read_manifest(self._store)
         there = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
         self._refuse_other(there, "a finished corpus")
+        if any(there.get(key) != value for key, value in self._inputs.items()):
+            raise ManifestMismatch(
+                f"{self._store.url}: holds a finished corpus of other inputs; delete it or choose another --output"
+            )
         self.clear()
         return manifest
 
@@ -86,8 +91,8 @@ class Progress:
         return notes
 
     def begin(self) -> None:
-        """Claim the folder for these parameters."""
-        self._store.write(_BUILD_KEY, (canonical_json(self._identity) + "\n").encode())
+        """Claims the folder for these parameters."""
+        self._store.write(_BUILD_KEY, (canonical_json(self._parameters) + "\n").encode())
 
     def record(self, note: FinishedShard, heldout_rows: np.ndarray) -> None:
         """Note a shard that is in the store, with the held-out rows of its documents."""
@@ -110,11 +115,11 @@ class Progress:
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_other(self, there: dict[str, Any], what: str) -> None:
-        keys = [key for key in self._identity if there.get(key) != self._identity[key]]
+        keys = [key for key, value in self._parameters.items() if there.get(key) != value]
         if keys:
+            difference = f"{keys[0]} = {there.get(keys[0])}, not {self._parameters[keys[0]]}"
             raise ManifestMismatch(
-                f"{self._store.url}: holds {what} with {keys[0]} = {there.get(keys[0])}, not {self._identity[keys[0]]}"
-                "; delete it or choose another --output"
+                f"{self._store.url}: holds {what} with {difference}; delete it or choose another --output"
             )
 
 

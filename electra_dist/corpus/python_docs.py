@@ -74,7 +74,7 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     """Documents of paragraphs, a paragraph a line; the docstrings of one source file make one document."""
     seen: set[int] = set()
     for docstrings in _sources(packages):
-        document = []
+        document: list[str] = []
         for docstring in docstrings:
             fresh = {key: text for text in prose(docstring) if (key := _key(text)) not in seen}
             if sum(len(_WORD.findall(text)) for text in fresh.values()) >= MIN_WORDS:

@@ -8,8 +8,7 @@ How: a reader yields undecoded bytes (`RawDocument`); decoding, JSON and cleanin
 processes. Formats: `.txt` (a blank line ends a document), `.jsonl`/`.ndjson` (one object a line), `.parquet`
 (one column), `.wet` (Common Crawl text, conversion records); all but parquet also with `.gz`, `.zst` or `.xz`.
 
-Cost: the reading process does 150 to 400 MB of text a second (decompression, splitting); that feeds 30 or more cores
-of tokenisation.
+Cost: one core reads 150 (.gz, .zst) to 400 MB of text a second, or 250,000 small documents; that feeds 40 cores.
 
 Where it stops: local files only. A document is held in memory whole. Text is UTF-8; nothing guesses encodings.
 """
@@ -19,6 +18,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +34,7 @@ from electra_dist.errors import UserError
 FORMATS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
 COMPRESSIONS = (".gz", ".zst", ".xz")
 _READ_BYTES = 1 << 20
+_BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 _READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException)
 
 
@@ -140,15 +141,13 @@ def _known_endings() -> str:
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    lines: list[bytes] = []
-    for line in stream:
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            yield RawDocument(b"".join(lines), False)
-            lines = []
-    if lines:
-        yield RawDocument(b"".join(lines), False)
+    """Blocks between blank lines. Reads twice as much while there is none: a huge document costs linear time."""
+    rest = b""
+    while block := stream.read(max(_READ_BYTES, len(rest))):
+        *documents, rest = _BLANK_LINE.split(rest + block)
+        yield from (RawDocument(text, False) for document in documents if (text := document.strip()))
+    if text := rest.strip():
+        yield RawDocument(text, False)
 
 
 def _read_wet(path: Path, stream: io.BufferedIOBase) -> Iterator[RawDocument]:

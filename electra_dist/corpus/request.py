@@ -10,11 +10,10 @@ from typing import Any
 from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.chunks import Rules
 from electra_dist.corpus.readers import InputFile
-from electra_dist.corpus.tokenizer import Vocabulary
+from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.keyed_random import Purpose, derive_seed
 
-VOCAB_KEY = "vocab.txt"
 BUILDER_VERSION = 1  # raise it when the same input begins to give other rows
 _CHUNK_BYTES = (1 << 16, 1 << 22)
 
@@ -45,18 +44,20 @@ class BuildRequest:
         return min(max(self.shard_bytes // 4, low), high)
 
     def parameters(self) -> dict[str, Any]:
-        """`builder` of corpus.json. Inputs count by name below the given folder and size, wherever they lie."""
-        names = canonical_json([[file.name, file.size] for file in self.inputs])
+        """What makes a corpus of some text the corpus that it is, but for the vocabulary."""
         return {
             "version": BUILDER_VERSION,
             "seq_len": self.seq_len,
             "seed": self.seed,
             "text_field": self.text_field,
             "chunk_bytes": self.chunk_bytes,
-            "num_inputs": len(self.inputs),
-            "inputs_sha256": hashlib.sha256(names.encode()).hexdigest(),
             **self.corpus.model_dump(mode="json"),
         }
+
+    def input_names(self) -> dict[str, Any]:
+        """What a finished corpus remembers of its inputs: names below the given folders, and sizes, as a digest."""
+        names = canonical_json([[file.name, file.size] for file in self.inputs])
+        return {"num_inputs": len(self.inputs), "inputs_sha256": hashlib.sha256(names.encode()).hexdigest()}
 
     def rules(self) -> Rules:
         """What a worker needs to know."""
@@ -78,7 +79,7 @@ def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
     return TokenizerEntry(
         sha256=vocabulary.sha256,
         vocab_size=vocabulary.size,
-        vocab_file=VOCAB_KEY,
+        vocab_file=VOCAB_FILE,
         lowercase=lowercase,
         special=vocabulary.special,
     )

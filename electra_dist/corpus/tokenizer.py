@@ -25,6 +25,7 @@ import tokenizers
 from electra_dist.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCAB_FILE = "vocab.txt"  # beside corpus.json
 MAX_WORD_CHARS = 100
 _MAX_KNOWN_WORDS = 1 << 19
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import shutil
@@ -263,18 +264,37 @@ def test_another_vocabulary_is_refused(half_built: BuildRequest, vocabulary: Voc
         build_corpus(dataclasses.replace(half_built, vocabulary=other))
 
 
-@pytest.mark.parametrize("change", ["letter", "size", "name"])
-def test_inputs_that_changed_are_refused(
+@pytest.mark.parametrize("change", ["letter", "fewer"])
+def test_text_that_changed_is_refused(
     half_built: BuildRequest, make_request: Request, inputs: list[Path], change: str
 ) -> None:
-    if change == "name":
-        inputs = [inputs[0].rename(inputs[0].with_name("aa.jsonl")), inputs[1]]
-    elif change == "size":
-        inputs[1].write_bytes(inputs[1].read_bytes() + b"\n")
-    else:
+    if change == "letter":
         inputs[0].write_bytes(inputs[0].read_bytes().replace(b"document 3", b"document 4"))
-    with pytest.raises(ManifestMismatch, match="inputs"):
+    else:
+        inputs[0].write_bytes(inputs[0].read_bytes()[:1000])
+        inputs[1].write_bytes(b"")
+    with pytest.raises(ManifestMismatch, match="half built from inputs that have changed since"):
         build_corpus(make_request(inputs, heldout_fraction=0.1))
+
+
+def test_a_damaged_file_can_be_mended_on_the_way(
+    make_request: Request, inputs: list[Path], prose: Prose, tmp_path: Path
+) -> None:
+    whole = gzip.compress(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in prose(50, 8)))
+    damaged = tmp_path / "z.jsonl.gz"
+    damaged.write_bytes(whole[:-2000])
+    with pytest.raises(UserError, match=r"z\.jsonl\.gz: cannot be read to its end"):
+        build_corpus(make_request([*inputs, damaged]))
+    damaged.write_bytes(whole)
+    mended = build_corpus(make_request([*inputs, damaged]))
+    assert mended.resumed_shards > 0
+    assert mended.manifest == build_corpus(make_request([*inputs, damaged], "at_once")).manifest
+
+
+def test_a_finished_corpus_of_other_inputs_is_refused(make_request: Request, inputs: list[Path]) -> None:
+    build_corpus(make_request(inputs))
+    with pytest.raises(ManifestMismatch, match="finished corpus of other inputs"):
+        build_corpus(make_request(inputs[:1]))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n{"body": "x"}\n'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable
@@ -12,7 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from electra_dist.corpus import readers
 from electra_dist.corpus.documents import RawDocument, SkippedDocument, decode
 from electra_dist.corpus.readers import DocumentStream, find_inputs
 from electra_dist.errors import UserError
@@ -56,6 +60,24 @@ def test_all_kinds_of_file_give_the_same_documents(tmp_path: Path, ending: str) 
         path = tmp_path / (name + ending)
         path.write_bytes(COMPRESS[ending](content))
         assert [text.split() for text in read(path)] == [text.split() for text in TEXTS], name
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n", b"\r\n", b" ", b"\t", b"\x0c", b"\xff"]), max_size=60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_txt_documents_end_at_blank_lines(monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> None:
+    """However the file is cut into blocks; against a reading line by line."""
+    content = b"".join(parts)
+    expected, lines = [], []
+    for line in [*content.split(b"\n"), b""]:
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            expected.append(b"\n".join(lines).strip())
+            lines = []
+    for size in (1, 3, 1 << 20):
+        monkeypatch.setattr(readers, "_READ_BYTES", size)
+        found = readers._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
+        assert [document.data for document in found] == expected
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
