@@ -62,6 +62,14 @@ def eager(given: Inputs) -> float:
     return loss.item()
 
 
+def cpu_name() -> str:
+    """The processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def measure(name: str, num_rows: int, width: int) -> dict[str, float]:
     """Run one head once in this process; memory in bytes above the inputs."""
     given = inputs(num_rows, width)
@@ -99,7 +107,7 @@ def main() -> None:
         record = {
             "benchmark": "head",
             "date": date.isoformat(timespec="seconds"),
-            "hardware": platform.processor() or platform.machine(),
+            "hardware": cpu_name(),
             "threads": threads,
             "torch": torch.__version__,
             "rows": arguments.rows,

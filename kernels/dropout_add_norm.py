@@ -5,8 +5,8 @@ the step, the global row, the site (which sub-layer of which tower) and the posi
 batch split, rank or restart, unlike torch's dropout, whose stream runs through the whole micro-batch. Backward draws
 the same bits again, so no mask is stored.
 
-Why it is here (bytes moved for each element in bf16, forward and backward): eager torch 29 (dropout 5 and 5, add 6,
-LayerNorm 4 and 9), torch.compile 22 (9 and 13: it stores a byte of mask, and sums the parameters' gradients in a
+Why it is here (bytes moved for each element in bf16, forward and backward): eager torch 30 (dropout 5 and 5, add 6,
+LayerNorm 4 and 10), torch.compile 22 (9 and 13: it stores a byte of mask, and sums the parameters' gradients in a
 second read), this 16 (8 and 8). Bias + GELU is NOT here: the bias rides in the product's epilogue, GELU then reads
 and writes each element once, and so does torch's own kernel; nothing is left to save without a product of our own.
 

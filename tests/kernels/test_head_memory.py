@@ -1,4 +1,4 @@
-"""The benchmark of the head's memory, at a size that takes seconds; it fails by itself above a third of eager's peak."""
+"""The benchmark of the head's memory at a size that takes seconds; it fails above a third of eager's peak."""
 
 import subprocess
 import sys
