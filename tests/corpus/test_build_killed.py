@@ -23,7 +23,7 @@ model:
   generator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
 data: {{corpus: unused, seq_len: 64}}
 train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}
-corpus: {{shard_size_mb: 0.1, heldout_fraction: 0.05}}
+corpus: {{shard_size_mb: 0.06, heldout_fraction: 0.05}}
 """
 
 
@@ -53,7 +53,7 @@ def stamps(folder: Path) -> dict[str, int]:
 def test_a_killed_build_goes_on(
     prose: Callable[[int, int], list[str]], jsonl: Callable[..., Path], vocab_file: Path, tmp_path: Path
 ) -> None:
-    path = jsonl(prose(5000, 7))
+    path = jsonl(prose(3000, 7))
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
     common = [*COMMAND, "--input", str(path), "--vocab", str(vocab_file), "--config", str(config)]
@@ -83,4 +83,4 @@ def test_a_killed_build_goes_on(
         assert (folder / f"shard-{number}.tar").stat().st_mtime_ns == stamp
     killed = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.suffix != ".tmp" and p.is_file()}
     assert killed == whole
-    assert json.loads(killed[Path("corpus.json")])["totals"]["documents_in"] == 5000
+    assert json.loads(killed[Path("corpus.json")])["totals"]["documents_in"] == 3000
