@@ -11,7 +11,7 @@ E is small, so u near 0 must be exact: there a series in u serves (u < 1/32), el
 complement of the bits. Thus 0 < E < 23, noise lies in [-3.14, 22.88], and no rounding of u to 1 yields infinite
 noise, which in fp32 would come up 15 times a step at 8192 rows of 30522.
 
-Cost on a CPU: 16 ns for each logit on one core; scratch of a few MB. Inside the head's row kernel there is no extra
+Cost on a CPU: 22 ns for each logit on one core; scratch of a few MB. Inside the head's row kernel there is no extra
 read.
 
 Where it stops: the logits themselves. A matrix product of another shape may round them otherwise.
@@ -93,6 +93,6 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def block_rows(logits_MV: torch.Tensor) -> int:
-    """Rows to work on at a time: cache-sized on a CPU, 1 GB of scratch on a GPU."""
-    cells = 1 << (18 if logits_MV.device.type == "cpu" else 24)
+    """Rows to work on at a time: on a CPU temporaries that malloc recycles (larger ones fault anew), on a GPU 1 GB."""
+    cells = 1 << (16 if logits_MV.device.type == "cpu" else 24)
     return max(1, cells // max(1, logits_MV.shape[1]))
