@@ -5,7 +5,7 @@ from setuptools import setup
 EXTRAS = {
     "s3": ["boto3>=1.36"],
     "export": ["transformers>=4.50,<6"],
-    "bench": ["transformers>=4.50,<6", "datasets>=3"],
+    "bench": ["transformers>=4.50,<6"],
     "test": [
         "pytest>=8",
         "hypothesis>=6.100",
@@ -42,8 +42,9 @@ setup(
         "electra_kernels",
         "launcher",
     ],
+    package_data={"electra_kernels": ["*.cu"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "deepspeed>=0.19,<0.20",
         "webdataset>=1.0",
         "nvidia-ml-py>=12",

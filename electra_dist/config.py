@@ -1,4 +1,4 @@
-"""The whole configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`train/engine.py`).
+"""The configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`train/engine.py`).
 
 Every field says what it is and in what unit; that text is the manual (`electra-dist config --describe`). Unknown keys
 are errors. Each component is passed the smallest section it needs. Nothing here imports torch.
@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the token table: the vocabulary rounded up to 128, so that rows of logits are aligned for the GPU."""
+        """Rows of the token table: the vocabulary rounded up to 128, so that rows of logits are aligned on a GPU."""
         return -(-self.vocab_size // 128) * 128
 
 

@@ -55,7 +55,7 @@ def test_large_is_the_papers() -> None:
         ("trian.micro_batch=3", ["unknown key `trian`", "did you mean `train`"]),
         ("objective.mask_prob=25", ["objective.mask_prob", "less than 1", "25", "0.25 means 25 %"]),
         ("train.micro_batch=many", ["train.micro_batch", "valid integer", "many"]),
-        ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 16"]),
+        ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 32"]),
         ("model.discriminator.num_heads=3", ["num_heads 3 does not divide hidden_size 128"]),
         ("data.seq_len=4096", ["data.seq_len 4096 exceeds model.max_positions 128"]),
         ("engine.zero_stage=4", ["engine.zero_stage", "0, 1, 2 or 3"]),

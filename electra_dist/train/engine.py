@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +73,8 @@ def init_distributed() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of any optimizer but its own
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
         # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -27,7 +27,6 @@ from electra_dist.telemetry.hardware import write_environment
 from electra_dist.telemetry.ledger import Event, Ledger
 from electra_dist.telemetry.metrics import MetricsWriter
 from electra_dist.telemetry.records import EvalRecord, StepRecord
-from electra_dist.telemetry.report import write_report
 from electra_dist.train.engine import Engine
 from electra_dist.train.step import StepResult
 
@@ -129,6 +128,8 @@ class Reporter:
         self._console.close()
         self._metrics.close()
         self._ledger.close()
+        from electra_dist.telemetry.report import write_report  # matplotlib: half a second that no step waits for
+
         write_report(Path(self._config.run_dir))
 
     def _greet(self, corpus: CorpusManifest) -> None:
