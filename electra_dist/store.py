@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -233,6 +234,12 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
             _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Digest of a local file, read once."""
+    with path.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -28,9 +28,8 @@ from electra_dist.checkpoint.manifest import (
     set_aside,
 )
 from electra_dist.checkpoint.save import tensor_name
-from electra_dist.checkpoint.tensor_file import file_sha256
 from electra_dist.errors import StoreError, TornCheckpoint, UserError
-from electra_dist.store import Store
+from electra_dist.store import Store, file_sha256
 
 T = TypeVar("T")
 

@@ -46,9 +46,3 @@ def _blocks(head: bytes, tensors: Mapping[str, torch.Tensor]) -> Iterator[memory
         view = memoryview(tensor.detach().numpy().data).cast("B") if tensor.numel() else memoryview(b"")
         for start in range(0, len(view), _CHUNK_BYTES):
             yield view[start : start + _CHUNK_BYTES]
-
-
-def file_sha256(path: Path) -> str:
-    """Digest of a file, read once."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

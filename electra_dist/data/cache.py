@@ -24,10 +24,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.node_cache import NodeCache, file_sha256
+from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreMissing
-from electra_dist.store import Store, readable
+from electra_dist.store import Store, file_sha256, readable
 
 _CLOSE_S = 2.0  # patience with threads that are in the middle of a download
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
-from electra_dist.store import Store, readable, writable
+from electra_dist.store import Store, file_sha256, readable, writable
 
 _FETCHES = 5  # of a shard whose bytes come out wrong
 _SPARE_BYTES = 64 << 20  # left free on the disk
@@ -127,15 +126,6 @@ class NodeCache:
             yield
         finally:
             os.close(descriptor)
-
-
-def file_sha256(path: Path) -> str:
-    """Digest of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _stat(path: Path) -> os.stat_result | None:
