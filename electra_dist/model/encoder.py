@@ -7,18 +7,63 @@ and sub-layer outputs, a projection with bias where the table's width is not the
 Query, key and value are one matmul (`qkv`): same numbers, a third of the launches. LayerNorm takes its statistics in
 fp32 whatever the parameters' dtype (torch's kernels do).
 
-Where it stops: dropout draws from torch's generator, which the training loop seeds from the step's number.
+Dropout on sub-layer outputs is keyed by (seed, step, global row, place) and fused with the residual and LayerNorm
+(`electra_kernels.dropout_add_norm`): it does not depend on how a batch is cut.
+
+Where it stops: dropout on embeddings and attention probabilities draws from torch's generator, which the training
+loop seeds for each micro-batch.
 
 Shapes: B rows, S tokens, E embedding width, H hidden width, V rows of the token table (padded to 128).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
+
+
+class Noise(NamedTuple):
+    """What a tower's dropout is keyed by, and the implementation that applies it."""
+
+    seed: int  # of this tower
+    step: int
+    row_B: torch.Tensor  # int64 row numbers within the global batch
+    backend: str
+
+    @classmethod
+    def off(cls, ids_BS: torch.Tensor) -> Noise:
+        """For a model in evaluation mode, where nothing is dropped and no key is read."""
+        return cls(0, 0, torch.arange(len(ids_BS), device=ids_BS.device), "auto")
+
+
+class DropoutAddNorm(nn.LayerNorm):
+    """LayerNorm of a residual plus a sub-layer's output after dropout, in one pass."""
+
+    def __init__(self, width: int, model: ModelConfig, site: int) -> None:
+        """`site`: number of this place within its tower."""
+        super().__init__(width, eps=model.layer_norm_eps)
+        self.probability = model.hidden_dropout
+        self.site = site
+
+    def forward(self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, noise: Noise) -> torch.Tensor:  # type: ignore[override]
+        """[B, S, H]; nothing is dropped in evaluation."""
+        key = DropoutKey(self.probability if self.training else 0.0, noise.seed, noise.step, self.site)
+        return dropout_add_norm(
+            x_BSH,
+            residual_BSH.to(x_BSH.dtype),  # under autocast the embeddings are fp32
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            dropout=key,
+            row_B=noise.row_B,
+            backend=noise.backend,
+        )
 
 
 class SharedEmbeddings(nn.Module):
@@ -63,22 +108,20 @@ class SelfAttention(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
         super().__init__()
-        width, eps = tower.hidden_size, model.layer_norm_eps
+        width = tower.hidden_size
         self.attention = SelfAttention(model, tower)
-        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.attention_norm = DropoutAddNorm(width, model, 2 * number)
         self.expand = nn.Linear(width, tower.intermediate_size)
         self.contract = nn.Linear(tower.intermediate_size, width)
-        self.output_norm = nn.LayerNorm(width, eps=eps)
-        self.dropout = nn.Dropout(model.hidden_dropout)
+        self.output_norm = DropoutAddNorm(width, model, 2 * number + 1)
 
-    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:
         """[B, S, H]."""
-        attended = self.attention(hidden_BSH, bias_B1SS)
-        hidden_BSH = self.attention_norm(self.dropout(attended) + hidden_BSH)
+        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, bias_B1SS), hidden_BSH, noise)
         expanded = F.gelu(self.expand(hidden_BSH))
-        return self.output_norm(self.dropout(self.contract(expanded)) + hidden_BSH)
+        return self.output_norm(self.contract(expanded), hidden_BSH, noise)
 
 
 class Encoder(nn.Module):
@@ -89,11 +132,11 @@ class Encoder(nn.Module):
         self.embeddings_project: nn.Linear | None = None
         if model.embedding_size != tower.hidden_size:
             self.embeddings_project = nn.Linear(model.embedding_size, tower.hidden_size)
-        self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
+        self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
 
-    def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
+    def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:
         """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
         hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
         for layer in self.layers:
-            hidden = layer(hidden, bias_B1SS)
+            hidden = layer(hidden, bias_B1SS, noise)
         return hidden

@@ -26,9 +26,13 @@ from electra_kernels.replace import replace_and_label
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.model.encoder import Noise
 from electra_dist.model.rows import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import mask_rows
+
+_GENERATOR, _DISCRIMINATOR = 2**32 - 1, 2**32 - 2  # steps that no run reaches: apart from the loop's own seeds
 
 
 class RtdSums(NamedTuple):
@@ -94,7 +98,8 @@ class ReplacedTokenDetection(nn.Module):
         embedded = towers.embed(masking.input_BS, layout)
         bias = attention_bias(layout, embedded.dtype)
 
-        hidden = towers.generator(embedded, bias)
+        noise = Noise(derive_seed(seed, Purpose.DROPOUT, _GENERATOR), step, row_B, self.backend)
+        hidden = towers.generator(embedded, bias, noise)
         N = masking.position_BN.shape[1]
         slot = torch.arange(N, device=ids_BS.device)
         mlm = towers.generator_head(
@@ -113,7 +118,8 @@ class ReplacedTokenDetection(nn.Module):
         corrupted, label = replace_and_label(
             ids_BS, masking.position_BN, masking.weight_BN, mlm.sampled_M, backend=self.backend
         )
-        hidden = towers.discriminator(towers.embed(corrupted, layout), bias)
+        noise = noise._replace(seed=derive_seed(seed, Purpose.DROPOUT, _DISCRIMINATOR))
+        hidden = towers.discriminator(towers.embed(corrupted, layout), bias, noise)
         rtd = towers.discriminator_head(hidden, label, layout.is_real_BS, backend=self.backend)
 
         loss = objective.mlm_weight * mlm_scale * mlm.loss_sum + objective.rtd_weight * rtd_scale * rtd.loss_sum

@@ -11,10 +11,16 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from electra_dist.corpus.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.model.encoder import Noise
 from electra_dist.model.hf import export_discriminator, export_generator
-from electra_dist.model.rows import attention_bias, derive
+from electra_dist.model.rows import RowLayout, attention_bias, derive
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
+
+
+def whole(layout: RowLayout) -> tuple[torch.Tensor, Noise]:
+    """What an encoder takes beside the embeddings."""
+    return attention_bias(layout, torch.float32), Noise.off(layout.is_real_BS)
 
 
 @pytest.fixture
@@ -38,7 +44,11 @@ def test_discriminator_folder(exported: Any, special: Any) -> None:
 
     layout = derive(batch["input_ids"], special)
     with torch.no_grad():
-        hidden = towers.discriminator(towers.embed(batch["input_ids"], layout), attention_bias(layout, torch.float32))
+        hidden = towers.discriminator(
+            towers.embed(batch["input_ids"], layout),
+            attention_bias(layout, torch.float32),
+            Noise.off(layout.is_real_BS),
+        )
         logits = towers.discriminator_head(hidden, hidden[..., 0] > 0, layout.is_real_BS, backend="reference").logits_T
         plain = AutoModel.from_pretrained(folder / "discriminator").eval()
         full = AutoModelForPreTraining.from_pretrained(folder / "discriminator").eval()
@@ -54,7 +64,9 @@ def test_generator_folder(exported: Any, special: Any) -> None:
     ids = torch.tensor([[2, 5, 6, 4, 7, 3]])
     layout = derive(ids, special)
     with torch.no_grad():
-        hidden = towers.generator(towers.embed(ids, layout), attention_bias(layout, torch.float32))
+        hidden = towers.generator(
+            towers.embed(ids, layout), attention_bias(layout, torch.float32), Noise.off(layout.is_real_BS)
+        )
         table = towers.embeddings.word.weight[: model.vocab_size]
         logits = towers.generator_head.transform(hidden) @ table.T + towers.generator_head.bias
         assert (hf.eval()(input_ids=ids).logits - logits).abs().max() <= 1e-5

@@ -8,7 +8,7 @@ from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
-STEPS, ROWS, SEQ_LEN, VOCAB = 20, 2, 12, 90
+STEPS, ROWS, SEQ_LEN, VOCAB = 20, 1, 12, 90
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 
