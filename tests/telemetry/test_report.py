@@ -96,7 +96,7 @@ def test_a_finished_run(run_dir: Path):
         "2 starts",
         "4 checkpoints, the newest of step 400, each held the training up for 0.25 s (median).",
         "attempt 2, repeated 50",
-        "vocab_size: 8192",
+        f"vocab_size: {load_config(run_dir / 'config.yaml').model.vocab_size}",
         "deepspeed",
     ):
         assert text in parsed.text, text
