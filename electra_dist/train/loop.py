@@ -22,6 +22,7 @@ from electra_dist.errors import EXIT_DONE
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.store import replacing
 from electra_dist.train.checkpointing import RunMemory
 from electra_dist.train.engine import Engine, init_distributed
 from electra_dist.train.evaluate import Evaluator
@@ -33,6 +34,7 @@ from electra_dist.train.preparation import (
     Corpus,
     Inputs,
     check_inputs,
+    run_identity,
 )
 from electra_dist.train.reporter import Reporter
 from electra_dist.train.schedule import learning_rate
@@ -147,11 +149,12 @@ def _open_evaluator(config: Config, corpus: Corpus, special: SpecialIds, stack: 
 
 def _make_run_folder(config: Config, corpus: Corpus) -> None:
     """The folder says by itself what the run is: resolved config, identity, vocabulary."""
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG_FILE).write_text(dump_yaml(config))
-    (run_dir / IDENTITY_FILE).write_text(canonical_json(config.identity()) + "\n")
-    (run_dir / TOKENIZER_FILE).write_text(corpus.manifest.tokenizer.model_dump_json(indent=1) + "\n")
-    vocab = run_dir / VOCAB_FILE
-    if not vocab.exists():
-        vocab.write_bytes(corpus.store.read(corpus.manifest.tokenizer.vocab_file))
+    texts = {
+        CONFIG_FILE: dump_yaml(config).encode(),
+        IDENTITY_FILE: canonical_json(run_identity(config, corpus.manifest)).encode() + b"\n",
+        TOKENIZER_FILE: corpus.manifest.tokenizer.model_dump_json(indent=1).encode() + b"\n",
+        VOCAB_FILE: corpus.store.read(corpus.manifest.tokenizer.vocab_file),
+    }
+    for name, text in texts.items():
+        with replacing(Path(config.run_dir) / name) as file:
+            file.write(text)

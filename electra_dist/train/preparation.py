@@ -9,6 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from electra_kernels.backend import resolve
@@ -49,8 +50,8 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
     """
     check_world_size(config.train, world_size)
     resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
-    check_run_folder(config)
     corpus = _open_corpus(config, "corpus", config.data.corpus)
+    check_run_folder(config, run_identity(config, corpus.manifest))
     heldout = _open_corpus(config, "heldout", config.data.heldout) if config.data.heldout else None
     if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
@@ -76,7 +77,12 @@ def _open_corpus(config: Config, key: str, url: str) -> Corpus:
     return Corpus(store=store, manifest=manifest)
 
 
-def check_run_folder(config: Config) -> None:
+def run_identity(config: Config, corpus: CorpusManifest) -> dict[str, Any]:
+    """What a run folder is bound to: everything that defines the trajectory."""
+    return {**config.identity(), "corpus_fingerprint": corpus.fingerprint}
+
+
+def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     """Refuse a run folder that cannot be written or that belongs to another run."""
     run_dir = Path(config.run_dir)
     existing = run_dir
@@ -86,11 +92,11 @@ def check_run_folder(config: Config) -> None:
         raise UserError(f"run_dir {config.run_dir}: {existing} is not a writable folder; choose another run_dir")
     identity_file = run_dir / IDENTITY_FILE
     if identity_file.exists():
-        difference = _first_difference(json.loads(identity_file.read_text()), config.identity())
+        difference = _first_difference(json.loads(identity_file.read_text()), identity)
         if difference:
             raise UserError(
-                f"run_dir {config.run_dir} holds a run of another config ({difference}); "
-                f"choose another run_dir, or restore the config to go on with that run"
+                f"run_dir {config.run_dir} holds a run of another config or corpus ({difference}); "
+                f"choose another run_dir, or restore it to go on with that run"
             )
 
 

@@ -91,6 +91,19 @@ def test_run_folder_of_another_config(tiny_config: MakeConfig, tmp_path: Path) -
     assert [p.name for p in run_dir.iterdir()] == ["identity.json"]
 
 
+def test_corpus_that_was_rebuilt_under_a_run(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(str(corpus), [40, 24])
+    config = tiny_config(**{"data.corpus": str(corpus), "train.num_steps": 2, "data.heldout": None})
+    assert one_rank(config).returncode == 0
+    write_corpus(str(corpus), [24, 40])
+    before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    done = one_rank(config)
+    assert done.returncode == 78
+    assert "another config or corpus (corpus_fingerprint was" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
+
+
 def test_no_credentials_for_s3(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
