@@ -17,7 +17,7 @@ Where it stops: dropout inside torch's own operators is seeded from here (`deriv
 from __future__ import annotations
 
 import enum
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK32 = 0xFFFFFFFF
 NUM_ROUNDS = 10
 _CELLS_PER_SLICE = 32768  # counters worked on at a time on a CPU: 256 KB for each temporary
-
-Words = TypeVar("Words", torch.Tensor, np.ndarray)
 
 
 class Purpose(enum.IntEnum):
@@ -113,13 +111,6 @@ def _grid_in_slices(
             for lane, word in enumerate(words):
                 grid[i : i + height, j : j + width, lane] = word
     return grid
-
-
-def uniform_from_bits(bits: Words) -> Words:
-    """Uniforms in (0, 1), never 0 or 1, as float64 (a 32-bit number plus one half is exact there)."""
-    if isinstance(bits, torch.Tensor):
-        return (bits.double() + 0.5) * 2.0**-32
-    return (bits.astype(np.float64) + 0.5) * 2.0**-32
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:

@@ -198,7 +198,7 @@ def test_nothing_waits_for_the_device(masking: Any, make_model: Callable[..., An
     assert out.label_BS.shape == ids.shape
 
 
-def test_dropout_is_torchs_generator_and_off_in_evaluation(
+def test_dropout_repeats_with_the_seed_and_is_off_in_evaluation(
     make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
 ) -> None:
     objective, _ = make_model(dropout=0.1)
