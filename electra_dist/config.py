@@ -95,6 +95,9 @@ class DataConfig(Section):
     cache_dir: str | None = Field(
         default=None, description="node-local folder for shards fetched from S3; default: cache/ in the run folder"
     )
+    cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="size that cache_dir is kept below, in 1e9 bytes; default: the disk is the limit"
+    )
     fetch_threads: Positive = Field(default=8, description="parallel shard downloads per node")
     endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS's, for every s3:// here")
 
@@ -108,6 +111,20 @@ class TrainConfig(Section):
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16", description="compute precision; master weights, moments and gradient sums are always fp32"
     )
+    skip_steps: tuple[NonNegative, ...] = Field(
+        default=(), description="steps (from 0) that are passed over: their rows are not used, nothing is updated"
+    )
+
+
+class GuardConfig(Section):
+    """When a step is stopped before the optimizer, and when the run goes back to a checkpoint."""
+
+    window: Annotated[int, Field(ge=2)] = Field(default=128, description="accepted steps that a spike is measured by")
+    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+        default=6.0, description="standard deviations above the window's mean loss that make a spike; 0: never"
+    )
+    max_in_a_row: Positive = Field(default=3, description="stopped steps in a row that send the run back")
+    max_rollbacks: NonNegative = Field(default=5, description="times that a run may go back before it ends with 78")
 
 
 class OptimizerConfig(Section):
@@ -136,10 +153,19 @@ class EngineConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save and what to keep."""
+    """When to save, where, and what to keep."""
 
     every_steps: Positive = Field(default=1000, description="steps between checkpoints")
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="folders or s3:// prefixes; each checkpoint is written to all; default: checkpoints/ of the run",
+    )
+    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS's, for targets")
     keep_last: Positive = Field(default=3, description="newest checkpoints kept")
+    keep_every_steps: NonNegative = Field(
+        default=0, description="checkpoints of steps that this divides are kept for ever; 0: none"
+    )
+    keep_best: NonNegative = Field(default=0, description="checkpoints of the lowest held-out RTD loss kept")
 
 
 class LogConfig(Section):
@@ -199,6 +225,7 @@ class Config(Section):
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     corpus: CorpusConfig = CorpusConfig()

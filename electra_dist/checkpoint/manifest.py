@@ -53,7 +53,7 @@ class RankPart(_Frozen):
 
 
 class RunState(_Frozen):
-    """What identifies the state beside its tensors. `step` optimizer steps are done; step `step` is next."""
+    """What identifies the state beside its tensors. `step` steps are done or skipped; step `step` is next."""
 
     step: int
     attempt: int
@@ -64,6 +64,11 @@ class RunState(_Frozen):
     shapes: dict[str, list[int]]
     shared: dict[str, str]
     versions: dict[str, str]
+    rows_seen: int = 0  # rows trained on, and the sum of their digests (data/receipt.py)
+    rows_digest: int = 0
+    skipped: tuple[int, ...] = ()  # steps below `step` that were passed over, ascending
+    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first: the guard's window
+    eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
 
 
 class Manifest(_Frozen):
