@@ -124,6 +124,9 @@ class GuardConfig(Section):
         default=6.0, description="standard deviations above the window's mean loss that make a spike; 0: never"
     )
     max_in_a_row: Positive = Field(default=3, description="stopped steps in a row that send the run back")
+    skip_before: NonNegative = Field(
+        default=16, description="steps before the first stopped one that are skipped too when the run goes back"
+    )
     max_rollbacks: NonNegative = Field(default=5, description="times that a run may go back before it ends with 78")
 
 

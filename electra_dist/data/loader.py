@@ -1,7 +1,8 @@
 """Batches in step order: the slice of each global step that belongs to one rank.
 
 Guarantee: step t is the positions [t * G, (t + 1) * G) of the order, and rank r of W gets the r-th of W equal slices,
-whatever happened before. A batch is whole and verified or an error is raised; none is skipped.
+whatever happened before. A batch is whole and verified or an error is raised; none is skipped but the steps that the
+caller names, which are passed over as if they had no rows: all others keep theirs.
 
 How: one thread reads `_DEPTH` steps ahead and has the next window's shards fetched while this one trains. A fault in
 it surfaces in `next`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,8 @@ from numpy.typing import NDArray
 
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.order import RowOrder
-from electra_dist.errors import UserError
+from electra_dist.data.receipt import Receipt
+from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # steps read ahead
 _LOCATED = 16  # steps located together
@@ -39,20 +42,29 @@ class Batch:
     step: int
     row0: int  # number of the first row within the global batch
     ids: NDArray[Any]  # [G / W, seq_len], the corpus's type
-    row_ids: NDArray[np.int64]  # [G / W], each row's place in the corpus, for the receipt
+    row_ids: NDArray[np.int64]  # [G / W], each row's place in the corpus
+    receipt: Receipt  # of these rows
 
 
 class RowLoader:
     """The batches of one rank from a step on. `next` belongs to one thread."""
 
     def __init__(
-        self, cache: ShardCache, order: RowOrder, global_batch: int, rank: int, world_size: int, start_step: int
+        self,
+        cache: ShardCache,
+        order: RowOrder,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        start_step: int,
+        skip_steps: Collection[int] = (),
     ) -> None:
         """Start reading.
 
         Args:
             cache: not closed by this loader.
             global_batch: rows per step over all ranks.
+            skip_steps: steps that `next` passes over.
 
         Raises:
             UserError: the ranks do not divide the global batch.
@@ -67,6 +79,7 @@ class RowLoader:
         self._cache = cache
         self._order = order
         self._global_batch = global_batch
+        self._skip_steps = frozenset(skip_steps)
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
         self._horizon = 0  # every window that begins before this position is being fetched, and one more
@@ -78,7 +91,7 @@ class RowLoader:
         self._thread.start()
 
     def next(self) -> Batch:
-        """The batch of the next step."""
+        """The batch of the next step that is not skipped."""
         if self._failure is None:
             start = time.monotonic()
             item = self._queue.get()
@@ -87,6 +100,11 @@ class RowLoader:
                 return item
             self._failure = item
         raise self._failure
+
+    @property
+    def refetches(self) -> int:
+        """Shards fetched again because their bytes were wrong."""
+        return self._cache.refetches
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -101,7 +119,8 @@ class RowLoader:
     def _work(self, step: int) -> None:
         try:
             while not self._stop.is_set():
-                self._queue.put(self._read(step))
+                if step not in self._skip_steps:
+                    self._queue.put(self._read(step))
                 step += 1
         except BaseException as error:  # noqa: BLE001 - raised by next()
             self._queue.put(error)
@@ -114,7 +133,19 @@ class RowLoader:
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
             ids[chosen] = self._cache.open(shard).rows(rows[chosen])
-        return Batch(step, self._row0, ids, self._order.row_ids(shards, rows))
+        row_ids = self._order.row_ids(shards, rows)
+        self._check(ids, row_ids)
+        return Batch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
+
+    def _check(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
+        """A row with ids that are no tokens would end in an index error far from here, on a GPU without a name."""
+        vocab_size = self._cache.manifest.tokenizer.vocab_size
+        if ids.max() >= vocab_size:
+            row = int(np.flatnonzero((ids >= vocab_size).any(1))[0])
+            raise ManifestMismatch(
+                f"{self._cache.store.url}/{self._cache.manifest.row_name(int(row_ids[row]))}: token id "
+                f"{int(ids[row].max())} is outside the vocabulary of {vocab_size}; build the corpus again"
+            )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard and row of each position of the step; found for several steps at once, which costs little more."""

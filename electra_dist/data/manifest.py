@@ -93,6 +93,12 @@ class CorpusManifest(Section):
         """Tokens of an epoch, [PAD] not counted."""
         return sum(shard.tokens for shard in self.shards)
 
+    def row_name(self, row_id: int) -> str:
+        """Shard and index of a row, given its place in the corpus."""
+        ends = np.cumsum([shard.rows for shard in self.shards])
+        shard = int(np.searchsorted(ends, row_id, side="right"))
+        return f"{self.shards[shard].name} row {row_id - int(ends[shard]) + self.shards[shard].rows}"
+
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Type of the ids in memory."""

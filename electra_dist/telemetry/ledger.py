@@ -19,7 +19,9 @@ from electra_dist.telemetry.jsonl import JsonlFile, Record, read_records
 
 LEDGER_FILE = "ledger.jsonl"
 
-Event = Literal["start", "resume", "checkpoint", "eval", "stop", "done", "crash"]
+Event = Literal[
+    "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "crash"
+]
 
 
 class Ledger:

@@ -43,6 +43,9 @@ _TAGS = {
         "data_wait": "speed/data_wait",
         "step_s": "speed/step_s",
         "memory_gb": "speed/memory_gb",
+        "store_retries": "store/retries",
+        "store_wait_s": "store/wait_s",
+        "refetches": "store/refetches",
     },
     "eval": {
         "mlm_loss": "eval/mlm_loss",

@@ -29,8 +29,13 @@ class StepRecord:
     data_wait: float  # part of the time since the last line that rank 0 waited for rows
     memory_gb: float | None  # peak device memory of rank 0, in 1e9 bytes
     eta_s: float | None  # to the last step
-    tokens_seen: int  # real tokens trained on since step 0
+    tokens_seen: int  # real tokens trained on since step 0, estimated from rows_seen
     step_s: float  # mean seconds per step since the last line
+    rows_seen: int  # rows trained on since step 0, over all restarts
+    receipt: str  # sum of their hashes, 16 hexadecimal digits (data/receipt.py)
+    store_retries: int  # store requests repeated by all ranks since this start
+    store_wait_s: float  # seconds that they waited before them, added up
+    refetches: int  # shards fetched again because their bytes were wrong, since this start
 
 
 @dataclass(frozen=True, kw_only=True)

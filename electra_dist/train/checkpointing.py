@@ -6,7 +6,10 @@ Where it stops: what is kept and verified is `checkpoint/`'s; when to save is th
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 import electra_dist
 from electra_dist.checkpoint.fragments import (
+    Fragment,
     held_fragments,
     owned_fragments,
     parameter_shapes,
@@ -21,18 +25,62 @@ from electra_dist.checkpoint.fragments import (
     shared_names,
 )
 from electra_dist.checkpoint.load import load_newest
-from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.manifest import RunState, committed
 from electra_dist.checkpoint.save import CheckpointWriter, SaveTiming, begin_attempt
-from electra_dist.config import Config
+from electra_dist.config import Config, GuardConfig
+from electra_dist.data.receipt import Receipt
+from electra_dist.model.init import build_towers
 from electra_dist.store import open_store
 from electra_dist.train.engine import Engine
+from electra_dist.train.guard import Guard, SkipList
+from electra_dist.train.step import StepResult
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where the run stands, beside its weights. The loop's own."""
+
+    step: int  # steps done or skipped
+    receipt: Receipt
+    guard: Guard
+    skips: SkipList
+    eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
+
+    def updated(self, result: StepResult) -> None:
+        """A step has updated the weights."""
+        self.receipt += result.receipt
+        self.guard.accept(result.loss)
+
+    @classmethod
+    def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> Progress:
+        """What a checkpoint remembers, or the beginning."""
+        if restored is None:
+            return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
+        receipt = Receipt(restored.rows_seen, restored.rows_digest)
+        return cls(step=restored.step, receipt=receipt, guard=Guard(config, restored.recent_losses), skips=skips)
+
+    def state_fields(self) -> dict[str, Any]:
+        """The fields of RunState that change from step to step."""
+        return {
+            "step": self.step,
+            "rows_seen": self.receipt.rows,
+            "rows_digest": self.receipt.digest,
+            "skipped": self.skips.below(self.step),
+            "recent_losses": self.guard.recent_losses,
+            "eval_rtd_loss": self.eval_rtd_loss,
+        }
 
 
 class RunMemory:
     """Restores at start, saves on demand. `close()` waits for the save in flight."""
 
-    def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str) -> None:
-        """Takes the run's next attempt number. Collective."""
+    def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
+        """Takes the run's next attempt number. Collective.
+
+        Args:
+            skipped: all steps that this run passes over; a checkpoint that did not is not its own.
+        """
+        self._config = config
         self._engine = engine
         self._module, self._optimizer = engine.deepspeed.module, engine.optimizer
         self._store = open_store(str(Path(config.run_dir) / "checkpoints"))
@@ -49,6 +97,7 @@ class RunMemory:
             shapes=parameter_shapes(self._module),
             shared=shared_names(self._module),
             versions=versions(),
+            skipped=tuple(sorted(skipped)),
         )
         self.writer = CheckpointWriter(self._store, self._staging, dist.get_rank(), config.checkpoint.keep_last)
 
@@ -57,18 +106,54 @@ class RunMemory:
         """Which start of the run this is, from 1."""
         return self._state.attempt
 
-    def restore(self) -> tuple[RunState | None, list[str]]:
-        """Load the newest good checkpoint into the engine, if there is one; and say what was set aside. Collective."""
+    def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
+        """Load the newest good checkpoint into the engine, or the initial weights if there is none; and say what was
+        set aside. Collective.
+
+        Args:
+            pristine: the engine still holds the initial weights, unless a damaged checkpoint was half read.
+        """
         fragments = held_fragments(self._module, self._optimizer)
         found, set_aside = load_newest(self._store, self._staging, fragments, self._state)
-        if found is not None:
-            publish(self._optimizer)
+        if found is None and pristine and not set_aside:
+            return found, set_aside
+        if found is None:
+            self._initialise(fragments)
+        publish(self._optimizer)
         return found, set_aside
 
-    def save(self, step: int) -> SaveTiming:
-        """Start saving the state after `step` steps. Collective."""
-        state = self._state.model_copy(update={"step": step})
+    def _initialise(self, fragments: list[Fragment]) -> None:
+        """Back to the beginning: after a rollback, and where a damaged checkpoint was half read."""
+        towers = build_towers(self._config.model, self._config.seed)
+        dtype = next(self._module.parameters()).dtype  # the engine's masters began as its parameters: rounded
+        start = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
+        for fragment in fragments:
+            for kind, view in fragment.views.items():
+                if kind == "master":
+                    view.copy_(start[fragment.name].narrow(0, fragment.start, fragment.numel))
+                else:
+                    view.zero_()
+
+    def save(self, progress: Progress) -> SaveTiming:
+        """Start saving the state after `progress.step` steps. Collective."""
+        state = self._state.model_copy(update=progress.state_fields())
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
+
+    @property
+    def retries(self) -> int:
+        """Store requests repeated so far."""
+        return self._store.retries
+
+    @property
+    def retry_wait_s(self) -> float:
+        """Seconds waited before them."""
+        return self._store.retry_wait_s
+
+    def committed_steps(self) -> list[int]:
+        """Steps of the checkpoints there are, ascending; the same on all ranks. Collective."""
+        box = [[step for step, _, _ in committed(self._store)] if dist.get_rank() == 0 else []]
+        dist.broadcast_object_list(box)
+        return box[0]
 
     def close(self) -> None:
         """Wait until everything saved is committed."""

@@ -12,8 +12,10 @@ What the stages run (DeepSpeed 0.19.8, tried here):
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -92,12 +94,21 @@ def local_device() -> torch.device:
 
 
 class Engine:
-    """A module under DeepSpeed. One optimizer step = `num_micro_batches` calls of `backward`, then `step`."""
+    """A module under DeepSpeed. One optimizer step = `num_micro_batches` calls of `backward`, then `step`.
+
+    The update itself passes a gate: DeepSpeed calls the optimizer after it has reduced the gradients and found their
+    norm, and the optimizer then asks whether it may. At no stage is anything changed by a step that may not.
+    """
 
     def __init__(self, module: nn.Module, config: Config) -> None:
         """Wrap `module`; the process group must exist (`init_distributed`)."""
         self.device = local_device()
         optimizer, self.optimizer_name = build_optimizer(module, config.optimizer, self.device.type)
+        self._update = optimizer.step
+        optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
+        self._accept: Callable[[], bool] = lambda: True
+        self._applied: bool | None = None  # of the step at work: not asked yet, or the answer
+        self._norm = math.nan
         self.zero_stage = config.engine.zero_stage
         self.clip_norm = config.optimizer.clip_norm
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
@@ -124,13 +135,33 @@ class Engine:
         """End a micro-batch that is not the last of its step."""
         self.deepspeed.step()
 
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, zero the gradients. Returns the global gradient norm before clipping."""
+    def step(self, learning_rate: float, accept: Callable[[], bool] = lambda: True) -> tuple[float, bool]:
+        """Clip, update, zero the gradients.
+
+        Args:
+            accept: asked once, when the gradients are reduced and finite: may the update be made? Its answer must be
+                the same on all ranks.
+
+        Returns:
+            The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self._unpartitioned_grad_norm() if self.zero_stage == 0 else None
+        self._accept, self._applied = accept, None
+        if self.zero_stage == 0:
+            self._norm = float(self._unpartitioned_grad_norm())
         self.deepspeed.step()
-        return float(self.deepspeed.get_global_grad_norm() if norm is None else norm)
+        if self.zero_stage:
+            self._norm = float(self.deepspeed.get_global_grad_norm())
+        return (self._norm if _is_norm(self._norm) else math.nan), bool(self._applied)
+
+    def _update_if_allowed(self) -> None:
+        """What DeepSpeed calls as `optimizer.step`, once a step or once for each group of parameters."""
+        if self._applied is None:
+            norm = float(self.optimizer._global_grad_norm) if self.zero_stage else self._norm
+            self._applied = _is_norm(norm) and self._accept()
+        if self._applied:
+            self._update()
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
         """At stage 0 DeepSpeed clips without telling the norm; the gradients are whole and already reduced."""
@@ -145,3 +176,8 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
         self.deepspeed.destroy()
+
+
+def _is_norm(norm: float) -> bool:
+    """DeepSpeed says inf, NaN or -1 of a gradient that is not finite."""
+    return math.isfinite(norm) and norm >= 0

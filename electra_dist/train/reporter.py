@@ -1,7 +1,7 @@
 """What rank 0 tells: one dense line, metrics.jsonl, TensorBoard, the ledger, the report. Others have no Reporter.
 
-The loop hands over device tensors; they are read here, at log steps only, so that a step costs no host sync. A record
-holds the values of its own step, not of an interval: a run cut anywhere writes the same records as an uncut one.
+A record holds the values of its own step, not of an interval: a run cut anywhere writes the same records as an uncut
+one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.save import SaveTiming
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.receipt import Receipt
 from electra_dist.telemetry.console import Console
 from electra_dist.telemetry.flops import mfu, peak_flops, token_flops
 from electra_dist.telemetry.hardware import write_environment
@@ -29,6 +30,8 @@ from electra_dist.telemetry.metrics import MetricsWriter
 from electra_dist.telemetry.records import EvalRecord, StepRecord
 from electra_dist.train.engine import Engine
 from electra_dist.train.step import StepResult
+
+Ending = Literal["done", "stop", "crash", "rollback"]
 
 
 class Reporter:
@@ -45,7 +48,7 @@ class Reporter:
         self._repeated = max(0, self._metrics.truncate_after(start_step) - start_step)
         write_environment(run_dir, dist.get_world_size())
         self._flops_per_token = token_flops(config.model, config.data.seq_len, config.objective.mask_prob).total
-        self._tokens_per_step = corpus.num_tokens / corpus.num_rows * config.train.global_batch
+        self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         on_gpu = engine.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
         self._stalls: dict[int, SaveTiming] = {}
@@ -56,6 +59,7 @@ class Reporter:
         """Where this start begins."""
         for line in set_aside:
             self.note(line)
+            self._record("set_aside", restored.step if restored else 0, reason=line)
         step = restored.step if restored else 0
         ranks = dist.get_world_size()
         self._record("resume" if restored else "start", step, attempt=attempt, ranks=ranks, repeated=self._repeated)
@@ -64,21 +68,19 @@ class Reporter:
         elif restored:
             self.note(f"restored step {step:,}, saved by attempt {restored.attempt}; this is attempt {attempt}")
 
-    def step(self, done: int, result: StepResult, lr: float, waited_s: float) -> None:
-        """A log step: read the sums, print the line, write the record."""
-        sums, objective = result.read(), self._config.objective
+    def step(self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt) -> None:
+        """A log step: print the line, write the record."""
+        sums = result.sums
         last_step, last_time, last_waited = self._last
         now = time.perf_counter()
         step_s = (now - last_time) / max(1, done - last_step)
         self._last = (done, now, waited_s)
         tokens_per_s = sums.tokens / step_s
-        mlm_loss = sums.mlm_loss_sum / max(sums.mlm_weight, 1.0)
-        rtd_loss = sums.rtd_loss_sum / max(sums.tokens, 1.0)
         record = StepRecord(
             step=done,
-            loss=objective.mlm_weight * mlm_loss + objective.rtd_weight * rtd_loss,
-            mlm_loss=mlm_loss,
-            rtd_loss=rtd_loss,
+            loss=result.loss,
+            mlm_loss=sums.mlm_loss_sum / max(sums.mlm_weight, 1.0),
+            rtd_loss=sums.rtd_loss_sum / max(sums.tokens, 1.0),
             mlm_accuracy=_ratio(sums.mlm_correct, sums.mlm_weight),
             replaced_accuracy=_ratio(sums.replaced_correct, sums.replaced),
             original_accuracy=_ratio(sums.original_correct, sums.original),
@@ -90,8 +92,13 @@ class Reporter:
             data_wait=min(1.0, (waited_s - last_waited) / max(now - last_time, 1e-9)),
             memory_gb=self._memory_gb(),
             eta_s=step_s * (self._config.train.num_steps - done),
-            tokens_seen=round(done * self._tokens_per_step),
+            tokens_seen=round(receipt.rows * self._tokens_per_row),
             step_s=step_s,
+            rows_seen=receipt.rows,
+            receipt=receipt.hex,
+            store_retries=result.signs.retries,
+            store_wait_s=result.signs.retry_wait_ms / 1000,
+            refetches=result.signs.refetches,
         )
         self._metrics.write(record)
         self._console.line(record)
@@ -115,16 +122,29 @@ class Reporter:
         details = {"stall_s": timing.stall_s, "wait_s": timing.wait_s} if timing else {}
         self._record("checkpoint", state.step, attempt=state.attempt, write_s=seconds, **details)
 
+    def stopped_step(self, step: int, fault: str, suspect: str) -> None:
+        """The guard let no update happen in `step` (from 0)."""
+        self._record("stopped_step", step, fault=fault, suspect=suspect)
+        where = f"; a row stands out: {suspect}" if suspect else "; no single row stands out"
+        self.note(f"step {step:,} stopped before the optimizer: {fault}{where}")
+
+    def rolled_back(self, first: int, stopped: list[int]) -> None:
+        """The run goes back; steps from `first` to the last stopped one are skipped."""
+        self._record("rollback", stopped[-1], skip_from=first, skip_to=stopped[-1])
+        self.note(f"{len(stopped)} steps stopped in a row: going back, skipping steps {first:,} to {stopped[-1]:,}")
+
+    def stopped(self, done: int, reason: str) -> None:
+        """The run was told to stop and has saved."""
+        self.note(f"stopped after step {done:,}: {reason}; saved, the same command goes on from here")
+
     def note(self, text: str) -> None:
         """A line of prose."""
         self._console.note(text)
 
-    def close(self, *, crashed: bool) -> None:
-        """Say how it ended, flush everything and write report.html."""
-        if crashed:
-            self._record("crash", self._last[0])
-        else:
-            self._record("done", self._config.train.num_steps)
+    def close(self, ending: Ending, step: int) -> None:
+        """Say how it ended after `step` steps, flush everything and write report.html."""
+        if ending != "rollback":
+            self._record(ending, step)
         self._console.close()
         self._metrics.close()
         self._ledger.close()

@@ -2,15 +2,21 @@
 
 Guarantee: what step t computes depends on the ids of its rows, the seed and t. Masks and samples are keyed by the
 row's number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a
-micro-batch drops the same units on whatever rank it runs.
+micro-batch drops the same units on whatever rank it runs. The update is made on all ranks or on none.
 
 Losses are means over the tokens of the global batch: the counts follow from the ids alone and are all-reduced before
 the first forward. `loss_mean: per_replica` is the reference's way: each micro-batch its own mean, then averaged.
+
+Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (counts, receipt, flags, retries), one of
+float64 sums after it. The host waits for the device once, in front of the update.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +24,7 @@ import torch.distributed as dist
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import Batch
+from electra_dist.data.receipt import Receipt
 from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.masking import num_masked
@@ -25,16 +32,29 @@ from electra_dist.objectives.rtd import RtdSums
 from electra_dist.train.engine import Engine
 
 
+class Signs(NamedTuple):
+    """What each rank brings to a step beside its rows; added up over the ranks."""
+
+    stop: int = 0  # ranks that were told to stop
+    save: int = 0  # ranks that were told to save
+    retries: int = 0  # of store requests, since the run was started
+    retry_wait_ms: int = 0
+    refetches: int = 0  # shards fetched again because their bytes were wrong
+
+
+_NO_SIGNS = Signs()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Global figures of one step; `sums` (float64, [K]) stay on the device until somebody looks."""
+    """Global figures of one step, the same on all ranks."""
 
-    sums: torch.Tensor
-    grad_norm: float
-
-    def read(self) -> RtdSums:
-        """The sums on the host: waits for the device."""
-        return RtdSums(*self.sums.tolist())
+    sums: RtdSums
+    loss: float  # weighted sum of the two token means: what is minimised
+    grad_norm: float  # before clipping; NaN if it is not finite
+    fault: str  # why no update was made; empty if one was
+    receipt: Receipt
+    signs: Signs
 
 
 class TrainStep:
@@ -46,12 +66,22 @@ class TrainStep:
         self._engine, self._objective, self._special = engine, objective, special
         self._seed, self._micro_batch = seed, micro_batch
 
-    def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
-        """Forward and backward over every micro-batch of `batch`, then one update. Collective."""
+    def __call__(
+        self,
+        batch: Batch,
+        learning_rate: float,
+        judge: Callable[[float], str] = lambda loss: "",
+        signs: Signs = _NO_SIGNS,
+    ) -> StepResult:
+        """Forward and backward over every micro-batch of `batch`, then one update. Collective.
+
+        Args:
+            judge: is told the loss before the update; says why there shall be none, or nothing.
+        """
         engine, size = self._engine, self._micro_batch
-        ids_BS = torch.from_numpy(batch.ids.astype(np.int64)).to(engine.device, non_blocking=True)
-        scales = self._scales(ids_BS)
-        sums = None
+        ids_BS = self._to_device(batch)
+        scales, reduced = self._reduce(ids_BS, batch.receipt, signs)
+        sums_K = None
         num_micro = len(ids_BS) // size
         for micro in range(num_micro):
             part = slice(micro * size, (micro + 1) * size)
@@ -61,20 +91,84 @@ class TrainStep:
             mlm_scale, rtd_scale = scales[micro]
             out = engine.forward(ids_BS[part], rows_B, batch.step, self._seed, mlm_scale, rtd_scale)
             engine.backward(out.loss)
-            sums = out.sums if sums is None else sums + out.sums
+            sums_K = out.sums if sums_K is None else sums_K + out.sums
             if micro < num_micro - 1:
                 engine.step_micro_batch()
-        assert sums is not None
-        dist.all_reduce(sums)
-        return StepResult(sums=sums, grad_norm=engine.step(learning_rate))
+        assert sums_K is not None
+        dist.all_reduce(sums_K)
+        return self._update(sums_K, reduced, learning_rate, judge)
 
-    def _scales(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """[micro-batches, 2]: what each micro-batch's MLM and RTD loss sums are multiplied with."""
+    def _update(
+        self, sums_K: torch.Tensor, reduced: torch.Tensor, learning_rate: float, judge: Callable[[float], str]
+    ) -> StepResult:
+        fault = ""
+
+        def accept() -> bool:
+            nonlocal fault
+            fault = judge(self._loss(RtdSums(*sums_K.tolist())))
+            return not fault
+
+        norm, applied = self._engine.step(learning_rate, accept)
+        sums = RtdSums(*sums_K.tolist())
+        loss = self._loss(sums)
+        if not applied and not fault:
+            fault = judge(loss) or "the gradient is not finite"
+        rows, digest, *rest = reduced.tolist()
+        return StepResult(
+            sums=sums,
+            loss=loss,
+            grad_norm=norm,
+            fault=fault,
+            receipt=Receipt.from_words(rows, digest),
+            signs=Signs(*rest),
+        )
+
+    def _loss(self, sums: RtdSums) -> float:
+        mlm_loss, rtd_loss = sums.mlm_loss_sum / max(sums.mlm_weight, 1.0), sums.rtd_loss_sum / max(sums.tokens, 1.0)
+        return self._objective.mlm_weight * mlm_loss + self._objective.rtd_weight * rtd_loss
+
+    def _to_device(self, batch: Batch) -> torch.Tensor:
+        return torch.from_numpy(batch.ids.astype(np.int64)).to(self._engine.device, non_blocking=True)
+
+    def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, signs: Signs) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each micro-batch's MLM and RTD loss sums are multiplied with, [micro-batches, 2]; and the global sums
+        of the receipt's words and the signs, int64."""
         masked_B = num_masked(ids_BS, self._special, self._objective)
         real_B = (ids_BS != self._special.pad).sum(-1)
         counts = torch.stack([masked_B, real_B], -1).view(-1, self._micro_batch, 2).sum(1)
-        if self._objective.loss_mean == "per_replica":
-            return 1.0 / (counts.clamp(min=1) * self._engine.num_micro_batches * dist.get_world_size())
-        total = counts.sum(0)
+        mine = torch.tensor([*receipt.words, *signs], dtype=torch.int64).to(ids_BS.device, non_blocking=True)
+        total = torch.cat([counts.sum(0), mine])
         dist.all_reduce(total)
-        return (1.0 / total.clamp(min=1)).expand(len(counts), 2)
+        if self._objective.loss_mean == "per_replica":
+            scales = 1.0 / (counts.clamp(min=1) * self._engine.num_micro_batches * dist.get_world_size())
+        else:
+            scales = (1.0 / total[:2].clamp(min=1)).expand(len(counts), 2)
+        return scales, total[2:]
+
+    def row_losses(self, batch: Batch) -> list[float]:
+        """The loss of each row by itself, as this step saw it but for dropout on embeddings and attention. Collective.
+
+        For finding the row that poisoned a step; one forward a row.
+        """
+        engine = self._engine
+        ids_BS = self._to_device(batch)
+        losses = []
+        with torch.no_grad():
+            for i in range(len(ids_BS)):
+                torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, batch.row0 + i))
+                row_B = torch.tensor([batch.row0 + i], device=engine.device)
+                out = engine.forward(ids_BS[i : i + 1], row_B, batch.step, self._seed, 1.0, 1.0)
+                losses.append(self._loss(RtdSums(*out.sums.tolist())))
+        return losses
+
+
+def outlier(losses: list[float]) -> int | None:
+    """The row that stands out: the first that is not finite, or the highest if it is 6 sigma (by the median absolute
+    deviation) above the median."""
+    for i, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            return i
+    median = float(np.median(losses))
+    sigma = 1.4826 * float(np.median(np.abs(np.array(losses) - median)))
+    highest = int(np.argmax(losses))
+    return highest if losses[highest] > median + 6.0 * max(sigma, 1e-3 * abs(median)) else None
