@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from electra_dist.cli.submit import submit
+from electra_dist.cli.verify import verify_command
 from electra_dist.config import Config
 from electra_dist.config_file import dump_yaml, load_config, sources
 from electra_dist.corpus.cli import app as corpus_app
@@ -17,6 +19,8 @@ from electra_dist.errors import EXIT_USER_ERROR, UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.add_typer(corpus_app, name="corpus", help="Text to rows to shards.")
+app.command()(submit)
+app.command("verify")(verify_command)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, for example configs/large_25pct_mask.yaml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override, may repeat")]

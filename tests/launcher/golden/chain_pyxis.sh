@@ -1,0 +1,77 @@
+#!/bin/bash
+# electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8
+# Written by the command above; `electra-dist status` of the run folder says where the run stands.
+#SBATCH --job-name=large-0123abcd
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --partition=gpu
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --no-requeue
+#SBATCH --dependency=singleton
+#SBATCH --open-mode=append
+#SBATCH --chdir=/home/ada/electra
+#SBATCH --output='/shared/it'"'"'s a run/slurm/job-%j.log'
+#SBATCH --exclude=n3,n7
+#SBATCH --account=vision
+#SBATCH --comment='it'"'"'s ours'
+#SBATCH --hold
+
+run_dir='/shared/it'"'"'s a run'
+script=/shared/runs/large/slurm/submission-0001.sh
+config=/shared/runs/large/slurm/submission-0001.yaml
+python=python
+ranks_per_node=8
+export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+export PYTHONUNBUFFERED=1
+
+if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job's own
+    # Ignored signals stay ignored across exec: only the ranks, which install handlers, act on them.
+    trap '' USR1 USR2 TERM
+    "$python" -m deepspeed.launcher.runner --hostfile "$state/hostfile" --no_ssh --node_rank "$SLURM_NODEID" \
+        --master_addr "$master_addr" --master_port "$master_port" \
+        --module launcher.pretrain --config "$config"
+    code=$?
+    echo "$code" >"$state/exit-$SLURMD_NODENAME"
+    exit "$code"
+fi
+ours() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra "$python" -m launcher.job "$@"; }
+start_step() { srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra bash "$script" node & }
+
+told= step=
+pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun sends it to every rank
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+
+mkdir -p "$state"
+echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+for host in $hosts; do echo "$host slots=$ranks_per_node"; done >"$state/hostfile"
+export master_addr=${hosts%%[[:space:]]*}
+export master_port=$((10000 + (SLURM_JOB_ID * 10 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }
+export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask %e)}
+ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$SLURM_JOB_NODELIST" \
+    --submitted "$(ask %V)" --started "$(ask %S)"
+if [ -z "$told" ]; then
+    start_step
+    step=$!
+    wait "$step"
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trap ends a wait early
+fi
+
+pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
+IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --job "$SLURM_JOB_ID" \
+    --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
+echo "${action:-no verdict}: ${why:-launcher.job could not be run}"
+case $action in
+done | stop) for job in $(pending); do scancel "$job"; done ;;
+next) : ;;
+again) sbatch "$script" ;;
+esac
+if [ -n "$exclude" ]; then
+    for job in $(pending); do scontrol update JobId="$job" ExcNodeList="$exclude"; done
+fi
+exit "${code:-1}"
