@@ -83,7 +83,8 @@ class RowLoader:
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
         self._horizon = 0  # every window that begins before this position is being fetched, and one more
-        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the steps of one block
+        self._located_block = -1
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_DEPTH)
@@ -149,12 +150,13 @@ class RowLoader:
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard and row of each position of the step; found for several steps at once, which costs little more."""
-        number = step % _LOCATED
-        if number == 0 or self._located is None:
-            steps = np.arange(step - number, step - number + _LOCATED)
+        block, number = divmod(step, _LOCATED)
+        if self._located is None or self._located_block != block:  # the block's first step may have been skipped
+            steps = np.arange(_LOCATED) + block * _LOCATED
             positions = steps[:, None] * self._global_batch + np.arange(self._row0, self._row0 + self._num_rows)
             _, shards, rows = self._order.locate(positions.ravel())
             self._located = shards.reshape(positions.shape), rows.reshape(positions.shape)
+            self._located_block = block
         return self._located[0][number], self._located[1][number]
 
     def _look_ahead(self, first: int, end: int) -> None:
