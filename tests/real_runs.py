@@ -1,18 +1,23 @@
-"""What tests of real runs share: a synthetic corpus, the command a user types, how to kill a rank."""
+"""What tests and drills of real runs share: a synthetic corpus, a tiny config, the command a user types, kills."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
@@ -22,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 VOCAB_SIZE = 300  # not a multiple of 128: the padded table is exercised
 SEQ_LEN = 32
+LOSSES = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "replaced_accuracy", "original_accuracy")
 
 
 def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
@@ -75,6 +81,59 @@ def write_corpus(
     return manifest
 
 
+def tiny_tree(run_dir: Path, corpus: str, **settings: object) -> dict[str, Any]:
+    """A config of 20 steps of 16 rows, two towers of two layers; `settings` are dotted keys and their values."""
+    tree: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "seed": 7,
+        "model": {
+            "vocab_size": VOCAB_SIZE,
+            "embedding_size": 24,
+            "max_positions": SEQ_LEN,
+            "discriminator": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64},
+            "generator": {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "intermediate_size": 32},
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "data": {
+            "corpus": corpus,
+            "heldout": f"{corpus}/heldout",
+            "seq_len": SEQ_LEN,
+            "shuffle_window_shards": 2,
+        },
+        "optimizer": {"lr": 1e-3, "warmup_steps": 10},
+        "train": {"num_steps": 20, "global_batch": 16, "micro_batch": 8, "precision": "fp32"},
+        "checkpoint": {"every_steps": 5},
+        "log": {"every_steps": 1, "eval_rows": 20, "tensorboard": False},
+    }
+    for key, value in settings.items():
+        node = tree
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
+
+
+def write_tiny_config(file: Path, run_dir: Path, corpus: str, **settings: object) -> Path:
+    """`tiny_tree` as a YAML file."""
+    file.write_text(yaml.safe_dump(tiny_tree(run_dir, corpus, **settings)))
+    return file
+
+
+def step_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole step records of metrics.jsonl so far; a last line that is still being written is not one."""
+    file = run_dir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    records = [json.loads(line) for line in text.split("\n")[:-1]]
+    return [record for record in records if "grad_norm" in record]
+
+
+def read_losses(run_dir: Path) -> list[tuple]:
+    """The numbers of every step record that must repeat bit for bit."""
+    return [tuple(record[name] for name in LOSSES) for record in step_records(run_dir)]
+
+
 def free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
     with socket.socket() as s:
@@ -92,34 +151,74 @@ def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
     return command
 
 
+@contextlib.contextmanager
+def started(
+    config: Path, ranks: int, log: Path | None = None, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command under way in a session of its own, all of which is killed at the end of the block.
+
+    Args:
+        log: file for stdout and stderr; default: nowhere.
+        env: added to the environment.
+    """
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL
+        process = subprocess.Popen(
+            deepspeed_command(config, ranks),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        try:
+            yield process
+        finally:
+            kill_session(process.pid)
+            process.wait()
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120, poll_s: float = 0.01
+) -> None:
+    """Return when `condition` holds; fail if the process ends before or if it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(poll_s)
+
+
 def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:
     """Start a run and kill -9 one rank once `step` is in metrics.jsonl; returns the launcher's exit code."""
-    process = subprocess.Popen(
-        deepspeed_command(config, ranks), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        metrics = run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "the run makes no progress"
-            time.sleep(0.01)
+    with started(config, ranks) as process:
+        wait_until(lambda: len(step_records(run_dir)) >= step, process)
         os.kill(rank_pid(process.pid, victim), signal.SIGKILL)
         return process.wait(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_pid(session: int, rank: int) -> int:
     """The process of `rank` within the session that a command was started in."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            environment = (stat.parent / "environ").read_bytes().split(b"\0")
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[3]) == session and f"RANK={rank}".encode() in environment and b"--local_rank" in command:
-            return int(stat.parent.name)
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):
+            process = Path(f"/proc/{pid}")
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment and b"--local_rank" in (process / "cmdline").read_bytes():
+                return pid
     raise AssertionError(f"no process of rank {rank} in session {session}")
+
+
+def session_pids(session: int) -> list[int]:
+    """All processes of a session, the first of which had its number."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                pids.append(int(stat.parent.name))
+    return pids
+
+
+def kill_session(session: int) -> None:
+    """kill -9 everything that a command has started, as a node that loses power does."""
+    for pid in session_pids(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
