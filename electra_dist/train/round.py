@@ -156,7 +156,7 @@ class Round:
         if found is None:
             return ""
         name = self.inputs.corpus.manifest.row_name(row_ids[found])
-        return f"{name} (loss {all_losses[found]:.4g}, median of the step's rows {np.median(all_losses):.4g})"
+        return f"{name} (loss {all_losses[found]:.4g}, median of the step's rows {np.nanmedian(all_losses):.4g})"
 
     def _roll_back(self) -> None:
         """Decide what is skipped; the next round goes back."""

@@ -1,0 +1,14 @@
+"""Where a run's checkpoints are: its own folder, or what `checkpoint.targets` names, each holding every checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_dist.config import Config
+from electra_dist.store import Store, open_store
+
+
+def open_targets(config: Config) -> list[Store]:
+    """The stores that every checkpoint is written to, the preferred one first."""
+    urls = config.checkpoint.targets or (str(Path(config.run_dir) / "checkpoints"),)
+    return [open_store(url, config.checkpoint.endpoint_url) for url in urls]

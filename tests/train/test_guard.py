@@ -1,0 +1,173 @@
+"""The guard: what it judges, and real runs with NaN gradients, a poisoned row and spikes in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from real_runs import REPOSITORY, deepspeed_command, synthetic_rows
+
+from electra_dist.cli.main import app
+from electra_dist.config import GuardConfig
+from electra_dist.errors import UserError
+from electra_dist.train.guard import Guard, SkipList, first_to_skip
+from electra_dist.train.step import outlier
+
+MakeConfig = Callable[..., Path]
+Losses = Callable[[Path], list[tuple]]
+
+
+def test_spike_is_measured_by_the_full_window_of_accepted_losses() -> None:
+    guard = Guard(GuardConfig(window=8, spike_sigma=6.0))
+    history = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8, 10.2, 10.0]
+    for loss in history:
+        assert guard.fault(1000.0) == ""  # the window is not full: nothing is a spike yet
+        guard.accept(loss)
+    limit = np.mean(history) + 6.0 * np.std(history)
+    assert guard.fault(float(limit) - 1e-6) == ""
+    assert "sigma above" in guard.fault(float(limit) + 1e-6)
+    assert guard.fault(0.0) == ""  # a fall is no spike
+    assert Guard(GuardConfig(window=8), guard.recent_losses).fault(float(limit) + 1e-6)  # a restart judges alike
+    assert Guard(GuardConfig(window=8, spike_sigma=0.0), guard.recent_losses).fault(1e9) == ""
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_loss_that_is_not_finite_is_a_fault_from_the_first_step(loss: float) -> None:
+    assert "loss is" in Guard(GuardConfig()).fault(loss)
+
+
+@given(st.integers(0, 500), st.integers(0, 50), st.sets(st.integers(1, 500)))
+def test_rollback_skips_no_more_than_asked_and_leaves_a_checkpoint_to_go_back_to(
+    stopped: int, before: int, checkpoints: set[int]
+) -> None:
+    first = first_to_skip(stopped, before, sorted(checkpoints))
+    assert max(0, stopped - before) <= first <= stopped
+    if any(step <= stopped for step in checkpoints):
+        assert any(step <= first for step in checkpoints)  # else the run would begin anew
+    else:
+        assert first == max(0, stopped - before)
+
+
+def test_skip_list_remembers_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> None:
+    skips = SkipList(tmp_path, [3])
+    for step in (10, 12, 13):
+        skips.stop(step)
+        skips.write()
+        skips = SkipList(tmp_path, [3])
+    assert skips.streak == [12, 13]
+    skips.roll_back(11)
+    skips.write()
+    again = SkipList(tmp_path, [3])
+    assert (again.steps, again.streak, again.rollbacks) == ({3, 10, 11, 12, 13}, [], 1)
+    assert again.below(12) == (3, 10, 11)
+    (tmp_path / "skipped_steps.json").write_text('{"steps": 3')
+    with pytest.raises(UserError, match="not readable"):
+        SkipList(tmp_path, [])
+
+
+def test_row_that_stands_out_is_found_and_an_ordinary_one_is_not() -> None:
+    rng = np.random.default_rng(0)
+    losses = (30.0 + rng.standard_normal(64)).tolist()
+    assert outlier(losses) is None
+    assert outlier([*losses, 60.0]) == 64
+    assert outlier([*losses[:5], float("nan"), *losses]) == 5
+
+
+def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:
+    """A run on 2 ranks with faults in it."""
+    command = deepspeed_command(config, 2)
+    command[command.index(str(REPOSITORY / "launcher" / "pretrain.py"))] = str(
+        Path(__file__).parent / "faulty_pretrain.py"
+    )
+    environment = {**os.environ, "FAULTS": json.dumps(faults)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def ledger(run_dir: Path, event: str) -> list[dict]:
+    records = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == event]
+
+
+# NaN in rank 1's gradient in steps 2, 3, 4: back to the beginning, for there is no checkpoint yet. The poisoned row
+# comes by once an epoch of 16 steps, in POISONED_STEPS. Steps 40, 41 and 42 spike: back to a checkpoint.
+POISONED_STEPS = [7, 25, 43, 48]
+FAULTS = {
+    "nan_gradient": [[1, 2], [1, 3], [1, 4]],
+    "poisoned_row": synthetic_rows(33, 1)[10].tolist(),
+    "spike": [40, 41, 42],
+}
+SETTINGS = {
+    "train.num_steps": 56,
+    "model.hidden_dropout": 0.1,
+    "guard.window": 10,
+    "guard.spike_sigma": 30.0,  # the first losses of so small a run fall steeply and jump
+    "guard.skip_before": 2,
+    "checkpoint.every_steps": 8,
+}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
+def test_run_that_the_guard_stopped_equals_a_run_told_to_skip_these_steps(
+    tiny_config: MakeConfig, pretrain: Callable, losses: Losses, tmp_path: Path, stage: int, precision: str
+) -> None:
+    settings = {**SETTINGS, "engine.zero_stage": stage, "train.precision": precision}
+    done = faulty(tiny_config("faulty", **settings), FAULTS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_dir = tmp_path / "faulty"
+    print("\n".join(line for line in done.stdout.splitlines() if "stopped" in line or "going back" in line))
+
+    stopped = ledger(run_dir, "stopped_step")
+    by_fault = {event["step"]: event["fault"] for event in stopped}
+    assert all("gradient is not finite" in by_fault[step] for step in (2, 3, 4))
+    assert all("sigma above" in by_fault[step] for step in (40, 41, 42))
+    poisoned = [event for event in stopped if "loss is nan" in event["fault"]]
+    assert [event["step"] for event in poisoned] == POISONED_STEPS
+    assert all("shard-000001.tar row 10 (loss nan" in event["suspect"] for event in poisoned)
+    rollbacks = ledger(run_dir, "rollback")
+    assert [(r["skip_from"], r["skip_to"]) for r in rollbacks] == [(0, 4), (38, 42)]
+    assert (run_dir / "decisions-0.jsonl").read_text() == (run_dir / "decisions-1.jsonl").read_text()
+
+    skipped = json.loads((run_dir / "skipped_steps.json").read_text())["steps"]
+    told = tiny_config("told", **settings, **{"train.skip_steps": skipped})
+    pretrain(told, 2)
+    assert losses(tmp_path / "told") == losses(run_dir)
+    assert {step for step, *_ in losses(run_dir)} == set(range(1, 57)) - {s + 1 for s in skipped}
+    for name in ("faulty", "told"):
+        assert run_cli("verify", str(tmp_path / name)).startswith("0 ")
+
+
+@pytest.mark.multiproc
+def test_tampered_run_is_found_and_the_rows_are_named(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    done = faulty(tiny_config("tampered"), {"tampered": [9, 3, 200]})
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = run_cli("verify", str(tmp_path / "tampered"))
+    print(told)
+    assert told.startswith("1 ")
+    assert "BAD: steps 9 to 9" in told
+    assert "is missing" in told
+    assert "shard-000003.tar row 49 was taken once too often" in told  # 70 + 33 + 48 rows are before shard 3
+
+
+@pytest.mark.multiproc
+def test_run_that_keeps_failing_ends_with_78(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("diverging", **{"guard.max_rollbacks": 1, "guard.skip_before": 0})
+    done = faulty(config, {"nan_gradient": [[0, step] for step in range(4, 20)]})
+    assert done.returncode == 78
+    assert "diverges: step 9 after 1 rollbacks" in done.stderr
+    assert [r["skip_to"] for r in ledger(tmp_path / "diverging", "rollback")] == [6]
+
+
+def run_cli(*arguments: str) -> str:
+    """Exit code and output of electra-dist."""
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, list(arguments))
+    return f"{result.exit_code} {result.output}"
