@@ -8,7 +8,8 @@ GPU the figures are gloo's and a slow rank is a warning.
 Cost: torch's import (2 to 4 s), 3 s of matrix products, under a second of exchanges, no matter how many ranks.
 
 Where it stops: a collective of NCCL that hangs ends the process by NCCL's own watchdog after TIMEOUT, without a
-finding. Load and bandwidth were written and tried on CPUs; on GPUs the numbers are whatever they are there.
+finding; a GPU that hangs in a product hangs this check: start it under a time limit (`timeout`). What the fabric of a
+cluster reaches when it is sound is not known here: ranks are compared with each other only.
 """
 
 from __future__ import annotations
