@@ -54,15 +54,16 @@ class Beat:
 class Heartbeat:
     """This rank's file; `close` says "done"."""
 
-    def __init__(self, run_dir: Path, rank: int, attempt: int) -> None:
-        """Open the file and beat once, in phase "setup" at step 0.
+    def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
+        """Open the file and beat once, in phase "setup" at step 0. `attempt` may be set later, once it is known.
 
         Raises:
             StoreError: the run folder cannot be written.
         """
         path = Path(run_dir) / HEARTBEAT_DIR / f"rank-{rank:05d}.json"
         host = json.dumps(node_name()[:64])
-        self._fixed = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, "attempt": {attempt}, '
+        self._fixed = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '
+        self.attempt = attempt
         self._path, self._step, self._phase = path, 0, ""
         self._now = self._since = 0.0
         self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)
@@ -89,8 +90,8 @@ class Heartbeat:
             self._phase, self._since = phase, now
         self._now, self._step = now, step
         line = _encode(
-            f'{self._fixed}"phase": "{phase}", "step": {step}, "time": {now:.6f}, "phase_since": {self._since:.6f}, '
-            f'"step_s": {self._learned()}'
+            f'{self._fixed}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
+            f'"phase_since": {self._since:.6f}, "step_s": {self._learned()}'
         )
         try:
             os.pwrite(self._file, line, 0)

@@ -20,7 +20,7 @@ from electra_dist.telemetry.jsonl import JsonlFile, Record, read_records
 LEDGER_FILE = "ledger.jsonl"
 
 Event = Literal[
-    "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "crash"
+    "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "unhealthy", "crash"
 ]
 
 

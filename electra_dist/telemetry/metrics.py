@@ -46,6 +46,9 @@ _TAGS = {
         "store_retries": "store/retries",
         "store_wait_s": "store/wait_s",
         "refetches": "store/refetches",
+        "gpu_temperature_c": "gpu/temperature_c",
+        "gpu_power_w": "gpu/power_w",
+        "gpu_sm_clock_mhz": "gpu/sm_clock_mhz",
     },
     "eval": {
         "mlm_loss": "eval/mlm_loss",

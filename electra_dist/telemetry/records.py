@@ -36,6 +36,11 @@ class StepRecord:
     store_retries: int  # store requests repeated by all ranks since this start
     store_wait_s: float  # seconds that they waited before them, added up
     refetches: int  # shards fetched again because their bytes were wrong, since this start
+    gpu_temperature_c: int | None  # of the hottest GPU of rank 0's node
+    gpu_power_w: float | None  # of all its GPUs
+    gpu_sm_clock_mhz: int | None  # of its slowest GPU
+    gpu_throttle: tuple[str, ...]  # reasons that any of them gives for running slowly
+    slow_ranks: tuple[int, ...]  # stragglers, the slowest first
 
 
 @dataclass(frozen=True, kw_only=True)

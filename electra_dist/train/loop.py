@@ -30,6 +30,7 @@ from electra_dist.train.preparation import (
 )
 from electra_dist.train.round import Round
 from electra_dist.train.stopping import StopRequest
+from electra_dist.train.watch import Watch
 
 
 def run(config: Config) -> int:
@@ -54,12 +55,14 @@ def _run(config: Config, inputs: Inputs) -> int:
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
+    watch = Watch(Path(config.run_dir))
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     engine = Engine(_build_module(config, special), config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
-    code = Round(config, inputs, engine, special, skips, stop, pristine=True).run()
+    code = Round(config, inputs, engine, special, skips, stop, watch, pristine=True).run()
     while code is None:  # a rollback is a restart that keeps the process
-        code = Round(config, inputs, engine, special, skips, stop, pristine=False).run()
+        code = Round(config, inputs, engine, special, skips, stop, watch, pristine=False).run()
+    watch.close()
     engine.close()
     return code
 

@@ -30,8 +30,9 @@ from electra_dist.telemetry.metrics import MetricsWriter
 from electra_dist.telemetry.records import EvalRecord, StepRecord
 from electra_dist.train.engine import Engine
 from electra_dist.train.step import StepResult
+from electra_dist.train.watch import Look
 
-Ending = Literal["done", "stop", "crash", "rollback"]
+Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
 
 
 class Reporter:
@@ -68,7 +69,7 @@ class Reporter:
         elif restored:
             self.note(f"restored step {step:,}, saved by attempt {restored.attempt}; this is attempt {attempt}")
 
-    def step(self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt) -> None:
+    def step(self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: Look) -> None:
         """A log step: print the line, write the record."""
         sums = result.sums
         last_step, last_time, last_waited = self._last
@@ -99,7 +100,14 @@ class Reporter:
             store_retries=result.signs.retries,
             store_wait_s=result.signs.retry_wait_ms / 1000,
             refetches=result.signs.refetches,
+            gpu_temperature_c=look.gpu.gpu_temperature_c if look.gpu else None,
+            gpu_power_w=look.gpu.gpu_power_w if look.gpu else None,
+            gpu_sm_clock_mhz=look.gpu.gpu_sm_clock_mhz if look.gpu else None,
+            gpu_throttle=look.gpu.gpu_throttle if look.gpu else (),
+            slow_ranks=tuple(look.slow_ranks),
         )
+        if look.slow_ranks:
+            self.note(f"step {done:,}: slower than the others for three looks: ranks {look.slow_ranks}")
         self._metrics.write(record)
         self._console.line(record)
 
@@ -141,10 +149,10 @@ class Reporter:
         """A line of prose."""
         self._console.note(text)
 
-    def close(self, ending: Ending, step: int) -> None:
+    def close(self, ending: Ending, step: int, why: str = "") -> None:
         """Say how it ended after `step` steps, flush everything and write report.html."""
         if ending != "rollback":
-            self._record(ending, step)
+            self._record(ending, step, **({"why": why} if why else {}))
         self._console.close()
         self._metrics.close()
         self._ledger.close()

@@ -19,7 +19,7 @@ from electra_dist.config import Config
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import Batch, RowLoader
 from electra_dist.data.order import RowOrder
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from electra_dist.model.rows import SpecialIds
 from electra_dist.train.checkpointing import Progress, RunMemory
 from electra_dist.train.engine import Engine
@@ -28,8 +28,16 @@ from electra_dist.train.guard import SkipList, first_to_skip
 from electra_dist.train.preparation import Corpus, Inputs
 from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.schedule import learning_rate
-from electra_dist.train.step import Signs, TrainStep, outlier
+from electra_dist.train.step import Signs, StepResult, TrainStep, outlier
 from electra_dist.train.stopping import StopRequest
+from electra_dist.train.watch import Watch
+
+_ENDINGS: dict[int | None, Ending] = {
+    EXIT_DONE: "done",
+    EXIT_STOPPED: "stop",
+    EXIT_UNHEALTHY: "unhealthy",
+    None: "rollback",
+}
 
 
 class Round:
@@ -43,11 +51,14 @@ class Round:
         special: SpecialIds,
         skips: SkipList,
         stop: StopRequest,
+        watch: Watch,
         pristine: bool,
     ) -> None:
-        self.config, self.inputs, self.engine, self.special, self.stop = config, inputs, engine, special, stop
+        self.config, self.inputs, self.engine, self.special = config, inputs, engine, special
+        self.stop, self.watch = stop, watch
         corpus = inputs.corpus.manifest
         self.memory = RunMemory(config, engine, corpus.fingerprint, skips.steps)
+        watch.began(self.memory.attempt)
         self.restored, set_aside = self.memory.restore(pristine=pristine)
         self.progress = Progress.after(self.restored, config.guard, skips)
         self.reporter = None
@@ -63,11 +74,11 @@ class Round:
             code: int | None = EXIT_DONE
             if self.progress.step < self.config.train.num_steps:
                 code = self._train()
-            ending = {EXIT_DONE: "done", EXIT_STOPPED: "stop", None: "rollback"}[code]  # type: ignore[assignment]
+            ending = _ENDINGS[code]
             return code
         finally:
             if self.reporter:
-                self.reporter.close(ending, self.progress.step)
+                self.reporter.close(ending, self.progress.step, self.stop.reason if ending == "stop" else "")
 
     def _train(self) -> int | None:
         config, progress, num_steps = self.config, self.progress, self.config.train.num_steps
@@ -79,6 +90,7 @@ class Round:
             for step in range(progress.step, num_steps):
                 begin, signs = time.perf_counter(), Signs()
                 done, last = step + 1, step + 1 == num_steps
+                self.watch.beat("step", step)
                 progress.step, progress.eval_rtd_loss = done, None
                 if step not in progress.skips.steps:
                     lr = learning_rate(step, num_steps, config.optimizer)
@@ -92,18 +104,26 @@ class Round:
                             return None
                     else:
                         progress.updated(result)
-                        if self.reporter and (last or _due(done, config.log.every_steps)):
-                            self.reporter.step(done, result, lr, loader.wait_s, progress.receipt)
+                        if last or _due(done, config.log.every_steps):
+                            self._log(result, lr, loader.wait_s, train_step.forward_s())
                 if evaluator and (last or _due(done, config.log.eval_every_steps)):
                     self._evaluate(evaluator)
                 self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
+                if signs.sick:
+                    return EXIT_UNHEALTHY
                 if last or signs.stop or signs.save or _due(done, config.checkpoint.every_steps):
                     self._save()
                 if signs.stop and not last:
                     return self._stop()
             return EXIT_DONE
 
+    def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
+        look = self.watch.look(forward_s)
+        if self.reporter:
+            self.reporter.step(self.progress.step, result, lr, waited_s, self.progress.receipt, look)
+
     def _evaluate(self, evaluator: Evaluator) -> None:
+        self.watch.beat("eval", self.progress.step)
         evaluation = evaluator.run(self.engine, self.progress.step)
         self.progress.eval_rtd_loss = evaluation.rtd_loss
         if self.reporter:
@@ -114,12 +134,14 @@ class Round:
         return Signs(
             stop=self.stop.wants_stop(),
             save=self.stop.wants_save(),
+            sick=self.watch.sick,
             retries=store.retries + self.memory.retries,
             retry_wait_ms=round(1000 * (store.retry_wait_s + self.memory.retry_wait_s)),
             refetches=loader.refetches,
         )
 
     def _save(self) -> None:
+        self.watch.beat("checkpoint", self.progress.step)
         timing = self.memory.save(self.progress)
         if self.reporter:
             self.stop.saved()

@@ -13,7 +13,9 @@ float64 sums after it. The host waits for the device once, in front of the updat
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +39,7 @@ class Signs(NamedTuple):
 
     stop: int = 0  # ranks that were told to stop
     save: int = 0  # ranks that were told to save
+    sick: int = 0  # ranks whose node is not to be trusted
     retries: int = 0  # of store requests, since the run was started
     retry_wait_ms: int = 0
     refetches: int = 0  # shards fetched again because their bytes were wrong
@@ -58,13 +61,14 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs steps on an engine; has no state of its own."""
+    """Runs steps on an engine; what it keeps are the marks of a stopwatch."""
 
     def __init__(
         self, engine: Engine, objective: ObjectiveConfig, special: SpecialIds, seed: int, micro_batch: int
     ) -> None:
         self._engine, self._objective, self._special = engine, objective, special
         self._seed, self._micro_batch = seed, micro_batch
+        self._stopwatch = _Stopwatch(engine.device)
 
     def __call__(
         self,
@@ -89,7 +93,8 @@ class TrainStep:
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
             rows_B = torch.arange(row0, row0 + size, device=engine.device)
             mlm_scale, rtd_scale = scales[micro]
-            out = engine.forward(ids_BS[part], rows_B, batch.step, self._seed, mlm_scale, rtd_scale)
+            with self._stopwatch if micro == 0 else contextlib.nullcontext():
+                out = engine.forward(ids_BS[part], rows_B, batch.step, self._seed, mlm_scale, rtd_scale)
             engine.backward(out.loss)
             sums_K = out.sums if sums_K is None else sums_K + out.sums
             if micro < num_micro - 1:
@@ -97,6 +102,10 @@ class TrainStep:
         assert sums_K is not None
         dist.all_reduce(sums_K)
         return self._update(sums_K, reduced, learning_rate, judge)
+
+    def forward_s(self) -> float:
+        """Seconds of the last step's first forward on this rank. Waits for the device."""
+        return self._stopwatch.seconds()
 
     def _update(
         self, sums_K: torch.Tensor, reduced: torch.Tensor, learning_rate: float, judge: Callable[[float], str]
@@ -160,6 +169,32 @@ class TrainStep:
                 out = engine.forward(ids_BS[i : i + 1], row_B, batch.step, self._seed, 1.0, 1.0)
                 losses.append(self._loss(RtdSums(*out.sums.tolist())))
         return losses
+
+
+class _Stopwatch:
+    """Times a block on the device it runs on, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._times = [0.0, 0.0]
+
+    def __enter__(self) -> None:
+        self._mark(0)
+
+    def __exit__(self, *_: object) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._times[which] = time.perf_counter()
+
+    def seconds(self) -> float:
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
 
 
 def outlier(losses: list[float]) -> int | None:

@@ -28,6 +28,16 @@ STEP = StepRecord(
     eta_s=329_000.0,
     tokens_seen=12_900_000_000,
     step_s=0.8494,
+    rows_seen=25_272_320,
+    receipt="0123456789abcdef",
+    store_retries=3,
+    store_wait_s=0.25,
+    refetches=0,
+    gpu_temperature_c=64,
+    gpu_power_w=5321.5,
+    gpu_sm_clock_mhz=1980,
+    gpu_throttle=(),
+    slow_ranks=(),
 )
 EVAL = EvalRecord(
     step=10000,

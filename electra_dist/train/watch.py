@@ -1,0 +1,77 @@
+"""What a rank shows its supervisor, and what it sees of its node: heartbeats, GPU health, stragglers.
+
+Guarantee: a beat at every step and change of phase, so that a hang is noticed from outside (telemetry/heartbeat.py).
+At log steps the first rank of each node reads its GPUs; new uncorrected memory errors get the node a strike and end
+the run with exit code 69, without a save: what such a GPU holds is not to be trusted.
+
+Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth in three looks in a
+row. A forward has no collective before ZeRO-3, so it is the rank's own time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from electra_dist.telemetry.gpu_watch import GpuReading, GpuSampler, gone_bad
+from electra_dist.telemetry.heartbeat import Heartbeat, Phase
+from electra_dist.telemetry.straggler import stragglers
+from electra_dist.telemetry.strikes import Strike, add_strike, node_name
+
+_LOOKS = 3
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at the nodes found, as rank 0 knows it."""
+
+    gpu: GpuReading | None  # of rank 0's node
+    slow_ranks: list[int]
+
+
+class Watch:
+    """One per rank, for the life of the process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._heartbeat = Heartbeat(run_dir, dist.get_rank())
+        self._sampler = GpuSampler() if int(os.environ["LOCAL_RANK"]) == 0 else None
+        self._first = self._sampler.read() if self._sampler else None
+        self._looks: deque[list[float]] = deque(maxlen=_LOOKS)
+        self.sick = False  # this rank's node is not to be trusted
+
+    def began(self, attempt: int) -> None:
+        """The run's attempt number is known."""
+        self._heartbeat.attempt = attempt
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """Say where this rank is; `step` steps are done."""
+        self._heartbeat.beat(phase, step)
+
+    def look(self, forward_s: float) -> Look:
+        """Read the GPUs and compare the ranks. Collective; at log steps."""
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        if torch.cuda.is_available():
+            times = [t.cuda() for t in times]
+        dist.all_gather(times, torch.full_like(times[0], forward_s))
+        self._looks.append([float(t) for t in times])
+        reading = self._sampler.read() if self._sampler else None
+        reason = gone_bad(self._first, reading)
+        if reason and not self.sick:
+            self.sick = True
+            add_strike(
+                self._run_dir, Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")
+            )
+        return Look(reading, stragglers(list(self._looks), in_a_row=_LOOKS))
+
+    def close(self) -> None:
+        """The run ends well: the supervisor need not watch this rank any more."""
+        self._heartbeat.close()
+        if self._sampler:
+            self._sampler.close()
