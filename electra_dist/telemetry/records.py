@@ -39,8 +39,8 @@ class StepRecord:
     gpu_temperature_c: int | None  # of the hottest GPU of rank 0's node
     gpu_power_w: float | None  # of all its GPUs
     gpu_sm_clock_mhz: int | None  # of its slowest GPU
-    gpu_throttle: tuple[str, ...]  # reasons that any of them gives for running slowly
-    slow_ranks: tuple[int, ...]  # stragglers, the slowest first
+    gpu_throttle: list[str]  # reasons that any of them gives for running slowly
+    slow_ranks: list[int]  # stragglers, the slowest first
 
 
 @dataclass(frozen=True, kw_only=True)

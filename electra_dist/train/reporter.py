@@ -103,8 +103,8 @@ class Reporter:
             gpu_temperature_c=look.gpu.gpu_temperature_c if look.gpu else None,
             gpu_power_w=look.gpu.gpu_power_w if look.gpu else None,
             gpu_sm_clock_mhz=look.gpu.gpu_sm_clock_mhz if look.gpu else None,
-            gpu_throttle=look.gpu.gpu_throttle if look.gpu else (),
-            slow_ranks=tuple(look.slow_ranks),
+            gpu_throttle=list(look.gpu.gpu_throttle) if look.gpu else [],
+            slow_ranks=look.slow_ranks,
         )
         if look.slow_ranks:
             self.note(f"step {done:,}: slower than the others for three looks: ranks {look.slow_ranks}")

@@ -36,8 +36,8 @@ STEP = StepRecord(
     gpu_temperature_c=64,
     gpu_power_w=5321.5,
     gpu_sm_clock_mhz=1980,
-    gpu_throttle=(),
-    slow_ranks=(),
+    gpu_throttle=[],
+    slow_ranks=[],
 )
 EVAL = EvalRecord(
     step=10000,
