@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -172,6 +172,10 @@ def started(
         )
         try:
             yield process
+        except AssertionError as error:
+            if log:
+                error.add_note(log.read_text(errors="replace")[-6000:])
+            raise
         finally:
             kill_session(process.pid)
             process.wait()
@@ -222,3 +226,21 @@ def kill_session(session: int) -> None:
     for pid in session_pids(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+class Verdict(NamedTuple):
+    """One line of a drill's table."""
+
+    name: str
+    good: bool
+    detail: str
+
+
+def print_verdicts(title: str, verdicts: list[Verdict]) -> int:
+    """The table that a drill ends with; returns its exit code: 0 if there are verdicts and all are good."""
+    print(f"\n{title}")
+    for verdict in verdicts:
+        print(f"{'good' if verdict.good else 'BAD':4}  {verdict.name:32}  {verdict.detail}")
+    good = sum(verdict.good for verdict in verdicts)
+    print(f"{good} good, {len(verdicts) - good} bad")
+    return 0 if verdicts and good == len(verdicts) else 1

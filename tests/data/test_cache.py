@@ -24,7 +24,7 @@ from fault_server import FaultPlan, FaultProxy
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.errors import ManifestMismatch, StoreError, StoreExhausted, StoreMissing
-from electra_dist.store import LocalStore, replacing
+from electra_dist.store import LocalStore, file_sha256, open_store, replacing
 
 FORK = multiprocessing.get_context("fork")
 
@@ -95,7 +95,6 @@ def test_many_processes_fetch_each_shard_once(
     build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, s3: Any, tmp_path: Path
 ) -> None:
     """Four processes of the real S3 client, all wanting everything at the same time, through a counting proxy."""
-    from electra_dist.store import open_store
 
     proxy.plan = FaultPlan(rate=0.0)
     corpus = build_corpus(open_store(bucket, s3.endpoint_url), [21, 5, 33, 1, 14])
@@ -226,6 +225,47 @@ def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: 
     assert [len(shard.rows(np.array([0]))) for shard in held] == [1, 1]
     one.close()
     other.close()
+
+
+def read_at_random(corpus: Any, folder: Path, limit_bytes: int, seed: int, fetched: Any) -> None:
+    """A job of its own: shards in a random order, two open at a time, every row compared."""
+    remote, order = Remote(Path(corpus.store.url), 0.0002), random.Random(seed)
+    cache = ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
+    first_rows = np.cumsum([0, *(entry.rows for entry in corpus.manifest.shards)])
+    for _ in range(60):
+        indices = order.sample(range(len(corpus.manifest.shards)), 2)
+        cache.prefetch(indices)
+        for index in indices:
+            shard = cache.open(index)
+            rows = corpus.rows[first_rows[index] : first_rows[index + 1]]
+            assert (shard.rows(np.arange(shard.num_rows)) == rows).all()
+        cache.keep_only(indices[:1])
+    cache.close()
+    with fetched.get_lock():
+        fetched.value += len(remote.fetched)
+
+
+def test_jobs_that_share_a_limited_folder_never_spoil_it(
+    build_corpus: Callable[..., Any], corpus: Any, tmp_path: Path
+) -> None:
+    """Two processes on one corpus and one on another evict each other's shards all the time; each reads its rows."""
+    other = build_corpus(open_store(str(tmp_path / "other")), [30, 12, 25, 8, 40])
+    folder, num_shards = tmp_path / "cache", 7 + 5
+    limit_bytes = 4 * max(entry.bytes for entry in (*corpus.manifest.shards, *other.manifest.shards))
+    fetched = FORK.Value("i", 0)
+    jobs = [(corpus, 1), (corpus, 2), (other, 3)]
+    processes = [FORK.Process(target=read_at_random, args=(c, folder, limit_bytes, n, fetched)) for c, n in jobs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert fetched.value > 3 * num_shards  # else nothing was evicted that anybody wanted
+    assert files(folder) <= whole(corpus) | whole(other)
+    for path in folder.glob("*.tar"):
+        assert path.stem == file_sha256(path)
+    # The limit bends for shards in use: at most two, and two being fetched, of each job.
+    assert len(list(folder.glob("*.tar"))) < num_shards
 
 
 def test_constant_eviction_by_another_is_survived(corpus: Any, remote: Remote, tmp_path: Path) -> None:
