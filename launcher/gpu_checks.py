@@ -94,7 +94,7 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
 
 def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
     if gpu.recovery_action:
-        yield "unhealthy", "the driver asks for a recovery", gpu.recovery_action
+        yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do as it asks, then run this check again"
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:

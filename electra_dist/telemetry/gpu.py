@@ -181,7 +181,7 @@ def _recovery_action(handle: Any) -> str:
     if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return ""
     action = values[0].value.uiVal
-    return "" if action == 0 else _RECOVERY_ACTIONS.get(action, f"recovery action {action}")
+    return "" if action == 0 else _RECOVERY_ACTIONS.get(action, f"take recovery action {action}")
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
