@@ -95,7 +95,6 @@ def test_many_processes_fetch_each_shard_once(
     build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, s3: Any, tmp_path: Path
 ) -> None:
     """Four processes of the real S3 client, all wanting everything at the same time, through a counting proxy."""
-
     proxy.plan = FaultPlan(rate=0.0)
     corpus = build_corpus(open_store(bucket, s3.endpoint_url), [21, 5, 33, 1, 14])
     script = (

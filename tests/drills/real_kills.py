@@ -1,0 +1,210 @@
+"""Real runs, killed -9 at random steps and in the middle of saves, against runs that nobody touched.
+
+    python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
+
+For each ZeRO stage: a run of 2 ranks in bf16 with dropout is killed again and again, every second time while a
+checkpoint is being written, and typed again; one victim is a rank or everything at once. Every loss and gradient norm
+of every step must be the uninterrupted run's, bit for bit. Then, in fp32 without dropout, the number of ranks changes
+1 -> 2 -> 4 -> 1 and the stage 1 -> 3 -> 2, with a kill at each change; the losses must be those of one rank up to the
+rounding of sums. Prints a table and exits with 1 if a verdict is bad. Two cores need about a minute for 4 kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from real_runs import (
+    Verdict,
+    deepspeed_command,
+    print_verdicts,
+    rank_pid,
+    read_losses,
+    session_pids,
+    started,
+    step_records,
+    wait_until,
+    write_corpus,
+    write_tiny_config,
+)
+
+NUM_STEPS, EVERY_STEPS = 140, 7
+ELASTIC_STEPS, PHASE_STEPS = 80, 20
+LARGEST_DIFFERENCE = 2e-5  # nats per token of either loss
+BF16 = {"train.precision": "bf16", "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+REASON = """\
+why they differ at all: fp32 sums have another order. With W ranks the gradient is W partial sums added by the
+all-reduce, on one rank it is the micro-batches one after another, and ZeRO-3 adds other partitions than ZeRO-1; each
+order rounds by about 6e-8 of the sum, and training carries the difference on. Rows, masks and noise are the same bits.
+A sampled token whose two best candidates are closer than that rounding would flip: a jump of 1e-3 or more."""
+
+
+class Kill(NamedTuple):
+    """When, and what."""
+
+    step: int  # once this step is recorded
+    during_save: bool  # then wait until a checkpoint is being written
+    delay_s: float  # and then this long
+    victim: int | None  # rank; None: every process of the run
+
+
+def draw_kills(moments: random.Random, count: int) -> list[Kill]:
+    """Moments over the whole run; every second one in a save."""
+    steps = sorted(moments.sample(range(2, NUM_STEPS - 2 * EVERY_STEPS), count))
+    return [
+        Kill(step, number % 2 == 1, moments.uniform(0.0, 0.008), moments.choice([0, 1, None]))
+        for number, step in enumerate(steps)
+    ]
+
+
+def unfinished_saves(run_dir: Path) -> set[str]:
+    """Folders of checkpoints that are not committed."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return {path.name for path in folders if not (path / "manifest.json").exists()}
+
+
+def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> bool:
+    """Start the run and kill it; whether a save was cut."""
+    with started(config, ranks, run_dir.with_suffix(".log")) as process:
+        wait_until(lambda: len(step_records(run_dir)) >= kill.step, process)
+        victims = session_pids(process.pid) if kill.victim is None else [rank_pid(process.pid, kill.victim)]
+        before = unfinished_saves(run_dir)
+        if kill.during_save:
+            wait_until(lambda: bool(unfinished_saves(run_dir) - before), process, poll_s=0.0005)
+            time.sleep(kill.delay_s)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = process.wait(timeout=90)
+        assert code not in (0, 75, 78), f"exit code {code} after kill -9: {run_dir.with_suffix('.log')}"
+    return kill.during_save and bool(unfinished_saves(run_dir) - before)
+
+
+def run_to_the_end(config: Path, run_dir: Path, ranks: int) -> None:
+    done = subprocess.run(deepspeed_command(config, ranks), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{run_dir}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def first_difference(found: list[tuple], expected: list[tuple]) -> str:
+    """Where two lists of step records part; empty if nowhere."""
+    for one, two in zip(found, expected):
+        if one != two:
+            return f"step {two[0]}: {one} is not {two}"
+    return "" if len(found) == len(expected) else f"{len(found)} records, not {len(expected)}"
+
+
+def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: list[Kill]) -> Verdict:
+    settings = {
+        **BF16,
+        "train.num_steps": NUM_STEPS,
+        "engine.zero_stage": stage,
+        "checkpoint.every_steps": EVERY_STEPS,
+        "data.heldout": None,
+    }
+    uncut, cut = folder / f"uncut-{stage}", folder / f"cut-{stage}"
+    run_to_the_end(write_tiny_config(folder / f"uncut-{stage}.yaml", uncut, corpus, **settings), uncut, 2)
+    config = write_tiny_config(folder / f"cut-{stage}.yaml", cut, corpus, **settings)
+    cut_saves = 0
+    for number, kill in enumerate(kills, start=1):
+        hit = run_until_killed(config, cut, 2, kill)
+        cut_saves += hit
+        victim = "everything" if kill.victim is None else f"rank {kill.victim}"
+        when = f"in a save after step {kill.step}" if kill.during_save else f"at step {kill.step}"
+        print(f"  ZeRO-{stage} kill {number:2}: {victim:10} {when}{', save cut' if hit else ''}", flush=True)
+    run_to_the_end(config, cut, 2)
+    found, expected = read_losses(cut), read_losses(uncut)
+    difference = first_difference(found, expected)
+    receipts = [[record["receipt"] for record in step_records(run)] for run in (cut, uncut)]
+    good = not difference and receipts[0] == receipts[1] and len(expected) == NUM_STEPS
+    wanted = sum(kill.during_save for kill in kills)
+    good = good and cut_saves > 0.5 * wanted
+    text = f"{len(kills)} kills, {cut_saves} of {wanted} save kills cut a save; " + (
+        difference or f"{len(found)} steps and their receipts equal bit for bit, last loss {found[-1][1]!r}"
+    )
+    return Verdict(f"ZeRO-{stage}, 2 ranks, bf16, dropout", good, text)
+
+
+def changed_equals_steady(
+    folder: Path, corpus: str, name: str, phases: list[tuple[int, int]], steady: list[tuple]
+) -> Verdict:
+    """`phases`: (ranks, ZeRO stage), of equal length, with a kill -9 at each change."""
+    run_dir, length = folder / name, ELASTIC_STEPS // len(phases)
+    for number, (ranks, stage) in enumerate(phases):
+        config = elastic_config(folder, run_dir, corpus, stage)
+        if number < len(phases) - 1:
+            run_until_killed(config, run_dir, ranks, Kill((number + 1) * length + 1, False, 0.0, 0))
+        else:
+            run_to_the_end(config, run_dir, ranks)
+    found = read_losses(run_dir)
+    assert [record[0] for record in found] == [record[0] for record in steady]
+    # Of the MLM and the RTD loss; `loss` is the first plus 50 times the second.
+    worst = [max(abs(x - y) for x, y in zip(one[2:4], two[2:4])) for one, two in zip(found, steady)]
+    totals = [abs(one[1] - two[1]) for one, two in zip(found, steady)]
+    for number, (ranks, stage) in enumerate(phases):
+        part = slice(number * length, (number + 1) * length if number < len(phases) - 1 else None)
+        label = f"steps {part.start + 1}-{part.stop or ELASTIC_STEPS}: {ranks} rank{'s' * (ranks > 1)}, ZeRO-{stage}"
+        print(f"  {label:34} largest difference {max(worst[part]):.1e} per token, {max(totals[part]):.1e} of the loss")
+        print("   ", " ".join(f"{value:.0e}" for value in totals[part]), flush=True)
+    flips = [record[0] for record, value in zip(found, worst) if value > LARGEST_DIFFERENCE]
+    text = f"largest difference {max(worst):.1e} (bound {LARGEST_DIFFERENCE:.0e}), of the loss {max(totals):.1e}; "
+    text += f"jump at step {flips[0]}" if flips else "no flipped sample"
+    return Verdict(f"fp32, {name}", not flips, text)
+
+
+def elastic_config(folder: Path, run_dir: Path, corpus: str, stage: int) -> Path:
+    settings = {
+        "train.num_steps": ELASTIC_STEPS,
+        "train.micro_batch": 4,
+        "engine.zero_stage": stage,
+        "data.heldout": None,
+    }
+    return write_tiny_config(folder / f"{run_dir.name}.yaml", run_dir, corpus, **settings)
+
+
+def main() -> int:
+    """Run the drill; the exit code says whether every verdict is good."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="moments and victims")
+    parser.add_argument("--stages", default="1,2,3", help="ZeRO stages to kill; empty: none")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each run")
+    parser.add_argument("--no-elastic", action="store_true", help="leave out the changes of ranks and stages")
+    args = parser.parse_args()
+    begin, verdicts = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="real-kills-") as name:
+        folder = Path(name)
+        corpus = str(folder / "corpus")
+        write_corpus(corpus, [70, 33, 48, 90, 15])
+        for stage in map(int, filter(None, args.stages.split(","))):
+            kills = draw_kills(random.Random(f"{args.seed} {stage}"), args.kills)
+            verdicts.append(killed_equals_uninterrupted(folder, corpus, stage, kills))
+        if not args.no_elastic:
+            steady_dir = folder / "steady"
+            run_to_the_end(elastic_config(folder, steady_dir, corpus, 1), steady_dir, 1)
+            steady = read_losses(steady_dir)
+            for change, phases in (
+                ("ranks 1-2-4-1", [(1, 1), (2, 1), (4, 1), (1, 1)]),
+                ("ZeRO 1-3-2", [(2, 1), (2, 3), (2, 2)]),
+            ):
+                print(
+                    f"fp32, {change}, against one uninterrupted rank; below each phase every step's loss difference:"
+                )
+                verdicts.append(changed_equals_steady(folder, corpus, change.replace(" ", "-"), phases, steady))
+            print(REASON)
+    return print_verdicts(f"seed {args.seed}, {time.monotonic() - begin:.0f} s", verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
