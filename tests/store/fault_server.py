@@ -2,7 +2,7 @@
 
     python tests/store/fault_server.py --upstream http://127.0.0.1:9000 --port 9999 --seed 1 --rate 0.3
 
-Faults (--faults, comma-separated; all by default):
+Faults (--faults, comma-separated; all by default; KIND:TEXT hits only paths that contain TEXT, as in flip:.tar):
   slowdown   503 SlowDown
   reset      the connection is reset in the middle of the body (or, for a PUT, before anything is stored)
   short      the body ends early although Content-Length promises more
@@ -12,6 +12,7 @@ Faults (--faults, comma-separated; all by default):
   replaced   the body breaks in the middle and the object has another ETag afterwards
   expired    400 ExpiredToken
   lost       a PUT or POST is carried out, but its answer is lost
+Lists of a bucket are never flipped, missing or replaced, which are things that happen to objects.
 
 Which request is hit by what is a function of (seed, method, path, how often that was asked for), so a schedule repeats
 whatever the timing of the clients. At most --in-a-row faults hit the same method and path one after another, so a
@@ -42,6 +43,7 @@ ANSWERS = {
     "expired": (400, "ExpiredToken", "The provided token has expired."),
 }
 BODY_FAULTS = ("reset", "short", "flip", "stall", "replaced")
+OBJECT_FAULTS = ("flip", "missing", "replaced")
 UPLOAD_FAULTS = ("slowdown", "reset", "expired", "lost")
 DOWNLOAD_FAULTS = (*ANSWERS, *BODY_FAULTS)
 ALL_FAULTS = (*DOWNLOAD_FAULTS, "lost")
@@ -68,8 +70,7 @@ class FaultPlan:
 
     def draw(self, method: str, path: str) -> tuple[str | None, float]:
         """The fault for the next request of `method` and `path`, and where in the body it strikes, in (0, 1)."""
-        possible = DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS
-        kinds = [kind for kind in self.faults if kind in possible]
+        kinds = self._possible(method, path)
         with self._lock:
             self.requests += 1
             asked = method, path
@@ -86,6 +87,13 @@ class FaultPlan:
             self.counts[chosen] += 1
             self.log.append(f"{chosen} {method} {path}")
             return chosen, (where + 0.5) / 2**32
+
+    def _possible(self, method: str, path: str) -> list[str]:
+        kinds = [kind for kind, _, text in (fault.partition(":") for fault in self.faults) if text in path]
+        possible = set(DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS)
+        if "/" not in path.strip("/"):  # the bucket itself
+            possible -= set(OBJECT_FAULTS)
+        return [kind for kind in kinds if kind in possible]
 
 
 class FaultProxy(http.server.ThreadingHTTPServer):
@@ -220,7 +228,7 @@ def main() -> None:
     parser.add_argument("--stall-s", type=float, default=defaults.stall_s, help="length of a stall, in seconds")
     args = parser.parse_args()
     kinds = tuple(args.faults.split(","))
-    if unknown := set(kinds) - set(ALL_FAULTS):
+    if unknown := {kind.partition(":")[0] for kind in kinds} - set(ALL_FAULTS):
         parser.error(f"unknown fault {', '.join(sorted(unknown))}; there are {', '.join(ALL_FAULTS)}")
     plan = FaultPlan(args.seed, args.rate, kinds, args.only, args.in_a_row, args.most, args.stall_s)
     with FaultProxy(args.upstream, plan, args.port) as proxy:

@@ -301,8 +301,20 @@ def test_full_disk_is_not_taken_for_a_network_fault(faulty: Callable[..., Store]
 def test_schedule_is_a_function_of_its_seed() -> None:
     def draws(seed: int) -> list[tuple[str | None, float]]:
         plan = FaultPlan(seed=seed)
-        return [plan.draw("GET", f"/{n % 7}") for n in range(200)]
+        return [plan.draw("GET", f"/bucket/{n % 7}") for n in range(200)]
 
     assert draws(1) == draws(1)
     assert draws(1) != draws(2)
     assert set(BODY_FAULTS) < {kind for kind, _ in draws(1)}
+
+
+def test_kinds_keep_to_their_paths() -> None:
+    """`flip:.tar` flips nothing else, and a list of a bucket is no object that could be flipped or missing."""
+    plan = FaultPlan(seed=1, rate=1.0, faults=("flip:.tar", "missing", "slowdown"), in_a_row=10**9)
+
+    def kinds(path: str) -> set[str | None]:
+        return {plan.draw("GET", path)[0] for _ in range(50)}
+
+    assert kinds("/bucket/a.tar") == {"flip", "missing", "slowdown"}
+    assert kinds("/bucket/corpus.json") == {"missing", "slowdown"}
+    assert kinds("/bucket") == kinds("/bucket/") == {"slowdown"}
