@@ -207,6 +207,28 @@ class KernelsConfig(Section):
     )
 
 
+class ClusterConfig(Section):
+    """How a run is watched and what counts against a node. Nothing here changes what is computed."""
+
+    hang_step_factor: Annotated[float, Field(gt=1)] = Field(
+        default=5.0, description="a rank is hung after this many learned step times without a heartbeat ..."
+    )
+    hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(default=30.0, description="... but never sooner, seconds")
+    hang_setup_s: Annotated[float, Field(gt=0)] = Field(
+        default=1800.0, description="the same for start, restore and the first steps, seconds"
+    )
+    hang_checkpoint_s: Annotated[float, Field(gt=0)] = Field(default=600.0, description="the same for a save, seconds")
+    hang_eval_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="the same for an evaluation, seconds"
+    )
+    max_fruitless_restarts: Positive = Field(
+        default=3, description="restarts in a row without a new checkpoint that end the run"
+    )
+    strike_expires_h: Annotated[float, Field(gt=0)] = Field(
+        default=24.0, description="hours that a strike keeps a node out of the next submission"
+    )
+
+
 class PlanConfig(Section):
     """Assumptions of `--dry-run`; they change nothing in a run."""
 
@@ -233,6 +255,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
     corpus: CorpusConfig = CorpusConfig()
     kernels: KernelsConfig = KernelsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
