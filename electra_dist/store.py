@@ -23,7 +23,7 @@ import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +56,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+        """Bytes [start, start + length) of an object, writable; fewer only where it ends before. See `read`."""
+
+    @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether there is such an object."""
 
@@ -86,6 +90,10 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
+
+    @abstractmethod
+    def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """Remove what killed writers left, unseen, of keys that begin with `prefix` and are `doomed`; how many."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
@@ -141,6 +149,16 @@ class LocalStore(Store):
         path = self.local_path(key)
         with readable(path):
             return path.read_bytes()
+
+    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+        """See `Store`."""
+        path = self.local_path(key)
+        data, done = memoryview(bytearray(length)), 0
+        with readable(path), path.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            while count := stream.readinto(data[done:]):  # one read gives at most 2 GiB
+                done += count
+        return data[:done]
 
     def exists(self, key: str) -> bool:
         """See `Store`."""
@@ -198,10 +216,22 @@ class LocalStore(Store):
         with writable(path):
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # a folder that is not empty, or that another process just removed
+                sync_folder(path.parent)
                 for folder in path.parents:
                     if folder == self._folder:
                         break
                     folder.rmdir()
+
+    def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """See `Store`."""
+        found = 0
+        for path in self._folder.rglob(f".*{_TEMPORARY}"):
+            name = path.name[1:].removesuffix(_TEMPORARY).rpartition(".")[0]
+            key = (path.parent.relative_to(self._folder) / name).as_posix()
+            if key.startswith(prefix) and doomed(key):
+                self.delete(path.relative_to(self._folder).as_posix())
+                found += 1
+        return found
 
 
 def is_temporary(name: str) -> bool:
@@ -220,7 +250,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
         StoreError: the disk is full, read-only or refuses the write.
     """
     with writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
         try:
             with temporary.open("xb") as out:
@@ -231,7 +261,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
                 os.link(temporary, path)
             else:
                 os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -242,7 +272,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, each synced into the one that it is in."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the folder's entries are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

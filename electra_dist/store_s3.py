@@ -38,7 +38,7 @@ try:
     import boto3
     import botocore.client
 
-    from electra_dist.store_s3_download import Download
+    from electra_dist.store_s3_download import Download, Span
     from electra_dist.store_s3_errors import FAILURES, Again, EmptyRange, Taken, judge
 except ModuleNotFoundError as error:
     if error.name not in ("boto3", "botocore", "urllib3"):
@@ -95,6 +95,13 @@ class S3Store(Store):
         self._download(key, sink, promised)
         return sink.getvalue()
 
+    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+        """See `Store`."""
+        sink = io.BytesIO()
+        if length:
+            self._download(key, sink, promised, Span(start, start + length))
+        return sink.getbuffer()
+
     def exists(self, key: str) -> bool:
         """See `Store`."""
         try:
@@ -130,7 +137,7 @@ class S3Store(Store):
     def upload(self, path: Path, key: str) -> None:
         """See `Store`. Large files go up in parts, four at a time, each retried by itself.
 
-        The parts of an upload that was killed stay, unseen, until a lifecycle rule of the bucket removes them.
+        The parts of an upload that was killed stay, unseen, until `discard_unfinished` removes them.
         """
         size = path.stat().st_size
         if size < _MULTIPART_FROM:
@@ -170,6 +177,26 @@ class S3Store(Store):
         """See `Store`."""
         self._call(key, lambda s3: s3.delete_object(**self._names(key)))
 
+    def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """See `Store`. Parts of uploads that were never completed."""
+        asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        found = 0
+        while True:
+            answer = self._call("", lambda s3: s3.list_multipart_uploads(**asked))
+            for upload in answer.get("Uploads", []):
+                key = upload["Key"].removeprefix(self._prefix)
+                if doomed(key):
+                    self._abort_upload(key, upload["UploadId"])
+                    found += 1
+            if not answer.get("IsTruncated"):
+                return found
+            asked.update(KeyMarker=answer["NextKeyMarker"], UploadIdMarker=answer["NextUploadIdMarker"])
+
+    def _abort_upload(self, key: str, upload_id: str) -> None:
+        names = {**self._names(key), "UploadId": upload_id}
+        with contextlib.suppress(StoreMissing):  # somebody else was quicker
+            self._call(key, lambda s3: s3.abort_multipart_upload(**names))
+
     def _upload_parts(self, path: Path, size: int, key: str, names: dict[str, Any]) -> Sequence[dict[str, Any]]:
         part_size = max(_PART, -(-size // _MAX_PARTS))
 
@@ -193,15 +220,17 @@ class S3Store(Store):
         total = answer.get("ContentRange", "").rpartition("/")[2]
         return int(total or answer["ContentLength"]), answer["Metadata"].get("writer")
 
-    def _download(self, key: str, sink: IO[bytes], promised: bool) -> None:
-        """Write the object to an empty, seekable `sink`, resuming after every fault."""
+    def _download(self, key: str, sink: IO[bytes], promised: bool, span: Span | None = None) -> None:
+        """Write the object, or a span of it, to an empty, seekable `sink`, resuming after every fault."""
         backoff = self._account.begin(self._where(key))
-        download = Download(sink, backoff.progress)
+        download = Download(sink, backoff.progress, span)
         while not download.complete:
             try:
                 with self._judged(key, promised):
                     download.receive(self._client().get_object(**self._names(key), **download.conditions()))
-            except (Taken, EmptyRange):
+            except (Taken, EmptyRange) as answer:
+                if isinstance(answer, EmptyRange) and download.ends_before_span:
+                    break
                 download.restart()
                 backoff.failed("the object was replaced during the download")
             except Again as again:

@@ -23,19 +23,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from electra_dist.checkpoint.manifest import KINDS
+from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.train.optimizer import MOMENTS, ForeachAdamW
 
-KINDS = ("master", *MOMENTS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fragment:
-    """Elements [start, start + numel) of the flattened parameter `name`, as this rank holds them."""
-
-    name: str
-    start: int
-    numel: int
-    views: dict[str, torch.Tensor]  # kind -> writable 1-D fp32 view of `numel` elements
+assert ("master", *MOMENTS) == KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +69,7 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
                 state[moment] = torch.zeros_like(place.flat)
         if not isinstance(base, ForeachAdamW):
             state.setdefault("step", 0)  # fused Adams count steps; without bias correction they never use it
-        whole = {"master": place.flat, **{moment: state[moment] for moment in MOMENTS}}
+        whole = dict(zip(KINDS, (place.flat, *(state[moment] for moment in MOMENTS))))
         views = {k: t.detach().reshape(-1).narrow(0, place.offset, place.numel) for k, t in whole.items()}
         for kind, view in views.items():
             if view.dtype != torch.float32:

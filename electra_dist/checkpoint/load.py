@@ -1,155 +1,101 @@
 """Loading: the newest committed checkpoint whose every byte is what its manifest says, at any world size and stage.
 
-Guarantee: digests are verified before anything is loaded (the ranks share the files); a checkpoint that is torn,
-flipped, short, or of another run is named, set aside (renamed, not deleted) and the next older one is tried. All
-ranks take the same one. No pickle is read. Each rank reads just the ranges that it holds.
+Guarantee: each rank reads just the ranges that it holds and verifies them while it reads, so that all ranks together
+verify every byte, before training goes on. A checkpoint that is torn, flipped, short, or of another run is named, set
+aside (renamed, not deleted) where it is, and the same one of another target, then the next older one is tried. All
+ranks take the same one. No pickle is read.
+
+What cannot be read at all (a service that is down, a right that is missing) is no damage: another target's copy is
+taken, and if there is none the run ends with the store's error instead of losing steps.
+
+Cost: at stages 1 to 3 the ranks together read the checkpoint once (a tensor of which two ranks hold parts, twice); at
+stage 0 every rank reads all of it.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from electra_dist.checkpoint.fragments import Fragment
-from electra_dist.checkpoint.manifest import (
-    FragmentEntry,
-    Manifest,
-    RankPart,
-    RunState,
-    committed,
-    read_manifest,
-    set_aside,
-)
-from electra_dist.checkpoint.save import tensor_name
-from electra_dist.errors import StoreError, TornCheckpoint, UserError
-from electra_dist.store import Store, file_sha256
+from electra_dist.checkpoint.manifest import RunState, committed, read_manifest, set_aside
+from electra_dist.checkpoint.read import fill
+from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.store import Store
 
 T = TypeVar("T")
 
 
 def load_newest(
-    store: Store,
-    staging: Path,
-    fragments: Sequence[Fragment],
-    expected: RunState,
+    targets: Sequence[Store], fragments: Sequence[Fragment], expected: RunState
 ) -> tuple[RunState | None, list[str]]:
     """Overwrite `fragments` with the newest good checkpoint. Collective.
 
     Args:
-        expected: what this run is (identity, corpus, shapes); its step and world size are not compared.
+        targets: where checkpoints are, the preferred one first.
+        expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
 
     Returns:
-        The state found, None if there is none; and one line for each checkpoint that was set aside.
-    """
-    notes: list[str] = []
-    for _, _, folder in reversed(_on_rank_0(lambda: committed(store))):
-        with tempfile.TemporaryDirectory(dir=_made(staging)) as scratch:
-            reader = _Reader(store, folder, Path(scratch))
-            manifest, fault = reader.open(expected)
-            faults = [f for f in _gathered(fault) if f]
-            if not faults and manifest is not None:
-                reader.fill(manifest, fragments)
-                return manifest.state, notes
-        notes.append(f"checkpoint {folder} is set aside: {faults[0]}")
-        if dist.get_rank() == 0:
-            set_aside(store, folder, faults[0])
-        dist.barrier()
-    return None, notes
-
-
-def assemble(store: Store, staging: Path) -> tuple[RunState, dict[str, torch.Tensor]]:
-    """The newest good checkpoint's fp32 master weights, whole, outside any process group (for export).
+        The state found, None if there is none; and one line for each checkpoint that was set aside. With None and such
+        lines the fragments hold anything: the caller initialises them again.
 
     Raises:
-        UserError: there is no checkpoint, or none is good.
+        StoreError: a checkpoint cannot be read, and no other target has it.
     """
-    faults = []
-    for _, _, folder in reversed(committed(store)):
-        with tempfile.TemporaryDirectory(dir=_made(staging)) as scratch:
-            reader = _Reader(store, folder, Path(scratch))
-            try:
-                manifest = read_manifest(store, folder)
-                for part in manifest.parts:
-                    reader.verify(part)
-            except (TornCheckpoint, StoreError) as error:
-                faults.append(f"{folder}: {error}")
-                continue
-            weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
-            whole = [
-                Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
-                for name, weight in weights.items()
-            ]
-            reader.fill(manifest, whole)
-            return manifest.state, weights
-    found = f"none is good ({'; '.join(faults)})" if faults else "there is none yet"
-    raise UserError(f"{store.url}: no checkpoint to read: {found}; train on, or name another run")
+    bad: list[tuple[int, str]] = []  # step, what is wrong
+    unread: tuple[int, int, str] | None = None  # step, attempt, why
+    for step, attempt, number, folder in _on_rank_0(lambda: _newest_first(targets)):
+        if unread and unread[:2] != (step, attempt):
+            break
+        target = targets[number]
+        found, fault, readable = _try(target, folder, fragments, expected)
+        faults = [each for each in _gathered((fault, readable)) if each[0]]
+        if not faults:
+            assert found is not None
+            return found, [_note(text, bad_step, found.step, target) for bad_step, text in bad]
+        damage = next((fault for fault, readable in faults if readable), "")
+        if damage:
+            bad.append((step, f"checkpoint {target.url}/{folder} is set aside: {damage}"))
+            _on_rank_0(lambda at=target, name=folder, why=damage: set_aside(at, name, why))  # type: ignore[misc]
+        else:
+            unread = (step, attempt, faults[0][0])
+    if unread:
+        raise StoreError(unread[2])
+    return None, [f"{text}; no other one is left" for _, text in bad]
 
 
-class _Reader:
-    """One checkpoint folder, read by one rank."""
+def assemble(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+    """The newest checkpoint's fp32 master weights, verified, whole, outside any process group (for export).
 
-    def __init__(self, store: Store, folder: str, scratch: Path) -> None:
-        self._store, self._folder, self._scratch = store, folder, scratch
+    Returns:
+        Its state; parameter name -> weight; one line for each newer checkpoint that is damaged.
 
-    def open(self, expected: RunState) -> tuple[Manifest | None, str]:
-        """(manifest, "") or (None, what is wrong with the share of it that this rank verified)."""
+    Raises:
+        UserError: there is no checkpoint, none is good, or one cannot be read.
+    """
+    faults: list[str] = []
+    for _, _, number, folder in _newest_first(targets):
+        target = targets[number]
         try:
-            manifest = read_manifest(self._store, self._folder)
-            check_belongs(manifest.state, expected)
-            for part in manifest.parts[dist.get_rank() :: dist.get_world_size()]:
-                self.verify(part)
-        except (TornCheckpoint, StoreError) as error:
-            return None, str(error)
-        return manifest, ""
-
-    def fill(self, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
-        """Copy into every fragment the ranges that it overlaps."""
-        saved: dict[str, list[FragmentEntry]] = defaultdict(list)
-        for part in manifest.parts:
-            for entry in part.fragments:
-                saved[entry.name].append(entry)
-        wanted: dict[str, list[tuple[Fragment, FragmentEntry]]] = defaultdict(list)
-        for fragment in fragments:
-            for entry in saved[fragment.name]:
-                if entry.start < fragment.start + fragment.numel and fragment.start < entry.start + entry.numel:
-                    wanted[entry.file].append((fragment, entry))
-        for name, pairs in wanted.items():
-            with safe_open(self._local(name), framework="pt") as file:
-                for fragment, entry in pairs:
-                    begin = max(fragment.start, entry.start)
-                    end = min(fragment.start + fragment.numel, entry.start + entry.numel)
-                    for kind in fragment.views:
-                        tensor = file.get_slice(tensor_name(kind, entry.name, entry.start))
-                        values = tensor[begin - entry.start : end - entry.start]
-                        fragment.views[kind][begin - fragment.start : end - fragment.start].copy_(values)
-
-    def verify(self, part: RankPart) -> None:
-        """Raise TornCheckpoint unless the part's file is what the manifest says."""
-        path = self._local(part.file.name)
-        if not path.exists():
-            raise TornCheckpoint(f"{part.file.name} is missing")
-        size = path.stat().st_size
-        if size != part.file.size_bytes:
-            raise TornCheckpoint(f"{part.file.name} has {size} of {part.file.size_bytes} bytes")
-        if file_sha256(path) != part.file.sha256:
-            raise TornCheckpoint(f"{part.file.name} does not match its digest")
-
-    def _local(self, name: str) -> Path:
-        """The file as a local path, fetched once if the store is remote."""
-        key = f"{self._folder}/{name}"
-        path = self._store.local_path(key)
-        if path is None:
-            path = self._scratch / name
-            if not path.exists():
-                self._store.fetch(key, path)
-        return path
+            manifest = read_manifest(target, folder)
+        except (TornCheckpoint, StoreMissing) as error:
+            faults.append(f"checkpoint {target.url}/{folder} is damaged: {error}")
+            continue
+        weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
+        whole = [
+            Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
+            for name, weight in weights.items()
+        ]
+        if found := fill(target, folder, manifest, whole):
+            faults.append(f"checkpoint {target.url}/{folder} is damaged: {found[0]}")
+        else:
+            return manifest.state, weights, faults
+    where = " and ".join(target.url for target in targets)
+    what = f"none is good ({'; '.join(faults)})" if faults else "there is none yet"
+    raise UserError(f"{where}: no checkpoint to read: {what}; train on, or name another run")
 
 
 def check_belongs(found: RunState, expected: RunState) -> None:
@@ -166,20 +112,57 @@ def check_belongs(found: RunState, expected: RunState) -> None:
     ):
         if getattr(found, field) != getattr(expected, field):
             raise TornCheckpoint(f"it belongs to another {what}")
+    if found.skipped != tuple(step for step in expected.skipped if step < found.step):
+        raise TornCheckpoint("it skips other steps than the run does now")
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _newest_first(targets: Sequence[Store]) -> list[tuple[int, int, int, str]]:
+    """(step, attempt, number of the target, folder): by step and attempt, then in the order of the targets."""
+    found = [
+        (step, attempt, number, folder)
+        for number, target in enumerate(targets)
+        for step, attempt, folder in committed(target)
+    ]
+    return sorted(found, key=lambda place: (-place[0], -place[1], place[2]))
+
+
+def _try(
+    target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
+) -> tuple[RunState | None, str, bool]:
+    """(state, what is wrong with what this rank read, whether it could be read)."""
+    try:
+        manifest = read_manifest(target, folder)
+        check_belongs(manifest.state, expected)
+        faults = fill(target, folder, manifest, fragments, dist.get_rank(), dist.get_world_size())
+    except (TornCheckpoint, StoreMissing) as error:
+        return None, str(error), True
+    except StoreError as error:
+        return None, str(error), False
+    return manifest.state, faults[0] if faults else "", True
+
+
+def _note(text: str, bad_step: int, used_step: int, used: Store) -> str:
+    if bad_step == used_step:
+        return f"{text}; the same step is good in {used.url}"
+    return f"{text}; step {used_step:,} is used instead, {bad_step - used_step:,} steps are done again"
 
 
 def _on_rank_0(function: Callable[[], T]) -> T:
-    box = [function() if dist.get_rank() == 0 else None]
+    """What rank 0 gets, on all ranks; its StoreError, too."""
+    box: list[tuple[T | None, str]] = [(None, "")]
+    if dist.get_rank() == 0:
+        try:
+            box = [(function(), "")]
+        except StoreError as error:
+            box = [(None, str(error))]
     dist.broadcast_object_list(box)
-    return box[0]  # type: ignore[return-value]  # rank 0 filled it
+    value, error_text = box[0]
+    if error_text:
+        raise StoreError(error_text)
+    return value  # type: ignore[return-value]  # rank 0 filled it
 
 
-def _gathered(value: str) -> list[str]:
-    everyone: list[str] = [""] * dist.get_world_size()
+def _gathered(value: T) -> list[T]:
+    everyone: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

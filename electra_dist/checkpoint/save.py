@@ -1,11 +1,14 @@
 """Saving: the step stalls for a copy to host memory; a thread per rank writes, hashes, uploads and commits.
 
-Guarantee: a checkpoint is committed by one conditional create of its manifest, after every rank's file and part are in
-the store, and only by the newest attempt of the run (fencing): a rank that lived on behind a cut link cannot commit
-over its successor. Kill any process at any moment and the newest committed checkpoint is whole.
+Guarantee: kill any process at any moment, and the newest committed checkpoint of every target is whole (`commit.py`).
+Each rank's file is written once, then uploaded to the targets that are not local folders; `on_commit` is called when
+the last target has it.
 
-Cost: one fp32 copy of the rank's state in (pinned, reused) host memory. At most one save is in flight; a second one
-waits for it, and says how long.
+Cost: one fp32 copy of the rank's state in (pinned, reused) host memory, whose pages are touched by `reserve` before
+the first save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for
+it, and says how long.
+
+Where it stops: a target that cannot be written ends the run, because a redundancy that is silently gone is none.
 """
 
 from __future__ import annotations
@@ -18,26 +21,11 @@ from pathlib import Path
 
 import torch
 
-from electra_dist.checkpoint.fragments import KINDS, Fragment
-from electra_dist.checkpoint.manifest import (
-    MANIFEST,
-    FileEntry,
-    FragmentEntry,
-    Manifest,
-    RankPart,
-    RunState,
-    committed,
-    folder_name,
-)
-from electra_dist.checkpoint.tensor_file import write_tensor_file
-from electra_dist.store import Store
-
-PART_TIMEOUT_S = 1800.0
-_POLL_S = 0.05
-
-
-class Fenced(RuntimeError):
-    """A newer attempt of this run has started: this one must end without committing anything."""
+from electra_dist.checkpoint.commit import commit, is_older, retain, submit
+from electra_dist.checkpoint.manifest import KINDS, RunState, folder_name
+from electra_dist.checkpoint.tensor_file import Fragment, Tensor, write_tensor_file
+from electra_dist.config import CheckpointConfig
+from electra_dist.store import LocalStore, Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +36,30 @@ class SaveTiming:
     stall_s: float  # for the copy to host memory
 
 
-def begin_attempt(store: Store) -> int:
-    """Take the next attempt number of the run, for this process group alone. Called by rank 0 only."""
-    attempt = 1 + max((int(Path(key).stem) for key in store.list("attempts/")), default=0)
-    while not store.write_new(_attempt_key(attempt), b"{}\n"):
-        attempt += 1
-    return attempt
-
-
-def tensor_name(kind: str, name: str, start: int) -> str:
-    """Name of a fragment's tensor in a rank's file."""
-    return f"{kind}|{name}|{start}"
-
-
 class CheckpointWriter:
     """One per rank; owns the host buffer and the writing thread. `close()` waits for the save in flight."""
 
-    def __init__(self, store: Store, staging: Path, rank: int, keep_last: int) -> None:
-        """`staging`: local folder for files on their way to S3."""
-        self._store, self._staging, self._rank, self._keep_last = store, staging, rank, keep_last
+    def __init__(
+        self, targets: Sequence[Store], staging: Path, rank: int, attempt: int, policy: CheckpointConfig
+    ) -> None:
+        """Removes what dead attempts left in `staging`, the local folder of files on their way to targets."""
+        self._targets, self._staging, self._rank, self._policy = targets, LocalStore(staging), rank, policy
         self.on_commit: Callable[[RunState, float], None] = lambda state, seconds: None
         """Told about each commit and the seconds since its save began, on rank 0's writing thread."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._losses: list[dict[str, float | None]] = [{} for _ in targets]
+        for key in self._staging.list("step-"):
+            if is_older(key, attempt):
+                self._staging.delete(key)
+
+    def reserve(self, fragments: Sequence[Fragment]) -> None:
+        """Allocate the host buffer and touch its pages now, so that the first save does not."""
+        total = sum(f.numel for f in fragments) * len(KINDS)
+        if self._buffer is None or self._buffer.numel() != total:
+            self._buffer = None  # before the next one is there
+            self._buffer = torch.empty(total, dtype=torch.float32, pin_memory=torch.cuda.is_available()).fill_(0)
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy the fragments and start writing them. Every rank calls it at the same step."""
@@ -79,8 +67,7 @@ class CheckpointWriter:
         self.wait()
         copied = time.perf_counter()
         tensors = self._copy_to_host(fragments)
-        entries = [(f.name, f.start, f.numel) for f in fragments]
-        self._thread = threading.Thread(target=self._run, args=(state, entries, tensors), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(state, tensors), name="checkpoint")
         self._thread.start()
         return SaveTiming(wait_s=copied - begin, stall_s=time.perf_counter() - copied)
 
@@ -97,86 +84,45 @@ class CheckpointWriter:
         """Wait for the last save."""
         self.wait()
 
-    def _copy_to_host(self, fragments: Sequence[Fragment]) -> dict[str, torch.Tensor]:
-        total = sum(f.numel for f in fragments) * len(KINDS)
-        if self._buffer is None or self._buffer.numel() != total:
-            self._buffer = torch.empty(total, dtype=torch.float32, pin_memory=torch.cuda.is_available())
-        tensors, offset = {}, 0
-        for f in fragments:
-            for kind in KINDS:
+    def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        self.reserve(fragments)
+        assert self._buffer is not None
+        tensors, offset = [], 0
+        for kind in KINDS:
+            for f in fragments:
                 host = self._buffer.narrow(0, offset, f.numel)
                 host.copy_(f.views[kind], non_blocking=True)
-                tensors[tensor_name(kind, f.name, f.start)] = host
+                tensors.append(Tensor(kind=kind, name=f.name, start=f.start, values=host))
                 offset += f.numel
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return tensors
 
-    def _run(self, state: RunState, entries: list[tuple[str, int, int]], tensors: dict[str, torch.Tensor]) -> None:
+    def _run(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         try:
             begin = time.perf_counter()
-            folder = folder_name(state.step, state.attempt)
-            self._write_part(folder, entries, tensors)
+            self._write(state, tensors)
             if self._rank == 0:
-                self._commit(folder, state)
+                for target in self._targets:
+                    commit(target, state)
                 self.on_commit(state, time.perf_counter() - begin)
-                retain(self._store, self._keep_last, state.attempt)
+                for target, losses in zip(self._targets, self._losses):
+                    retain(target, self._policy, state.attempt, losses)
         except BaseException as error:  # noqa: BLE001  # handed to the training thread, which raises it in wait()
             self._error = error
 
-    def _write_part(self, folder: str, entries: list[tuple[str, int, int]], tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
+        """This rank's file and entry, in every target."""
+        folder = folder_name(state.step, state.attempt)
         name = f"rank-{self._rank:05d}.safetensors"
         key = f"{folder}/{name}"
-        direct = self._store.local_path(key)
-        path = direct or self._staging / f"{folder}-{name}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        size, sha256 = write_tensor_file(path, tensors)
+        places = [target.local_path(key) for target in self._targets]
+        direct = next((place for place in places if place is not None), None)
+        path = direct or self._staging.local_path(key)
+        entry = write_tensor_file(path, tensors)
+        for target, place in zip(self._targets, places):
+            if direct is None or place != direct:
+                target.upload(path, key)
+            submit(target, folder, self._rank, entry)
         if direct is None:
-            self._store.upload(path, key)
-            path.unlink()
-        part = RankPart(
-            rank=self._rank,
-            file=FileEntry(name=name, size_bytes=size, sha256=sha256),
-            fragments=tuple(FragmentEntry(name=n, start=s, numel=k, file=name) for n, s, k in entries),
-        )
-        self._store.write(_part_key(folder, self._rank), part.model_dump_json().encode())
-
-    def _commit(self, folder: str, state: RunState) -> None:
-        deadline = time.monotonic() + PART_TIMEOUT_S
-        for rank in range(state.world_size):
-            while not self._store.exists(_part_key(folder, rank)):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"checkpoint {folder}: no part of rank {rank} after {PART_TIMEOUT_S:.0f} s")
-                time.sleep(_POLL_S)
-        parts = [RankPart.model_validate_json(self._store.read(_part_key(folder, r))) for r in range(state.world_size)]
-        manifest = Manifest(state=state, parts=tuple(parts))
-        manifest.check_coverage()
-        if self._store.exists(_attempt_key(state.attempt + 1)):
-            raise Fenced(f"attempt {state.attempt} was succeeded; checkpoint {folder} is not committed")
-        if not self._store.write_new(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode()):
-            raise Fenced(f"checkpoint {folder} was committed by somebody else")
-
-
-def retain(store: Store, keep_last: int, attempt: int) -> None:
-    """Delete all but the newest `keep_last` committed checkpoints, and what dead attempts left uncommitted.
-
-    A checkpoint loses its manifest first, so that a kill in between leaves a leftover, not a torn checkpoint. What was
-    set aside stays.
-    """
-    doomed = {folder for _, _, folder in committed(store)[:-keep_last]}
-    kept = {folder for _, _, folder in committed(store)[-keep_last:]}
-    kept |= {folder for _, _, folder in committed(store, "set-aside.txt")}
-    for folder in doomed:
-        store.delete(f"{folder}/{MANIFEST}")
-    for key in store.list("step-"):
-        folder = key.partition("/")[0]
-        if folder not in kept and (folder in doomed or int(folder.rpartition("-a")[2]) < attempt):
-            store.delete(key)
-
-
-def _part_key(folder: str, rank: int) -> str:
-    return f"{folder}/rank-{rank:05d}.json"
-
-
-def _attempt_key(attempt: int) -> str:
-    return f"attempts/{attempt:04d}.json"
+            self._staging.delete(key)

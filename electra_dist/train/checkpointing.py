@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import electra_dist
+from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.fragments import (
-    Fragment,
     held_fragments,
     owned_fragments,
     parameter_shapes,
@@ -26,11 +26,12 @@ from electra_dist.checkpoint.fragments import (
 )
 from electra_dist.checkpoint.load import load_newest
 from electra_dist.checkpoint.manifest import RunState, committed
-from electra_dist.checkpoint.save import CheckpointWriter, SaveTiming, begin_attempt
+from electra_dist.checkpoint.save import CheckpointWriter, SaveTiming
+from electra_dist.checkpoint.targets import open_targets
+from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import Config, GuardConfig
 from electra_dist.data.receipt import Receipt
 from electra_dist.model.init import build_towers
-from electra_dist.store import open_store
 from electra_dist.train.engine import Engine
 from electra_dist.train.guard import Guard, SkipList
 from electra_dist.train.step import StepResult
@@ -83,14 +84,14 @@ class RunMemory:
         self._config = config
         self._engine = engine
         self._module, self._optimizer = engine.deepspeed.module, engine.optimizer
-        self._store = open_store(str(Path(config.run_dir) / "checkpoints"))
-        self._staging = Path(config.run_dir) / "staging"
-        box = [begin_attempt(self._store) if dist.get_rank() == 0 else 0]
+        self._targets = open_targets(config)
+        run = {"identity_sha256": config.identity_sha256(), "corpus_fingerprint": corpus_fingerprint}
+        box = [begin_attempt(self._targets, run) if dist.get_rank() == 0 else 0]
         dist.broadcast_object_list(box)
         self._state = RunState(
             step=0,
             attempt=box[0],
-            identity_sha256=config.identity_sha256(),
+            identity_sha256=run["identity_sha256"],
             corpus_fingerprint=corpus_fingerprint,
             world_size=dist.get_world_size(),
             zero_stage=config.engine.zero_stage,
@@ -99,7 +100,8 @@ class RunMemory:
             versions=versions(),
             skipped=tuple(sorted(skipped)),
         )
-        self.writer = CheckpointWriter(self._store, self._staging, dist.get_rank(), config.checkpoint.keep_last)
+        staging = Path(config.run_dir) / "staging"
+        self.writer = CheckpointWriter(self._targets, staging, dist.get_rank(), box[0], config.checkpoint)
 
     @property
     def attempt(self) -> int:
@@ -114,7 +116,8 @@ class RunMemory:
             pristine: the engine still holds the initial weights, unless a damaged checkpoint was half read.
         """
         fragments = held_fragments(self._module, self._optimizer)
-        found, set_aside = load_newest(self._store, self._staging, fragments, self._state)
+        self.writer.reserve(owned_fragments(self._module, self._optimizer))
+        found, set_aside = load_newest(self._targets, fragments, self._state)
         if found is None and pristine and not set_aside:
             return found, set_aside
         if found is None:
@@ -142,16 +145,18 @@ class RunMemory:
     @property
     def retries(self) -> int:
         """Store requests repeated so far."""
-        return self._store.retries
+        return sum(target.retries for target in self._targets)
 
     @property
     def retry_wait_s(self) -> float:
         """Seconds waited before them."""
-        return self._store.retry_wait_s
+        return sum(target.retry_wait_s for target in self._targets)
 
     def committed_steps(self) -> list[int]:
         """Steps of the checkpoints there are, ascending; the same on all ranks. Collective."""
-        box = [[step for step, _, _ in committed(self._store)] if dist.get_rank() == 0 else []]
+        box: list[list[int]] = [[]]
+        if dist.get_rank() == 0:
+            box = [sorted({step for target in self._targets for step, _, _ in committed(target)})]
         dist.broadcast_object_list(box)
         return box[0]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from electra_dist.checkpoint.load import assemble
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config_file import load_config
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import UserError
 from electra_dist.model.hf import export_discriminator, export_generator
 from electra_dist.model.rows import SpecialIds
-from electra_dist.store import open_store
 from electra_dist.train.preparation import CONFIG_FILE, TOKENIZER_FILE, VOCAB_FILE
 
 
@@ -25,7 +26,9 @@ def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
         raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); name the run_dir of a started run")
     config = load_config(run_dir / CONFIG_FILE)
     tokenizer = TokenizerEntry.model_validate_json((run_dir / TOKENIZER_FILE).read_text())
-    state, weights = assemble(open_store(str(run_dir / "checkpoints")), run_dir / "staging")
+    state, weights, damaged = assemble(open_targets(config.model_copy(update={"run_dir": str(run_dir)})))
+    for line in damaged:
+        print(line, file=sys.stderr)
     special = SpecialIds.from_tokens(tokenizer.special)
     folders = {}
     for name, write in (("discriminator", export_discriminator), ("generator", export_generator)):
