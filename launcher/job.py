@@ -7,7 +7,7 @@ of how the job was told to end. `done` is believed only of the ledger: a launche
     next    stopped on purpose (75), or without sick nodes (69): the next link, or a requeue
     again   a crash: a link in its place, or a requeue; at most three in a row without a new checkpoint
     stop    nothing but a person can help (78, no progress, RUN/stop): the rest of the chain is cancelled
-    leave   somebody ended the job (scancel, preemption): what follows is Slurm's
+    leave   somebody ended the job (scancel, preemption), or another one has taken over: what follows is Slurm's
 
 jobs.jsonl, beside the scripts in RUN/slurm/, holds one line for each submission, begin and end of a job; the only
 writer is the one job of the run that Slurm lets run (`--dependency=singleton`).
@@ -51,13 +51,17 @@ class Verdict:
 class JobEnd:
     """How a job ended, as its batch script saw it."""
 
+    job: str
+    restart: int
     codes: Mapping[str, int]  # exit code by node; a node that died has none
     cancelled: bool = False  # TERM long before the time limit
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Verdict:
-    """The verdict on the job that began last in `jobs`."""
+    """The verdict on the job that has ended."""
     began = next(record for record in reversed(jobs) if record["event"] == "begin")
+    if (began["job"], began["restart"]) != (end.job, end.restart):  # this node was cut off and given up meanwhile
+        return Verdict(action="leave", exit_code=EXIT_CRASH, why=f"job {began['job']} has taken the run over")
     events = ledger[began["ledger_events"] :]  # counted, not timed: clocks differ
     if any(record["event"] == "done" for record in ledger):
         return Verdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
@@ -144,7 +148,8 @@ def end(args: argparse.Namespace) -> None:
     limit = float(args.end_time) if re.fullmatch(r"\d+", args.end_time) else float("inf")
     cancelled = args.told == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
     codes = exit_codes(args.state)
-    verdict = decide(read_ledger(args.run), read_jobs(args.run), JobEnd(codes=codes, cancelled=cancelled))
+    ended = JobEnd(job=args.job, restart=args.restart, codes=codes, cancelled=cancelled)
+    verdict = decide(read_ledger(args.run), read_jobs(args.run), ended)
     excluded = sorted({*excluded_nodes(read_strikes(args.run), time.time()), *verdict.sick_nodes})
     note(args.run, "end", job=args.job, restart=args.restart, codes=codes, verdict=verdict.action, why=verdict.why)
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")

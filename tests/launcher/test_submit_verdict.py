@@ -29,6 +29,10 @@ def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart
     }
 
 
+def how(number: int = 1, codes: dict[str, int] | None = None, cancelled: bool = False, restart: int = 0) -> JobEnd:
+    return JobEnd(job=str(number), restart=restart, codes=codes or {}, cancelled=cancelled)
+
+
 def ended(number: int, verdict: str, restart: int = 0) -> Record:
     return {"event": "end", "job": str(number), "restart": restart, "verdict": verdict}
 
@@ -55,16 +59,20 @@ CASES = [
 def test_each_end_has_its_verdict(
     what: str, ledger: list[Record], codes: dict[str, int], cancelled: bool, action: str, code: int
 ):
-    verdict = decide(ledger, [begin(1)], JobEnd(codes=codes, cancelled=cancelled))
+    verdict = decide(ledger, [begin(1)], how(1, codes, cancelled))
     assert (verdict.action, verdict.exit_code) == (action, code)
     assert verdict.sick_nodes == (("n2",) if code == 69 else ())
 
 
+def test_a_job_that_was_given_up_while_its_node_was_cut_off_decides_nothing():
+    jobs = [begin(1), begin(1, restart=1)]
+    assert decide([START], jobs, how(1, {"n1": 1}, restart=0)).action == "leave"
+    assert decide([START], jobs, how(1, {"n1": 1}, restart=1)).action == "again"
+
+
 def test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one():
     ledger = [START, event("checkpoint", 7), event("stop", 7)]
-    verdict = decide(
-        ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], JobEnd(codes={})
-    )
+    verdict = decide(ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], how(2))
     assert verdict.action == "again"
 
 
@@ -72,18 +80,18 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run():
     ledger, jobs, actions = [START, event("checkpoint", 10)], [], []
     for restart in range(4):
         jobs.append(begin(1, 2, 10, restart))
-        verdict = decide(ledger, jobs, JobEnd(codes={"n1": 1}))
+        verdict = decide(ledger, jobs, how(1, {"n1": 1}, restart=restart))
         jobs.append(ended(1, verdict.action, restart))
         actions.append(verdict.action)
     assert actions == ["again", "again", "again", "stop"]
     assert "4 jobs in a row" in verdict.why
     resubmitted = [*jobs, {"event": "submit", "jobs": ["2"]}, begin(2, 2, 10)]
-    assert decide(ledger, resubmitted, JobEnd(codes={"n1": 1})).action == "again"
+    assert decide(ledger, resubmitted, how(2)).action == "again"
 
 
 def test_jobs_that_a_dead_node_took_along_count_too():
     jobs = [begin(1, restart=restart) for restart in range(4)]  # none lived to note its end
-    assert decide([START], jobs, JobEnd(codes={})).action == "stop"
+    assert decide([START], jobs, how(1, restart=3)).action == "stop"
 
 
 def test_a_step_that_is_saved_again_is_no_progress():
@@ -91,7 +99,7 @@ def test_a_step_that_is_saved_again_is_no_progress():
     for _ in range(4):  # each start saves step 10, which the next finds torn
         ledger += [event("checkpoint", 10)]
     jobs = [begin(1), *(begin(1, n + 2, 10, n + 1) for n in range(4))]
-    assert decide(ledger, jobs, JobEnd(codes={})).action == "stop"
+    assert decide(ledger, jobs, how(1, restart=4)).action == "stop"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["crash", "stop"])), max_size=30))
@@ -100,16 +108,16 @@ def test_a_run_that_crashes_for_ever_ends_and_one_that_moves_on_does_not(course:
     ledger: list[Record] = []
     jobs: list[Record] = []
     fruitless = 0
-    for number, (saves, how) in enumerate(course):
+    for number, (saves, ending) in enumerate(course):
         reached = sum(e["event"] == "checkpoint" for e in ledger)
         jobs.append(begin(number, len(ledger), reached))
         ledger += [event("checkpoint", reached + i + 1) for i in range(saves)]
-        if how == "stop":
+        if ending == "stop":
             ledger.append(event("stop", reached + saves))
-        fruitless = 0 if saves else fruitless + (how == "crash")
-        verdict = decide(ledger, jobs, JobEnd(codes={"n1": 75 if how == "stop" else 1}))
+        fruitless = 0 if saves else fruitless + (ending == "crash")
+        verdict = decide(ledger, jobs, how(number, {"n1": 75 if ending == "stop" else 1}))
         jobs.append(ended(number, verdict.action))
-        expected = "next" if how == "stop" else "stop" if fruitless > 3 else "again"
+        expected = "next" if ending == "stop" else "stop" if fruitless > 3 else "again"
         assert verdict.action == expected
         if expected == "stop":
             break

@@ -54,11 +54,12 @@ ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format="
 export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask %e)}
 ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$SLURM_JOB_NODELIST" \
     --submitted "$(ask %V)" --started "$(ask %S)"
-if [ -z "$told" ]; then
+if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
     start_step
     step=$!
     wait "$step"
     while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trap ends a wait early
+    step=
 fi
 
 pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
@@ -70,7 +71,7 @@ done | stop) for job in $(pending); do scancel "$job"; done ;;
 next) : ;;
 again) sbatch "$script" ;;
 esac
-if [ -n "$exclude" ]; then
-    for job in $(pending); do scontrol update JobId="$job" ExcNodeList="$exclude"; done
+if [ -n "$exclude" ]; then # also of this job, if it was just requeued
+    for job in $(pending) ; do scontrol update JobId="$job" ExcNodeList="$exclude"; done
 fi
 exit "${code:-1}"

@@ -1,0 +1,94 @@
+"""A run that a test has submitted: what it noted, what its jobs printed, when its steps were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from machines import show, wait_for
+from real_runs import REPOSITORY
+from slurm import SlurmCluster
+
+from electra_dist.telemetry.ledger import read_ledger
+from launcher.job import read_jobs
+from launcher.submit import Submission, prepare
+from launcher.submit import submit as submit_jobs
+
+FAKE_PYTHON = Path(__file__).parent / "fake_python"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder on a cluster."""
+
+    cluster: SlurmCluster
+    folder: Path
+    jobs: list[str]
+
+    def log(self) -> str:
+        """What all its jobs printed."""
+        return "\n".join(file.read_text(errors="replace") for file in sorted((self.folder / "slurm").glob("*.log")))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The ledger's events of one kind."""
+        return [event for event in read_ledger(self.folder) if event["event"] == name]
+
+    def verdicts(self) -> list[str]:
+        """What became of each job that lived to say so."""
+        return [record["verdict"] for record in read_jobs(self.folder) if record["event"] == "end"]
+
+    def nodes(self) -> list[str]:
+        """Where each start ran."""
+        return [record["nodes"] for record in read_jobs(self.folder) if record["event"] == "begin"]
+
+    def queue(self) -> str:
+        """Its jobs, with state and reason."""
+        return self.cluster.slurm("squeue", "--noheader", "--format=%A %T %r")
+
+    def wait(self, timeout_s: float) -> float:
+        """Seconds until no job is left in the queue."""
+        try:
+            return wait_for(lambda: not self.queue(), timeout_s, "jobs are left")
+        except TimeoutError as error:
+            raise AssertionError(
+                f"{error}: {self.queue()}\n{self.cluster.slurm('sinfo', '-N')}\n{self.log()}"
+            ) from None
+
+    def wait_for_checkpoint(self, step: int, timeout_s: float = 60) -> None:
+        """Until a checkpoint of at least this step is committed."""
+        wait_for(lambda: any(e["step"] >= step for e in self.events("checkpoint")), timeout_s, self.log)
+
+    def status(self) -> str:
+        """What `electra-dist status` says."""
+        command = [sys.executable, "-m", "electra_dist.cli.main", "status", str(self.folder)]
+        return show(command, self.cluster.environment)
+
+
+def submit(cluster: SlurmCluster, config: Path, *options: str) -> Run:
+    """Submit as a person would."""
+    command = [sys.executable, str(REPOSITORY / "launcher" / "submit.py"), "--config", str(config)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return _run(cluster, config)
+
+
+def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **fields: Any) -> Run:
+    """Submit with fake_ranks.py in the place of the training."""
+    settings = {"gpus_per_node": 0, "num_nodes": num_nodes, **fields}
+    resolved, request, excluded = prepare(Submission(config_file=config, **settings), ["test"])
+    submit_jobs(resolved, replace(request, python=str(FAKE_PYTHON)), excluded)
+    return _run(cluster, config)
+
+
+def _run(cluster: SlurmCluster, config: Path) -> Run:
+    import yaml
+
+    folder = Path(yaml.safe_load(config.read_text())["run_dir"])
+    submitted = [record for record in read_jobs(folder) if record["event"] == "submit"]
+    assert submitted, json.dumps(read_jobs(folder))
+    return Run(cluster, folder, submitted[-1]["jobs"])

@@ -1,0 +1,72 @@
+"""A real run on a real Slurm: time limit, dead node, and every loss is the uninterrupted run's, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from machines import wait_for
+from slurm import SlurmCluster
+from submitted import Run, submit
+
+MakeConfig = Callable[..., Path]
+LONG = {
+    "train.num_steps": 1200,
+    "model.hidden_dropout": 0.1,
+    "model.attention_dropout": 0.1,
+    "checkpoint.every_steps": 50,
+    "data.heldout": None,
+}
+
+
+def first_step_after(run: Run, moment: float) -> float:
+    """Seconds from `moment` (time.time()) to the first step that a later start recorded."""
+    from electra_dist.telemetry.metrics import read_metrics
+
+    starts = [datetime.fromisoformat(e["time"]).timestamp() for e in [*run.events("start"), *run.events("resume")]]
+    begun = len([s for s in starts if s > moment])
+    wait_for(
+        lambda: (
+            len([e for e in run.events("resume") if datetime.fromisoformat(e["time"]).timestamp() > moment]) > begun
+        ),
+        120,
+        run.log(),
+    )
+    resumed = run.events("resume")[-1]["step"]
+    wait_for(lambda: any(r["step"] > resumed for r in read_metrics(run.folder)), 60, run.log)
+    return time.time() - moment
+
+
+def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_uninterrupted_run(
+    cluster: Callable[..., SlurmCluster],
+    tiny_config: MakeConfig,
+    pretrain: Callable[..., subprocess.CompletedProcess[str]],
+    losses: Callable[[Path], list[tuple]],
+    tmp_path: Path,
+):
+    slurm = cluster(3)
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--time", "1", "--signal-ahead", "20", "--chain", "4"]
+    run = submit(slurm, tiny_config("cut", **LONG), *options)
+
+    wait_for(lambda: run.events("stop"), 90, run.log)
+    told = time.time()
+    print(f"time limit: {run.events('stop')[0]}")
+    for job in run.jobs[1:]:
+        slurm.slurm("scontrol", "update", f"JobId={job}", "TimeLimit=20")
+    print(f"stop to the first step of the next link: {first_step_after(run, told):.1f} s")
+    run.wait_for_checkpoint(run.events("resume")[-1]["step"] + 50)
+
+    slurm.crash("n2")
+    died = time.time()
+    print(f"node dead to the first step without it: {first_step_after(run, died):.1f} s")
+    assert run.nodes()[-1] == "n[1,3]"
+    run.wait(240)
+    print(run.log()[-1200:])
+
+    assert run.events("done")[-1]["step"] == 1200
+    pretrain(tiny_config("uncut", **LONG), 2)
+    assert losses(run.folder) == losses(tmp_path / "uncut")
+    assert len(losses(run.folder)) == 1200
