@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
 from electra_dist.checkpoint.manifest import (
@@ -107,7 +106,7 @@ def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
     target.write(_entry_key(folder, rank), entry.model_dump_json().encode())
 
 
-def commit(target: Store, state: RunState) -> None:
+def commit(target: Store, state: RunState, saved_at: str) -> None:
     """Wait for all ranks' entries and create the manifest.
 
     Raises:
@@ -118,7 +117,7 @@ def commit(target: Store, state: RunState) -> None:
     keys = [_entry_key(folder, rank) for rank in range(state.world_size)]
     _wait_for(target, folder, keys)
     files = tuple(FileEntry.model_validate_json(target.read(key)) for key in keys)
-    manifest = Manifest(committed_at=datetime.now(UTC).isoformat(timespec="seconds"), state=state, files=files)
+    manifest = Manifest(saved_at=saved_at, state=state, files=files)
     manifest.check_coverage()
     check_fence(target, state.attempt)
     if not target.write_new(f"{folder}/{MANIFEST}", manifest.dump()):

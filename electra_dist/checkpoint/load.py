@@ -89,7 +89,7 @@ def assemble(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor
             Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
             for name, weight in weights.items()
         ]
-        if found := fill(target, folder, manifest, whole):
+        if found := fill(target, folder, manifest, whole, manifest.files):
             faults.append(f"checkpoint {target.url}/{folder} is damaged: {found[0]}")
         else:
             return manifest.state, weights, faults
@@ -133,7 +133,8 @@ def _try(
     try:
         manifest = read_manifest(target, folder)
         check_belongs(manifest.state, expected)
-        faults = fill(target, folder, manifest, fragments, dist.get_rank(), dist.get_world_size())
+        share = manifest.files[dist.get_rank() :: dist.get_world_size()]
+        faults = fill(target, folder, manifest, fragments, share)
     except (TornCheckpoint, StoreMissing) as error:
         return None, str(error), True
     except StoreError as error:

@@ -106,7 +106,7 @@ class Manifest(_Frozen):
     """The whole checkpoint."""
 
     format: Literal[2] = 2
-    committed_at: str  # UTC, ISO 8601
+    saved_at: str  # UTC, ISO 8601; the same in all targets
     state: RunState
     files: tuple[FileEntry, ...]
 

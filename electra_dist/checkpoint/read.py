@@ -61,7 +61,7 @@ def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
         header = _read(store, key, 0, file.header_bytes)
         size = store.size(key)
     except StoreMissing:
-        return [f"{file.name} is missing"]
+        return [missing(file.name)]
     faults = [f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes"] if size != file.size_bytes else []
     if hashlib.sha256(header).hexdigest() != file.header_sha256:
         faults.append(f"the header of {file.name} does not match its digest")
@@ -76,7 +76,7 @@ def read_tensors(
     try:
         data = _read(store, f"{folder}/{request.file}", first, request.size_bytes)
     except StoreMissing:
-        return [f"{request.file} is missing"]
+        return [missing(request.file)]
     faults = []
     for tensor in request.tensors:
         part = data[tensor.offset - first : tensor.offset - first + tensor.size_bytes]
@@ -89,9 +89,9 @@ def read_tensors(
 
 
 def fill(
-    store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], share: int = 0, num_shares: int = 1
+    store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Copy into every fragment the ranges that it overlaps, and check every `num_shares`-th file's size and header.
+    """Copy into every fragment the ranges that it overlaps; check the size and header of the files in `check`.
 
     Returns what is wrong; the fragments are then partly overwritten.
     """
@@ -114,7 +114,7 @@ def fill(
 
     wanted = [r for file in manifest.files for r in requests(file, lambda tensor: bool(overlapping(tensor)))]
     with ThreadPoolExecutor(THREADS) as pool:
-        checks = pool.map(lambda file: file_faults(store, folder, file), manifest.files[share::num_shares])
+        checks = pool.map(lambda file: file_faults(store, folder, file), check)
         reads = pool.map(lambda request: read_tensors(store, folder, request, use), wanted)
         return [fault for faults in (*checks, *reads) for fault in faults]
 
@@ -132,18 +132,29 @@ def verify(
     except (TornCheckpoint, StoreMissing) as error:
         return None, [str(error)]
 
+    return manifest, [fault for file in manifest.files for fault in verify_file(store, folder, file, advance)]
+
+
+def verify_file(
+    store: Store, folder: str, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Everything that is wrong with one file."""
+
     def check(request: Request) -> list[str]:
         faults = read_tensors(store, folder, request, lambda tensor, data: None)
         advance(request.size_bytes)
         return faults
 
-    faults = []
+    faults = file_faults(store, folder, file)
+    if faults == [missing(file.name)]:
+        return faults
     with ThreadPoolExecutor(THREADS) as pool:
-        for file in manifest.files:
-            faults += file_faults(store, folder, file)
-            if f"{file.name} is missing" not in faults:
-                faults += [fault for found in pool.map(check, requests(file)) for fault in found]
-    return manifest, faults
+        return faults + [fault for found in pool.map(check, requests(file)) for fault in found]
+
+
+def missing(file: str) -> str:
+    """The fault of a file that is not there."""
+    return f"{file} is missing"
 
 
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:

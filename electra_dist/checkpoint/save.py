@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ class CheckpointWriter:
     ) -> None:
         """Removes what dead attempts left in `staging`, the local folder of files on their way to targets."""
         self._targets, self._staging, self._rank, self._policy = targets, LocalStore(staging), rank, policy
-        self.on_commit: Callable[[RunState, float], None] = lambda state, seconds: None
+        self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
         """Told about each commit and the seconds since its save began, on rank 0's writing thread."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
@@ -67,9 +68,10 @@ class CheckpointWriter:
         self.wait()
         copied = time.perf_counter()
         tensors = self._copy_to_host(fragments)
-        self._thread = threading.Thread(target=self._run, args=(state, tensors), name="checkpoint")
+        timing = SaveTiming(wait_s=copied - begin, stall_s=time.perf_counter() - copied)
+        self._thread = threading.Thread(target=self._run, args=(state, tensors, timing), name="checkpoint")
         self._thread.start()
-        return SaveTiming(wait_s=copied - begin, stall_s=time.perf_counter() - copied)
+        return timing
 
     def wait(self) -> None:
         """Return when nothing is in flight; raise what the writing thread raised."""
@@ -98,14 +100,15 @@ class CheckpointWriter:
             torch.cuda.synchronize()
         return tensors
 
-    def _run(self, state: RunState, tensors: Sequence[Tensor]) -> None:
+    def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
         try:
             begin = time.perf_counter()
             self._write(state, tensors)
             if self._rank == 0:
+                saved_at = datetime.now(UTC).isoformat(timespec="seconds")
                 for target in self._targets:
-                    commit(target, state)
-                self.on_commit(state, time.perf_counter() - begin)
+                    commit(target, state, saved_at)
+                self.on_commit(state, timing, time.perf_counter() - begin)
                 for target, losses in zip(self._targets, self._losses):
                     retain(target, self._policy, state.attempt, losses)
         except BaseException as error:  # noqa: BLE001  # handed to the training thread, which raises it in wait()

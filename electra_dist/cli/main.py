@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from electra_dist.cli.checkpoint import app as checkpoint_app
 from electra_dist.cli.submit import submit
 from electra_dist.cli.verify import verify_command
 from electra_dist.config import Config
@@ -19,6 +20,7 @@ from electra_dist.errors import EXIT_USER_ERROR, UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.add_typer(corpus_app, name="corpus", help="Text to rows to shards.")
+app.add_typer(checkpoint_app, name="checkpoint", help="What a run has saved: list, verify, diff, repair.")
 app.command()(submit)
 app.command("verify")(verify_command)
 
