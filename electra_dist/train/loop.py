@@ -6,6 +6,7 @@ The step loop itself is `round.py`; this file is what surrounds it: inputs, proc
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.store import replacing
+from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.engine import Engine, init_distributed
 from electra_dist.train.guard import SkipList
 from electra_dist.train.preparation import (
@@ -42,15 +44,16 @@ def run(config: Config) -> int:
     Raises:
         UserError: before anything is written.
     """
+    import_s, begin = seconds_since_process_start(), time.perf_counter()
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     init_distributed()
     try:
-        return _run(config, inputs)
+        return _run(config, inputs, import_s, begin)
     finally:
         dist.destroy_process_group()  # else a rank in four aborts at exit
 
 
-def _run(config: Config, inputs: Inputs) -> int:
+def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     stop = StopRequest(Path(config.run_dir), dist.get_rank() == 0)
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
@@ -59,9 +62,10 @@ def _run(config: Config, inputs: Inputs) -> int:
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     engine = Engine(_build_module(config, special), config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
-    code = Round(config, inputs, engine, special, skips, stop, watch, pristine=True).run()
+    build_s = {"import": import_s, "build": time.perf_counter() - begin}
+    code = Round(config, inputs, engine, special, skips, stop, watch, build_s).run()
     while code is None:  # a rollback is a restart that keeps the process
-        code = Round(config, inputs, engine, special, skips, stop, watch, pristine=False).run()
+        code = Round(config, inputs, engine, special, skips, stop, watch, None).run()
     watch.close()
     engine.close()
     return code

@@ -52,18 +52,19 @@ class Reporter:
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         on_gpu = engine.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
-        self._stalls: dict[int, SaveTiming] = {}
         self._last = (start_step, time.perf_counter(), 0.0)  # step, time, seconds waited for data
         self._greet(corpus)
 
-    def began(self, attempt: int, restored: RunState | None, set_aside: list[str]) -> None:
-        """Where this start begins."""
+    def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
+        """Where this start begins, and how long that took."""
         for line in set_aside:
             self.note(line)
             self._record("set_aside", restored.step if restored else 0, reason=line)
         step = restored.step if restored else 0
         ranks = dist.get_world_size()
-        self._record("resume" if restored else "start", step, attempt=attempt, ranks=ranks, repeated=self._repeated)
+        details = {"attempt": attempt, "ranks": ranks, "repeated": self._repeated}
+        setup_s = {name: round(seconds, 3) for name, seconds in setup_s.items()}
+        self._record("resume" if restored else "start", step, **details, setup_s=setup_s)
         if restored and step >= self._config.train.num_steps:
             self.note(f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do")
         elif restored:
@@ -117,18 +118,14 @@ class Reporter:
         self._console.evaluation(record)
         self._last = (record.step, time.perf_counter(), self._last[2])
 
-    def saving(self, step: int, timing: SaveTiming) -> None:
-        """A save has begun; the loop goes on."""
+    def saving(self) -> None:
+        """A save begins: the records of its steps must outlive the machine before it is committed."""
         self._metrics.sync()
-        self._stalls[step] = timing
-        if timing.wait_s > 1.0:
-            self.note(f"step {step:,}: waited {timing.wait_s:.1f} s for the previous checkpoint to be written")
 
-    def committed(self, state: RunState, seconds: float) -> None:
+    def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """A checkpoint exists. Called from the writing thread, which the loop joins before it closes anything."""
-        timing = self._stalls.pop(state.step, None)
-        details = {"stall_s": timing.stall_s, "wait_s": timing.wait_s} if timing else {}
-        self._record("checkpoint", state.step, attempt=state.attempt, write_s=seconds, **details)
+        details = {"stall_s": timing.stall_s, "wait_s": timing.wait_s, "write_s": write_s, "spent_s": spent_s}
+        self._record("checkpoint", state.step, attempt=state.attempt, **details)
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
         """The guard let no update happen in `step` (from 0)."""
@@ -149,10 +146,10 @@ class Reporter:
         """A line of prose."""
         self._console.note(text)
 
-    def close(self, ending: Ending, step: int, why: str = "") -> None:
+    def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
         """Say how it ended after `step` steps, flush everything and write report.html."""
         if ending != "rollback":
-            self._record(ending, step, **({"why": why} if why else {}))
+            self._record(ending, step, **({"why": why} if why else {}), spent_s=spent_s)
         self._console.close()
         self._metrics.close()
         self._ledger.close()

@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.save import SaveTiming
 from electra_dist.config import Config
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import Batch, RowLoader
@@ -22,6 +23,7 @@ from electra_dist.data.order import RowOrder
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from electra_dist.model.rows import SpecialIds
 from electra_dist.train.checkpointing import Progress, RunMemory
+from electra_dist.train.clock import Clock
 from electra_dist.train.engine import Engine
 from electra_dist.train.evaluate import Evaluator
 from electra_dist.train.guard import SkipList, first_to_skip
@@ -52,19 +54,27 @@ class Round:
         skips: SkipList,
         stop: StopRequest,
         watch: Watch,
-        pristine: bool,
+        build_s: dict[str, float] | None,
     ) -> None:
+        """Restore. Collective.
+
+        Args:
+            build_s: seconds of the start so far; None after a rollback, when nothing had to be built.
+        """
+        begin = time.perf_counter()
         self.config, self.inputs, self.engine, self.special = config, inputs, engine, special
         self.stop, self.watch = stop, watch
         corpus = inputs.corpus.manifest
         self.memory = RunMemory(config, engine, corpus.fingerprint, skips.steps)
         watch.began(self.memory.attempt)
-        self.restored, set_aside = self.memory.restore(pristine=pristine)
+        self.restored, set_aside = self.memory.restore(pristine=build_s is not None)
         self.progress = Progress.after(self.restored, config.guard, skips)
+        self.clock = Clock({**(build_s or {}), "restore": time.perf_counter() - begin})
+        self._spent_at: dict[int, dict[str, float]] = {}  # by step of the saves in flight
         self.reporter = None
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, engine, corpus, self.restored)
-            self.reporter.began(self.memory.attempt, self.restored, set_aside)
+            self.reporter.began(self.memory.attempt, self.restored, set_aside, self.clock.setup_s)
             self.memory.writer.on_commit = self._committed
 
     def run(self) -> int | None:
@@ -78,7 +88,8 @@ class Round:
             return code
         finally:
             if self.reporter:
-                self.reporter.close(ending, self.progress.step, self.stop.reason if ending == "stop" else "")
+                why = self.stop.reason if ending == "stop" else ""
+                self.reporter.close(ending, self.progress.step, why, self.clock.spent_s())
 
     def _train(self) -> int | None:
         config, progress, num_steps = self.config, self.progress, self.config.train.num_steps
@@ -94,8 +105,10 @@ class Round:
                 progress.step, progress.eval_rtd_loss = done, None
                 if step not in progress.skips.steps:
                     lr = learning_rate(step, num_steps, config.optimizer)
-                    batch = loader.next()
-                    result = train_step(batch, lr, progress.guard.fault, self._signs(loader))
+                    with self.clock.step():
+                        batch = loader.next()
+                        result = train_step(batch, lr, progress.guard.fault, self._signs(loader))
+                    self.clock.waited_for_data(loader.wait_s)
                     signs = result.signs
                     if result.fault:
                         self._stopped_step(train_step, batch, result.fault)
@@ -124,7 +137,8 @@ class Round:
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         self.watch.beat("eval", self.progress.step)
-        evaluation = evaluator.run(self.engine, self.progress.step)
+        with self.clock.evaluation():
+            evaluation = evaluator.run(self.engine, self.progress.step)
         self.progress.eval_rtd_loss = evaluation.rtd_loss
         if self.reporter:
             self.reporter.evaluation(evaluation)
@@ -142,16 +156,20 @@ class Round:
 
     def _save(self) -> None:
         self.watch.beat("checkpoint", self.progress.step)
-        timing = self.memory.save(self.progress)
+        self._spent_at[self.progress.step] = self.clock.spent_s()
         if self.reporter:
+            self.reporter.saving()
             self.stop.saved()
-            self.reporter.saving(self.progress.step, timing)
+        timing = self.memory.save(self.progress)
+        self.clock.stalled(timing.wait_s + timing.stall_s)
+        if self.reporter and timing.wait_s > 1.0:
+            self.reporter.note(f"waited {timing.wait_s:.1f} s for the previous checkpoint to be written")
 
-    def _committed(self, state: RunState, seconds: float) -> None:
+    def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
         """Rank 0's writing thread has committed a checkpoint."""
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
-            self.reporter.committed(state, seconds)
+            self.reporter.committed(state, timing, seconds, self._spent_at.pop(state.step))
 
     def _stop(self) -> int:
         """The emergency save is the save that was just begun, waited for."""
