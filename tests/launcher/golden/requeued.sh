@@ -45,10 +45,12 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 for host in $hosts; do echo "$host slots=$ranks_per_node"; done >"$state/hostfile"
 export master_addr=${hosts%%[[:space:]]*}
 export master_port=$((10000 + (SLURM_JOB_ID * 10 + ${SLURM_RESTART_COUNT:-0}) % 20000))
-ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }
-export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask %e)}
+ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
+export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+queued=EligibleTime                                      # of a link: when the one before had ended
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # Slurm's name for the time of a requeue
 ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$SLURM_JOB_NODELIST" \
-    --submitted "$(ask %V)" --started "$(ask %S)"
+    --submitted "$(ask "$queued")" --started "$(ask StartTime)"
 if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
     start_step
     step=$!
