@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
+from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -20,6 +21,7 @@ from electra_dist.store import replacing
 from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.engine import Engine, init_distributed
 from electra_dist.train.guard import SkipList
+from electra_dist.train.last_words import another_rank_told, tell_once
 from electra_dist.train.preparation import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -42,13 +44,20 @@ def run(config: Config) -> int:
         An exit code of errors.py.
 
     Raises:
-        UserError: before anything is written.
+        UserError: before anything is written; a later one is told here and is an exit code.
     """
     import_s, begin = seconds_since_process_start(), time.perf_counter()
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     init_distributed()
     try:
         return _run(config, inputs, import_s, begin)
+    except UserError as error:
+        tell_once(error)
+        return EXIT_USER_ERROR
+    except RuntimeError:
+        if another_rank_told():
+            return EXIT_USER_ERROR
+        raise
     finally:
         dist.destroy_process_group()  # else a rank in four aborts at exit
 

@@ -27,6 +27,7 @@ import hashlib
 import http.client
 import http.server
 import json
+import signal
 import socket
 import struct
 import threading
@@ -214,7 +215,8 @@ def running_faults(upstream: str, plan: FaultPlan | None = None) -> Iterator[Fau
 
 
 def main() -> None:
-    """Serve until Ctrl-C, then say what was injected."""
+    """Serve until Ctrl-C or SIGTERM, then say what was injected."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = FaultPlan()
     parser.add_argument("--upstream", required=True, help="endpoint URL of the real server")

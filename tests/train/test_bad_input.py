@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from real_runs import REPOSITORY, write_corpus
+from real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus
 from s3_server import running_s3
 
 from electra_dist.data.manifest import MANIFEST_KEY
+from electra_dist.data.order import RowOrder
 
 MakeConfig = Callable[..., Path]
 
@@ -119,3 +121,23 @@ def test_bucket_that_does_not_exist(tiny_config: MakeConfig, tmp_path: Path) -> 
         done = one_rank(tiny_config(), "data.corpus=s3://nobodys-bucket/prefix", url, **server.env)
     assert_refused(done, tmp_path / "run", "s3://nobodys-bucket", "bucket")
     assert server.env["AWS_SECRET_ACCESS_KEY"] not in done.stderr
+
+
+@pytest.mark.multiproc
+def test_a_shard_that_only_one_rank_meets_is_named_once(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Not rank 0, which alone would otherwise speak; both end with 78 and not with the connection that broke."""
+    corpus, rows_per_shard = tmp_path / "corpus", [1, 2, 1, 3] * 16
+    manifest = write_corpus(str(corpus), rows_per_shard)
+    _, shards, _ = RowOrder(rows_per_shard, 7, 2).locate(np.arange(5 * 16))
+    in_step = shards.reshape(5, 2, 8)  # step, rank, row
+    victim = next(s for s in in_step[4, 1] if s not in in_step[:4] and s not in in_step[4, 0])
+    shard = corpus / manifest.shards[victim].name
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    config = tiny_config(**{"data.corpus": str(corpus), "data.heldout": None})
+    done = subprocess.run(deepspeed_command(config, 2), capture_output=True, text=True, timeout=120)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error: ")]
+    assert done.returncode == 78, done.stderr
+    assert len(errors) == 1, done.stderr
+    assert str(shard) in errors[0]
+    assert "Traceback" not in done.stderr
+    assert len(step_records(tmp_path / "run")) == 4

@@ -1,0 +1,176 @@
+"""A real training run whose S3 breaks thousands of times: same losses, same rows, and a good receipt.
+
+    python tests/drills/s3_faults.py --seed 1 --faults 2000
+
+Corpus and checkpoints of a run of 2 ranks lie on a real S3 server (radosgw where it is installed, else moto's) behind
+`tests/store/fault_server.py`, which slows down, resets, cuts, flips, stalls, loses, expires and denies by a seeded
+schedule. The cache is too small for the corpus, so that shards are fetched again and again, and everything is killed
+-9 once, so that a checkpoint is loaded through the faults too. Every loss must be that of a run on local files, bit
+for bit; `electra-dist verify` must say good. Then one shard is beyond repair: the run must end with exit code 78 and
+one line that names it. Prints a table and exits with 1 if a verdict is bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "store"))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from fault_server import ALL_FAULTS, FaultPlan, FaultProxy, running_faults
+from real_runs import (
+    Verdict,
+    deepspeed_command,
+    kill_session,
+    print_verdicts,
+    read_losses,
+    started,
+    step_records,
+    wait_until,
+    write_corpus,
+    write_tiny_config,
+)
+from s3_server import best_kind, make_bucket, running_s3
+
+RATE = 0.7  # share of requests that are hit, at most 3 in a row
+# Shards and tensor files have digests that a flipped byte is found by, and are known to exist when they are asked for;
+# whether corpus.json or a manifest exists is a question, and one byte of such a file must be trusted to the transport.
+EVERYWHERE = tuple(kind for kind in ALL_FAULTS if kind not in ("flip", "missing"))
+FAULTS = (*EVERYWHERE, "flip:.tar", "missing:.tar", "flip:.safetensors", "missing:.safetensors")
+ROWS_PER_SHARD = [1 + number % 5 for number in range(300)]  # 5 or 6 shards a step
+CACHE_LIMIT_GB = 0.0005  # of the corpus's 0.003
+STALL_S = 0.3
+
+
+def settings(num_steps: int) -> dict[str, object]:
+    return {
+        "train.num_steps": num_steps,
+        "model.hidden_dropout": 0.1,
+        "data.shuffle_window_shards": 8,
+        "data.heldout": None,
+        "checkpoint.every_steps": 5,
+    }
+
+
+def on_s3(bucket: str, proxy: FaultProxy) -> dict[str, object]:
+    return {
+        "data.endpoint_url": proxy.endpoint_url,
+        "data.cache_limit_gb": CACHE_LIMIT_GB,
+        "checkpoint.endpoint_url": proxy.endpoint_url,
+        "checkpoint.targets": [f"{bucket}/checkpoints"],
+    }
+
+
+def run_to_the_end(config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(deepspeed_command(config, 2), capture_output=True, text=True, timeout=900)
+
+
+def killed_and_typed_again(config: Path, run_dir: Path, step: int) -> list[dict]:
+    """Kill everything at `step`, start again; the last record of the first start and of the second."""
+    with started(config, 2, run_dir.with_suffix(".log")) as process:
+        wait_until(lambda: len(step_records(run_dir)) >= step, process, timeout_s=600)
+        kill_session(process.pid)
+    first = step_records(run_dir)[-1]
+    done = run_to_the_end(config)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return [first, step_records(run_dir)[-1]]
+
+
+def faults_of(proxy: FaultProxy) -> Counter[str]:
+    """By kind, as anybody can ask the proxy."""
+    with urllib.request.urlopen(f"{proxy.endpoint_url}/-/faults") as answer:
+        return Counter(json.load(answer))
+
+
+def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -> list[Verdict]:
+    """The long run behind all faults, against local files."""
+    num_steps = max(40, faults // 10)
+    local, remote = folder / "local", folder / "remote"
+    done = run_to_the_end(write_tiny_config(folder / "local.yaml", local, f"{folder}/corpus", **settings(num_steps)))
+    assert done.returncode == 0, done.stderr[-4000:]
+    with running_faults(upstream, FaultPlan(seed=seed, rate=RATE, faults=FAULTS, stall_s=STALL_S)) as proxy:
+        config = write_tiny_config(
+            folder / "remote.yaml", remote, f"{bucket}/corpus", **settings(num_steps), **on_s3(bucket, proxy)
+        )
+        ends = killed_and_typed_again(config, remote, num_steps // 2)
+        verify = subprocess.run(
+            [str(Path(sys.executable).parent / "electra-dist"), "verify", str(remote)], capture_output=True, text=True
+        )
+        counts, requests = faults_of(proxy), proxy.plan.requests
+        hit = Counter(line.split()[0] for line in proxy.plan.log if "/checkpoints/" in line)
+    print(f"{requests} requests, {counts.total()} faults ({hit.total()} of them on checkpoints):")
+    for kind in ALL_FAULTS:
+        print(f"  {kind:10} {counts[kind]:6}   on checkpoints {hit[kind]:5}")
+    for name, end in zip(("until the kill", "after it"), ends):
+        print(
+            f"  {name}: step {end['step']}, store_retries {end['store_retries']}, "
+            f"store_wait_s {end['store_wait_s']:.1f}, refetches {end['refetches']}"
+        )
+    found, expected = read_losses(remote), read_losses(local)
+    receipts = [[record["receipt"] for record in step_records(run)] for run in (remote, local)]
+    same = sum(one == two for one, two in zip(found, expected))
+    good_verify = verify.returncode == 0 and "good:" in verify.stdout
+    retries, waited_s = (sum(end[key] for end in ends) for key in ("store_retries", "store_wait_s"))
+    return [
+        Verdict("faults injected", counts.total() >= faults and set(counts) == set(ALL_FAULTS), str(counts.total())),
+        Verdict("losses of local files", found == expected, f"{same} of {num_steps} steps equal bit for bit"),
+        Verdict("receipts of local files", receipts[0] == receipts[1], f"{receipts[0][-1]} after {num_steps} steps"),
+        Verdict("electra-dist verify", good_verify, (verify.stdout + verify.stderr).strip().splitlines()[-1]),
+        Verdict("cost is visible", retries > 0 and waited_s > 0, f"{retries} retries, {waited_s:.0f} s waited"),
+    ]
+
+
+def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, shard: str) -> Verdict:
+    """A shard that never comes, or never comes right."""
+    plan = FaultPlan(rate=1.0, faults=(fault,), only=shard, in_a_row=10**9)
+    with running_faults(upstream, plan) as proxy:
+        run_dir = folder / f"lost-{fault}"
+        config = write_tiny_config(
+            folder / f"lost-{fault}.yaml",
+            run_dir,
+            f"{bucket}/corpus",
+            **{**settings(100), "data.endpoint_url": proxy.endpoint_url},
+        )
+        done = run_to_the_end(config)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error: ")]
+    good = done.returncode == 78 and len(lines) == 1 and shard in lines[0]
+    shown = lines[0] if lines else (done.stderr.strip().splitlines() or ["no line"])[-1]
+    return Verdict(
+        f"shard always {fault}", good, f"exit {done.returncode} at step {len(step_records(run_dir))}: {shown}"
+    )
+
+
+def main() -> int:
+    """Run the drill; the exit code says whether every verdict is good."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="schedule of the faults")
+    parser.add_argument("--faults", type=int, default=2000, help="least number of faults")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="s3-faults-") as name, running_s3() as server:
+        folder = Path(name)
+        os.environ.update(server.env)
+        bucket = make_bucket(server.endpoint_url, server.env, f"drill-{args.seed}")
+        write_corpus(str(folder / "corpus"), ROWS_PER_SHARD)
+        write_corpus(f"{bucket}/corpus", ROWS_PER_SHARD, endpoint_url=server.endpoint_url)
+        verdicts = survives(folder, bucket, server.endpoint_url, args.seed, args.faults)
+        for fault in ("missing", "flip"):
+            verdicts.append(ends_naming_the_shard(folder, bucket, server.endpoint_url, fault, "shard-000123"))
+    return print_verdicts(f"{best_kind()}, seed {args.seed}, {time.monotonic() - begin:.0f} s", verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
