@@ -5,8 +5,8 @@ Slurm's own parser in an #SBATCH line; what that parser cannot carry is refused 
 
 What the script does, on the first node of the job, outside any container:
   1. notes the job in RUN/slurm/jobs.jsonl (`launcher.job begin`),
-  2. starts one task on each node (`srun`), which starts the ranks of that node,
-  3. passes USR1 (ahead of the time limit) and TERM on to the ranks as USR1: they save and end with 75,
+  2. starts one task on each node (`srun`): `launcher.supervise`, which starts and watches the ranks of that node,
+  3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75,
   4. asks `launcher.job end` for a verdict, which reads the ledger and the exit code of every node, and does what it
      says: cancel what is left of the chain, leave out a node, requeue, or replace a link that crashed.
 
@@ -120,7 +120,6 @@ run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
 config={shlex.quote(request.config_file)}
 python={shlex.quote(request.python)}
-ranks_per_node={max(1, request.gpus_per_node)}
 export state=$run_dir/slurm/job-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 export PYTHONUNBUFFERED=1
 """
@@ -142,9 +141,9 @@ def _node_part(request: SubmitRequest) -> str:
             prefix = ours = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, image]) + " "
     return f"""
 if [ "${{1:-}}" = node ]; then # one task per node; the lines below it are the job's own
-    # Ignored signals stay ignored across exec: only the ranks, which install handlers, act on them.
+    # Ignored signals stay ignored across exec: only the supervisor and the ranks, which install handlers, act on them.
     trap '' USR1 USR2 TERM
-    {prefix}{_start_ranks()}
+    {prefix}{_start_ranks(request)}
     code=$?
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
@@ -154,12 +153,13 @@ start_step() {{ srun --kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bi
 """
 
 
-def _start_ranks() -> str:
-    """What starts the ranks of one node and ends with their exit code."""
+def _start_ranks(request: SubmitRequest) -> str:
+    """What starts and watches the ranks of one node, and ends with an exit code of errors.py."""
+    ranks = max(1, request.gpus_per_node)
     return (
-        '"$python" -m deepspeed.launcher.runner --hostfile "$state/hostfile" --no_ssh --node_rank "$SLURM_NODEID" \\\n'
-        '        --master_addr "$master_addr" --master_port "$master_port" \\\n'
-        '        --module launcher.pretrain --config "$config"'
+        '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
+        f"        --nodes {request.num_nodes} --gpus-per-node {ranks} "
+        '--master-addr "$master_addr" --master-port "$master_port"'
     )
 
 
@@ -183,15 +183,15 @@ trap 'pass_on TERM' TERM
 
 mkdir -p "$state"
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-for host in $hosts; do echo "$host slots=$ranks_per_node"; done >"$state/hostfile"
-export master_addr=${hosts%%[[:space:]]*}
-export master_port=$((10000 + (SLURM_JOB_ID * 10 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
+master_addr=${nodes%%,*}
+master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64)) # the first of 64
+export master_addr master_port
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
 queued=EligibleTime                                      # of a link: when the one before had ended
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # Slurm's name for the time of a requeue
-ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$SLURM_JOB_NODELIST" \
+ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
     --submitted "$(ask "$queued")" --started "$(ask StartTime)"
 if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
     start_step
@@ -202,7 +202,7 @@ if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up fo
 fi
 
 pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
-IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --job "$SLURM_JOB_ID" \
+IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
     --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
 echo "${action:-no verdict}: ${why:-launcher.job could not be run}"
 case $action in

@@ -5,7 +5,7 @@ of how the job was told to end. `done` is believed only of the ledger: a launche
 
     done    the target step is reached; the rest of the chain is cancelled
     next    stopped on purpose (75), or without sick nodes (69): the next link, or a requeue
-    again   a crash: a link in its place, or a requeue; at most three in a row without a new checkpoint
+    again   a crash: a link in its place, or a requeue, as long as new checkpoints come
     stop    nothing but a person can help (78, no progress, RUN/stop): the rest of the chain is cancelled
     leave   somebody ended the job (scancel, preemption), or another one has taken over: what follows is Slurm's
 
@@ -25,13 +25,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from electra_dist.telemetry.jsonl import JsonlFile, Record, read_records
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.telemetry.strikes import excluded_nodes, read_strikes
+from launcher.outcome import newest_checkpoint
 
 JOBS_FILE = Path("slurm") / "jobs.jsonl"
-RESTARTS_WITHOUT_CHECKPOINT = 3
 _CANCELLED_BEFORE_S = 30.0  # a TERM earlier than this before the limit is not the limit's
 
 Action = Literal["done", "next", "again", "stop", "leave"]
@@ -55,6 +56,7 @@ class JobEnd:
     restart: int
     codes: Mapping[str, int]  # exit code by node; a node that died has none
     cancelled: bool = False  # TERM long before the time limit
+    max_fruitless_restarts: int = 3  # in a row without a new checkpoint, of jobs or of the ranks within them
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Verdict:
@@ -79,16 +81,16 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Ver
     if sick:
         why = f"{', '.join(sick)} unhealthy; going on without"
         return Verdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick)
-    return _after_crash(ledger, jobs, end.codes)
+    return _after_crash(ledger, jobs, end)
 
 
-def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], codes: Mapping[str, int]) -> Verdict:
-    what = ", ".join(f"{node} {code}" for node, code in sorted(codes.items())) or "no node told its exit code"
-    failed = fruitless_jobs(ledger, jobs)
-    if failed > RESTARTS_WITHOUT_CHECKPOINT:
-        why = f"{failed} jobs in a row ended without a new checkpoint ({what}); see the log, then submit again"
+def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Verdict:
+    what = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node told its exit code"
+    failed = max(fruitless_jobs(ledger, jobs), fruitless_starts(ledger, jobs))
+    if failed > end.max_fruitless_restarts:
+        why = f"{failed} starts in a row ended without a new checkpoint ({what}); see the log, then submit again"
         return Verdict(action="stop", exit_code=EXIT_CRASH, why=why)
-    why = f"crash ({what}); {RESTARTS_WITHOUT_CHECKPOINT + 1 - failed} more without a new checkpoint end the run"
+    why = f"crash ({what}); {end.max_fruitless_restarts + 1 - failed} more without a new checkpoint end the run"
     return Verdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
@@ -104,9 +106,16 @@ def fruitless_jobs(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     return count
 
 
-def newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """The furthest step that was ever saved; 0 before the first. One that is saved again is no progress."""
-    return max((record["step"] for record in ledger if record["event"] == "checkpoint"), default=0)
+def fruitless_starts(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
+    """The same for starts of the ranks: a supervisor starts them several times within a job."""
+    submitted = max((n for n, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
+    since = next((r["ledger_events"] for r in jobs[submitted + 1 :] if r["event"] == "begin"), 0)
+    reached, count = newest_checkpoint(ledger), 0
+    moved = next((n + 1 for n, e in enumerate(ledger) if e["event"] == "checkpoint" and e["step"] == reached), 0)
+    for event in ledger[max(since, moved) :]:
+        count += event["event"] in ("start", "resume")
+        count -= event["event"] in ("stop", "rollback") and count > 0
+    return count
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
@@ -148,9 +157,17 @@ def end(args: argparse.Namespace) -> None:
     limit = float(args.end_time) if re.fullmatch(r"\d+", args.end_time) else float("inf")
     cancelled = args.told == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
     codes = exit_codes(args.state)
-    ended = JobEnd(job=args.job, restart=args.restart, codes=codes, cancelled=cancelled)
+    cluster = load_config(args.config).cluster
+    ended = JobEnd(
+        job=args.job,
+        restart=args.restart,
+        codes=codes,
+        cancelled=cancelled,
+        max_fruitless_restarts=cluster.max_fruitless_restarts,
+    )
     verdict = decide(read_ledger(args.run), read_jobs(args.run), ended)
-    excluded = sorted({*excluded_nodes(read_strikes(args.run), time.time()), *verdict.sick_nodes})
+    struck = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
+    excluded = sorted({*struck, *verdict.sick_nodes})
     note(args.run, "end", job=args.job, restart=args.restart, codes=codes, verdict=verdict.action, why=verdict.why)
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
 
@@ -169,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.add_argument(f"--{name}", default="")
         if command is end:
             sub.add_argument("--state", type=Path, required=True)
+            sub.add_argument("--config", required=True)
     args = parser.parse_args(argv)
     args.command(args)
     return EXIT_DONE

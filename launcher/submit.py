@@ -78,7 +78,8 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         container=submission.container,
         sbatch_options=submission.sbatch_options,
     )
-    return config, request, tuple(excluded_nodes(read_strikes(run_dir), time.time()))
+    expires_s = 3600 * config.cluster.strike_expires_h
+    return config, request, tuple(excluded_nodes(read_strikes(run_dir), time.time(), expires_s=expires_s))
 
 
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:

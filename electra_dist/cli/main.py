@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from electra_dist.cli.checkpoint import app as checkpoint_app
+from electra_dist.cli.status import status
 from electra_dist.cli.submit import submit
 from electra_dist.cli.verify import verify_command
 from electra_dist.config import Config
@@ -22,6 +23,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.add_typer(corpus_app, name="corpus", help="Text to rows to shards.")
 app.add_typer(checkpoint_app, name="checkpoint", help="What a run has saved: list, verify, diff, repair.")
 app.command()(submit)
+app.command()(status)
 app.command("verify")(verify_command)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, for example configs/large_25pct_mask.yaml")]

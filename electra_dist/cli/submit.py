@@ -50,7 +50,7 @@ def submit(
         container=image,
         sbatch_options=tuple(sbatch or ()),
     )
-    resolved, request, excluded = prepare(submission, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    resolved, request, excluded = prepare(submission, ["electra-dist", *sys.argv[1:]])
     if dry_run:
         print(batch_script(request, excluded), end="")
         return
@@ -58,7 +58,7 @@ def submit(
     out, run = Console(highlight=False, soft_wrap=True), shlex.quote(resolved.run_dir)
     out.print(f"submitted {'jobs' if len(jobs) > 1 else 'job'} {', '.join(jobs)}: {request.script_file}")
     if excluded:
-        out.print(f"  left out   {', '.join(excluded)} (strikes of the last day: {request.run_dir}/strikes.jsonl)")
+        out.print(f"  left out   {', '.join(excluded)} (strikes: {request.run_dir}/strikes.jsonl)")
     out.print(f"  log        {request.run_dir}/slurm/job-{jobs[0]}.log")
     out.print(f"  status     electra-dist status {run}")
     out.print(f"  stop       touch {run}/stop   (saves first)   or: scancel --name={request.job_name}")

@@ -22,7 +22,7 @@ STEP_S = 1 / 3
 
 def main() -> int:
     node, first = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"] == "0"
-    config = yaml.safe_load(Path(sys.argv[-1]).read_text())
+    config = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     run, num_steps = Path(config["run_dir"]), config["train"]["num_steps"]
     told: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,17 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run():
         jobs.append(ended(1, verdict.action, restart))
         actions.append(verdict.action)
     assert actions == ["again", "again", "again", "stop"]
-    assert "4 jobs in a row" in verdict.why
+    assert "4 starts in a row" in verdict.why
     resubmitted = [*jobs, {"event": "submit", "jobs": ["2"]}, begin(2, 2, 10)]
     assert decide(ledger, resubmitted, how(2)).action == "again"
+
+
+def test_restarts_within_a_job_count_like_jobs():
+    ledger = [START, event("checkpoint", 10), event("crash", 12)] + 4 * [event("resume", 10), event("crash", 12)]
+    assert decide(ledger, [begin(1)], how()).action == "stop"
+    assert decide([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)], how()).action == "again"
+    again = [begin(1), {"event": "submit", "jobs": ["2"]}, begin(2, len(ledger), 10)]
+    assert decide([*ledger, event("resume", 10)], again, how(2)).action == "again"
 
 
 def test_jobs_that_a_dead_node_took_along_count_too():
@@ -123,8 +132,10 @@ def test_a_run_that_crashes_for_ever_ends_and_one_that_moves_on_does_not(course:
             break
 
 
-def test_begin_and_end_as_the_batch_script_calls_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run, state = tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
+def test_begin_and_end_as_the_batch_script_calls_them(
+    tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config, run, state = tiny_config("run"), tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
     ledger = Ledger(run)
     main(["begin", str(run), "--job", "7", "--nodes", "n[1-2]", "--submitted", "1700000000", "--started", "N/A"])
     ledger.append("start", 0)
@@ -132,7 +143,22 @@ def test_begin_and_end_as_the_batch_script_calls_them(tmp_path: Path, capsys: py
     state.mkdir(parents=True)
     (state / "exit-n1").write_text("143\n")
     (state / "exit-n2").write_text("69\n")
-    main(["end", str(run), "--job", "7", "--state", str(state), "--told", "", "--end-time", "N/A"])
+    main(
+        [
+            "end",
+            str(run),
+            "--config",
+            str(config),
+            "--job",
+            "7",
+            "--state",
+            str(state),
+            "--told",
+            "",
+            "--end-time",
+            "N/A",
+        ]
+    )
     assert capsys.readouterr().out == "next|69|n2|n2 unhealthy; going on without\n"
     first, last = read_jobs(run)
     assert (first["submitted"], first["started"]) == ("2023-11-14T22:13:20.000+00:00", None)

@@ -22,16 +22,14 @@ run_dir='/shared/it'"'"'s a run'
 script=/shared/runs/large/slurm/submission-0001.sh
 config=/shared/runs/large/slurm/submission-0001.yaml
 python=python
-ranks_per_node=8
 export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 export PYTHONUNBUFFERED=1
 
 if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job's own
-    # Ignored signals stay ignored across exec: only the ranks, which install handlers, act on them.
+    # Ignored signals stay ignored across exec: only the supervisor and the ranks, which install handlers, act on them.
     trap '' USR1 USR2 TERM
-    apptainer exec --nv --bind '/shared/it'"'"'s a run,/home/ada/electra' electra.sif "$python" -m deepspeed.launcher.runner --hostfile "$state/hostfile" --no_ssh --node_rank "$SLURM_NODEID" \
-        --master_addr "$master_addr" --master_port "$master_port" \
-        --module launcher.pretrain --config "$config"
+    apptainer exec --nv --bind '/shared/it'"'"'s a run,/home/ada/electra' electra.sif "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
+        --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port"
     code=$?
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
@@ -46,15 +44,15 @@ trap 'pass_on TERM' TERM
 
 mkdir -p "$state"
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-for host in $hosts; do echo "$host slots=$ranks_per_node"; done >"$state/hostfile"
-export master_addr=${hosts%%[[:space:]]*}
-export master_port=$((10000 + (SLURM_JOB_ID * 10 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
+master_addr=${nodes%%,*}
+master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64)) # the first of 64
+export master_addr master_port
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
 queued=EligibleTime                                      # of a link: when the one before had ended
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # Slurm's name for the time of a requeue
-ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$SLURM_JOB_NODELIST" \
+ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
     --submitted "$(ask "$queued")" --started "$(ask StartTime)"
 if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
     start_step
@@ -65,7 +63,7 @@ if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up fo
 fi
 
 pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
-IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --job "$SLURM_JOB_ID" \
+IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
     --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
 echo "${action:-no verdict}: ${why:-launcher.job could not be run}"
 case $action in
