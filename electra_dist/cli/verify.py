@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,21 +13,24 @@ from electra_dist.checkpoint.manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.data.manifest import read_manifest as read_corpus
-from electra_dist.data.order import RowOrder
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.store import open_store
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.train.guard import SkipList
-from electra_dist.train.preparation import CONFIG_FILE
-from electra_dist.train.verify import Expected, Verdict, read_marks, verify
+
+if TYPE_CHECKING:  # the order needs torch: only when the command runs
+    from electra_dist.train.verify import Expected, Verdict
 
 
 def verify_command(run: Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo_cpu")]) -> None:
     """Prove which rows the run was trained on, up to the step reached; exit 1 if they are not the order's."""
-    if not (run / CONFIG_FILE).exists():
-        raise UserError(f"{run}: not a run folder (no {CONFIG_FILE}); name the run_dir of a started run")
-    config = load_config(run / CONFIG_FILE)
+    from electra_dist.data.manifest import read_manifest as read_corpus
+    from electra_dist.data.order import RowOrder
+    from electra_dist.train.verify import Expected, read_marks, verify
+
+    if not (run / "config.yaml").exists():
+        raise UserError(f"{run}: not a run folder (no config.yaml); name the run_dir of a started run")
+    config = load_config(run / "config.yaml")
     out = Console(highlight=False, soft_wrap=True)
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
     rows_per_shard = [shard.rows for shard in corpus.shards]
