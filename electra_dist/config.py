@@ -39,20 +39,46 @@ class TowerConfig(Section):
 
 
 class ModelConfig(Section):
-    """Both towers and the embeddings that they share (token, position, type and their LayerNorm)."""
+    """Both towers and what they share."""
 
     vocab_size: Positive = Field(default=30522, description="WordPiece entries; must be the corpus's")
     embedding_size: Positive = Field(default=1024, description="width of the shared embedding tables, in features")
     max_positions: Positive = Field(default=512, description="rows of the position table, in tokens")
     type_vocab_size: Positive = Field(default=2, description="token types (segment A, segment B)")
     discriminator: TowerConfig = Field(description="the tower that is kept")
-    generator: TowerConfig = Field(description="the small tower that fills masked positions")
+    generator: TowerConfig = Field(
+        description="the small tower that fills masked positions; sizes: docs/objectives.md"
+    )
+    sharing: Literal["embeddings", "none", "gdes", "all"] = Field(
+        default="embeddings",
+        description="what the towers share. embeddings: the token, position and type tables and their LayerNorm "
+        "(Google's code; the paper names tokens and positions); none: nothing; gdes: the discriminator's tables are "
+        "the generator's, without gradient, plus a difference of its own (DeBERTa-v3); all: embeddings and layers",
+    )
+    generator_embedding_size: Positive | None = Field(
+        default=None,
+        description="width of the generator's own tables with sharing `none`, in features; default: embedding_size "
+        "(Google's code: generator.hidden_size)",
+    )
     hidden_dropout: Probability = Field(default=0.1, description="dropout on embeddings and sub-layer outputs")
     attention_dropout: Probability = Field(default=0.1, description="dropout on attention probabilities")
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-12, description="epsilon of every LayerNorm")
     initializer_range: Annotated[float, Field(gt=0)] = Field(
         default=0.02, description="standard deviation of the truncated-normal initialisation"
     )
+
+    @model_validator(mode="after")
+    def _can_share(self) -> ModelConfig:
+        if self.sharing == "all" and self.generator != self.discriminator:
+            raise ValueError("sharing `all` needs two towers of one size; set model.generator to the discriminator's")
+        if self.generator_embedding_size and self.sharing != "none":
+            raise ValueError("generator_embedding_size needs sharing `none`; with shared tables there is one width")
+        return self
+
+    @property
+    def generator_embedding_width(self) -> int:
+        """Width of the tables that the generator reads, in features."""
+        return self.generator_embedding_size or self.embedding_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -61,20 +87,44 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """Masking, sampling and the two losses."""
+    """What is learnt: masking, sampling and the losses."""
 
+    name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
+        default="rtd",
+        description="rtd: ELECTRA; mlm: BERT without NSP; rtd_masked_only: ELECTRA 15 %; replace_mlm: the large tower "
+        "predicts the masked tokens from the generator's text; all_tokens_mlm: every token, with a copy gate; "
+        "electric: two-tower cloze model; adversarial: the generator works against the discriminator (REINFORCE)",
+    )
+    generator: Literal["trained", "uniform", "unigram"] = Field(
+        default="trained",
+        description="where replacements come from: the generator; any token alike (Google's code); tokens as often as "
+        "in the corpus (the paper)",
+    )
+    generator_only_steps: NonNegative = Field(
+        default=0,
+        description="two-stage training: steps of MLM on the generator alone; the discriminator then begins as its "
+        "copy and the generator is frozen; 0: both from the start",
+    )
     mask_prob: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.25, description="fraction of a row's real tokens that is masked (0.25 means 25 %)"
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        default=0.85, description="fraction of the chosen positions that show [MASK]; the rest keep their token"
+        default=0.85,
+        description="fraction of the chosen positions that show [MASK], the rest keep their token (Google's code: "
+        "0.85; the paper: 1.0)",
     )
     masking: Literal["without_replacement", "reference"] = Field(
         default="without_replacement",
         description="how positions are drawn; `reference` repeats Google's draw with replacement, duplicates and all",
     )
-    mlm_weight: Annotated[float, Field(ge=0)] = Field(default=1.0, description="weight of the generator's loss")
+    mlm_weight: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="weight of the generator's loss, whatever it learns by (with `mlm`: of the only loss)"
+    )
     rtd_weight: Annotated[float, Field(ge=0)] = Field(default=50.0, description="weight of the discriminator's loss")
+    token_weight: Annotated[float, Field(ge=0)] = Field(
+        default=1.0,
+        description="weight of the large tower's loss where it predicts tokens (replace_mlm, all_tokens_mlm)",
+    )
     temperature: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="divides the generator's logits before sampling (never in its loss)"
     )
@@ -83,6 +133,16 @@ class ObjectiveConfig(Section):
         default="global",
         description="token mean over the global batch, or (Google's way) over each micro-batch, then averaged",
     )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> ObjectiveConfig:
+        if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
+            raise ValueError(f"generator `{self.generator}` does not go with objective `{self.name}`")
+        if self.generator_only_steps and (self.name, self.generator) != ("rtd", "trained"):
+            raise ValueError("generator_only_steps needs objective `rtd` and a trained generator")
+        if self.name == "adversarial" and self.disallow_correct:
+            raise ValueError("objective `adversarial` may sample the true token; set disallow_correct: false")
+        return self
 
 
 class DataConfig(Section):
@@ -133,6 +193,9 @@ class GuardConfig(Section):
 class OptimizerConfig(Section):
     """AdamW as the paper used it, and its schedule: lr * min(1, t/warmup) * (1 - t/num_steps) ** decay_power."""
 
+    name: Literal["adamw", "lamb"] = Field(
+        default="adamw", description="lamb: each parameter's step is scaled by its norm (engine.zero_stage 0 only)"
+    )
     lr: Annotated[float, Field(gt=0)] = Field(default=2e-4, description="peak learning rate")
     warmup_steps: NonNegative = Field(default=10_000, description="linear warm-up, in steps; overlaps the decay")
     decay_power: Annotated[float, Field(ge=0)] = Field(default=1.0, description="power of the decay to zero")
@@ -144,7 +207,8 @@ class OptimizerConfig(Section):
     )
     clip_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="bound of the global gradient norm")
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
-        default="auto", description="auto: apex FusedAdam, else DeepSpeed's, on a GPU; our foreach one on a CPU"
+        default="auto",
+        description="auto: apex's, else (adamw) DeepSpeed's fused one on a GPU; our foreach one on a CPU",
     )
 
 

@@ -69,19 +69,30 @@ class DropoutAddNorm(nn.LayerNorm):
 class SharedEmbeddings(nn.Module):
     """Token, position and type tables and their LayerNorm: one set for both towers, as in Google's code."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, width: int | None = None) -> None:
+        """`width`: of a tower's own tables; default: the model's."""
         super().__init__()
-        width = model.embedding_size
+        width = width or model.embedding_size
         self.word = nn.Embedding(model.padded_vocab_size, width)
         self.position = nn.Embedding(model.max_positions, width)
         self.token_type = nn.Embedding(model.type_vocab_size, width)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
         self.dropout = nn.Dropout(model.hidden_dropout)
 
-    def forward(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, E]; dropout is drawn anew for each tower."""
-        summed = self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
-        return self.dropout(self.layer_norm(summed))
+    def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, E]: the sum of the three tables' entries."""
+        return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
+
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        position_BS: torch.Tensor,
+        token_type_BS: torch.Tensor,
+        base_BSE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, S, E]; dropout is drawn anew for each tower. `base_BSE`: what these tables are a difference to."""
+        summed = self.tables(ids_BS, position_BS, token_type_BS)
+        return self.dropout(self.layer_norm(summed if base_BSE is None else summed + base_BSE))
 
 
 class SelfAttention(nn.Module):
@@ -127,11 +138,13 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """A tower without its head: projection (if the widths differ) and layers."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
+        """`embedding_size`: width of the tables that this tower reads; default: the model's."""
         super().__init__()
+        width = embedding_size or model.embedding_size
         self.embeddings_project: nn.Linear | None = None
-        if model.embedding_size != tower.hidden_size:
-            self.embeddings_project = nn.Linear(model.embedding_size, tower.hidden_size)
+        if width != tower.hidden_size:
+            self.embeddings_project = nn.Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
 
     def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The two heads. Their losses are fused operations of `electra_kernels`; the weights live here.
+"""The heads. Their losses are fused operations of `electra_kernels`; the weights live here.
 
 Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus a bias a token;
 the discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary exist for masked slots
@@ -22,13 +22,14 @@ from electra_dist.config import ModelConfig
 
 
 class GeneratorHead(nn.Module):
-    """Masked-language-model head over the tied token table."""
+    """Masked-language-model head over the token table of the tower that it is tied to."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
+        """`hidden_size` of the states that it reads, `embedding_size` of the table."""
         super().__init__()
         self.vocab_size = model.vocab_size
-        self.dense = nn.Linear(model.generator.hidden_size, model.embedding_size)
-        self.layer_norm = nn.LayerNorm(model.embedding_size, eps=model.layer_norm_eps)
+        self.dense = nn.Linear(hidden_size, embedding_size)
+        self.layer_norm = nn.LayerNorm(embedding_size, eps=model.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(model.vocab_size))
 
     def transform(self, hidden_MH: torch.Tensor) -> torch.Tensor:
@@ -74,6 +75,11 @@ class DiscriminatorHead(nn.Module):
         width = model.discriminator.hidden_size
         self.dense = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
+
+    def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """[B, S] in fp32 (fp64 if the states are), for losses that are no plain cross-entropy of them."""
+        logits_BS = self.out(F.gelu(self.dense(hidden_BSH))).squeeze(-1)
+        return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
 
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str

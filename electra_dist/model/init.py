@@ -3,7 +3,8 @@
 Guarantee: a parameter's start depends on (seed, its name, its shape) and on nothing else: the same bits on every rank
 and whatever else the model holds. Truncated normal (standard deviation 0.02, cut at two deviations, as TF does) for
 embeddings and kernels, zeros for biases, ones and zeros for LayerNorms, and Glorot-uniform where the reference left
-TF's default: the embeddings' projection and the discriminator's last Dense(1). Pad rows of the token table are zero.
+TF's default: the embeddings' projection and the discriminator's last Dense(1); for the other layers of one unit (copy
+gate, baseline) the same. Pad rows of a token table and tables that are differences (`gdes`) are zero.
 
 Source: google-research/electra, model/modeling.py and pretrain/run_pretraining.py.
 Cost: one pass on the host, in fp32; 8 s of one core for ELECTRA-Large. `build_towers` skips torch's own
@@ -21,17 +22,18 @@ import zlib
 import torch
 from torch import nn
 
-from electra_dist.config import ModelConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.model.encoder import SharedEmbeddings
 from electra_dist.model.towers import ElectraTowers
 
-_GLOROT = ("generator.embeddings_project", "discriminator.embeddings_project", "discriminator_head.out")
+_GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")  # last names; "out" of the discriminator's head only
 
 
-def build_towers(model: ModelConfig, seed: int) -> ElectraTowers:
-    """Initialised towers on the host."""
+def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
+    """Initialised towers on the host, those of `objective` (default: replaced-token detection)."""
     with torch.device("meta"):
-        towers = ElectraTowers(model)
+        towers = ElectraTowers(model, objective)
     towers.to_empty(device="cpu")
     init_towers(towers, model, seed)
     return towers
@@ -48,12 +50,16 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
             parameter.zero_()
         elif owner in norms:
             parameter.fill_(1.0)
-        elif owner in _GLOROT:
+        elif towers.is_difference and owner.startswith("discriminator_embeddings."):
+            parameter.zero_()
+        elif owner.rpartition(".")[2] in _GLOROT and not owner.endswith("attention.out"):
             bound = math.sqrt(6.0 / sum(parameter.shape))
             parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
         else:
             parameter.copy_(_truncated_normal(parameter.shape, model.initializer_range, generator))
-    towers.embeddings.word.weight[model.vocab_size :] = 0.0
+    for module in towers.modules():
+        if isinstance(module, SharedEmbeddings):
+            module.word.weight[model.vocab_size :] = 0.0
 
 
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:

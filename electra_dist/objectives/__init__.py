@@ -1,1 +1,1 @@
-"""What is learnt: masking and each objective, one file each."""
+"""What is learnt: masking, corruption and each objective, one file each; `build` makes the one a config names."""

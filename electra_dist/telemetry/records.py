@@ -17,7 +17,7 @@ class StepRecord:
     step: int  # optimizer steps done when this was written, this one included
     mlm_loss: float  # nats per masked token
     rtd_loss: float  # nats per real token
-    loss: float  # mlm_weight * mlm_loss + rtd_weight * rtd_loss
+    loss: float  # what is minimised; with rtd: mlm_weight * mlm_loss + rtd_weight * rtd_loss
     mlm_accuracy: float  # masked tokens whose most likely token is the true one
     replaced_accuracy: float  # replaced tokens that the discriminator calls replaced
     original_accuracy: float  # original tokens that it calls original
@@ -41,6 +41,7 @@ class StepRecord:
     gpu_sm_clock_mhz: int | None  # of its slowest GPU
     gpu_throttle: list[str]  # reasons that any of them gives for running slowly
     slow_ranks: list[int]  # stragglers, the slowest first
+    token_loss: float = 0.0  # nats per token that the large tower predicts beside a generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +57,4 @@ class EvalRecord:
     precision: float
     recall: float
     rows: int
+    token_loss: float = 0.0  # as of a step

@@ -127,7 +127,7 @@ class RunMemory:
 
     def _initialise(self, fragments: list[Fragment]) -> None:
         """Back to the beginning: after a rollback, and where a damaged checkpoint was half read."""
-        towers = build_towers(self._config.model, self._config.seed)
+        towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         dtype = next(self._module.parameters()).dtype  # the engine's masters began as its parameters: rounded
         start = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
         for fragment in fragments:

@@ -146,7 +146,7 @@ class Engine:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         self._accept, self._applied = accept, None
         if self.zero_stage == 0:
             self._norm = float(self._unpartitioned_grad_norm())

@@ -1,4 +1,4 @@
-"""Both losses and the discriminator's ROC-AUC on held-out rows, the same rows with the same masks at every call.
+"""The losses and the discriminator's ROC-AUC on held-out rows, the same rows with the same masks at every call.
 
 Guarantee: rows, masks and samples depend on (corpus, seed) only, so two evaluations differ by the weights alone, and
 the number of ranks changes nothing but the order of sums. Collective: every rank calls it at the same step.
@@ -6,6 +6,7 @@ the number of ranks changes nothing but the order of sums. Collective: every ran
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from electra_dist.data.cache import ShardCache
 from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.rtd import RtdSums
-from electra_dist.telemetry.auc import separation
+from electra_dist.objectives.base import Sums
+from electra_dist.telemetry.auc import Separation, separation
 from electra_dist.telemetry.records import EvalRecord
 from electra_dist.train.engine import Engine
+
+_NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +57,16 @@ class Evaluator:
         total = torch.stack(sums).sum(0)
         dist.all_reduce(total)
         score_N, label_N = _everyone(torch.cat(scores)), _everyone(torch.cat(labels))
+        sum_of = Sums(*total.tolist())
         real = ~np.isnan(score_N)
-        ranking = separation(score_N[real], label_N[real] > 0.5)
-        sum_of = RtdSums(*total.tolist())
+        ranking = separation(score_N[real], label_N[real] > 0.5) if sum_of.rtd_weight else _NO_RANKING
         return EvalRecord(
             step=step,
             rows=len(ids_RS),
             mlm_loss=sum_of.mlm_loss_sum / max(sum_of.mlm_weight, 1.0),
             mlm_accuracy=sum_of.mlm_correct / max(sum_of.mlm_weight, 1.0),
-            rtd_loss=sum_of.rtd_loss_sum / max(sum_of.tokens, 1.0),
+            rtd_loss=sum_of.rtd_loss_sum / max(sum_of.rtd_weight, 1.0),
+            token_loss=sum_of.token_loss_sum / max(sum_of.token_weight, 1.0),
             auc=ranking.auc,
             accuracy=ranking.accuracy,
             precision=ranking.precision,

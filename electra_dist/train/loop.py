@@ -14,9 +14,9 @@ import torch.distributed as dist
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.objectives.base import Objective
+from electra_dist.objectives.build import build_objective
 from electra_dist.store import replacing
 from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.engine import Engine, init_distributed
@@ -34,6 +34,7 @@ from electra_dist.train.preparation import (
 )
 from electra_dist.train.round import Round
 from electra_dist.train.stopping import StopRequest
+from electra_dist.train.unigram import unigram_counts
 from electra_dist.train.watch import Watch
 
 
@@ -69,7 +70,7 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     dist.barrier()
     watch = Watch(Path(config.run_dir))
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    engine = Engine(_build_module(config, special), config)
+    engine = Engine(_build_module(config, inputs, special), config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
     build_s = {"import": import_s, "build": time.perf_counter() - begin}
     code = Round(config, inputs, engine, special, skips, stop, watch, build_s).run()
@@ -80,9 +81,9 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     return code
 
 
-def _build_module(config: Config, special: SpecialIds) -> ReplacedTokenDetection:
-    towers = build_towers(config.model, config.seed)
-    return ReplacedTokenDetection(towers, config.objective, special, config.kernels.backend)
+def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
+    counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
+    return build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
 
 
 def _make_run_folder(config: Config, corpus: Corpus) -> None:

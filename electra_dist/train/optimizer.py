@@ -1,4 +1,4 @@
-"""AdamW as the paper used it: no bias correction, decoupled decay times lr, none on LayerNorm and bias.
+"""AdamW as the paper used it: no bias correction, decoupled decay times lr, none on LayerNorm and bias. And LAMB.
 
 Three implementations of one update rule; `build_optimizer` takes the first that this machine has and says which:
 
@@ -10,6 +10,10 @@ Three implementations of one update rule; `build_optimizer` takes the first that
 
 Source: google-research/electra, model/optimization.py (AdamWeightDecayOptimizer). Without bias correction there is no
 step counter, so the whole state is (m, v): a zero gradient on fresh state with lr 0 changes nothing.
+
+`optimizer.name: lamb` is `lamb.py`'s, or apex FusedLAMB. It runs at ZeRO stage 0 only: each parameter's step is scaled
+by the parameter's norm, and at the other stages an optimizer sees flat pieces of many parameters; apex's would take
+the norm of a piece for the norm of a parameter and say nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ import torch
 from torch import nn
 
 from electra_dist.config import OptimizerConfig
+from electra_dist.errors import UserError
+from electra_dist.objectives.two_stage import TwoStageDetection, is_generators
+from electra_dist.train.lamb import ForeachLamb
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,28 +68,64 @@ class ForeachAdamW(torch.optim.Optimizer):
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups, decayed and not: LayerNorm and bias parameters are not decayed, embeddings are."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    """Two groups, decayed and not: LayerNorm and bias parameters are not decayed, embeddings are.
+
+    Of towers that learn in turns each has two groups, `is_generators` True or False, so that each can rest.
+    """
     norms = {id(p) for m in module.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters(recurse=False)}
+    in_turns = isinstance(module, TwoStageDetection)
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         is_plain = id(parameter) in norms or name.rsplit(".", 1)[-1] == "bias"
-        (plain if is_plain else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        members.setdefault((in_turns and is_generators(name), is_plain), []).append(parameter)
+    return [
+        {"params": members[key], "weight_decay": 0.0 if key[1] else weight_decay, "is_generators": key[0]}
+        for key in sorted(members)
+    ]
+
+
+def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
+    """Refuse LAMB where it would see pieces of parameters.
+
+    Raises:
+        UserError: names the keys and the next step.
+    """
+    if config.name == "lamb" and zero_stage:
+        raise UserError(
+            f"optimizer.name lamb needs whole parameters for its norms, but engine.zero_stage is {zero_stage}; set "
+            f"engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB a GPU)"
+        )
+    if config.name == "lamb" and config.implementation == "deepspeed":
+        raise UserError("optimizer.name lamb has implementations apex and foreach; set optimizer.implementation: auto")
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer and the name of the implementation that runs. lr starts at 0: the loop sets it every step."""
     groups = parameter_groups(module, config.weight_decay)
-    choice = config.implementation
+    choice: str = config.implementation
     if choice == "auto":
-        choice = "foreach" if device_type != "cuda" else "apex" if has_nvidia_apex() else "deepspeed"
+        fused = "deepspeed" if config.name == "adamw" else "foreach"
+        choice = "foreach" if device_type != "cuda" else "apex" if has_nvidia_apex() else fused
     betas, rest = (config.beta1, config.beta2), {"eps": config.eps, "weight_decay": config.weight_decay}
+    if config.name == "lamb":
+        return _lamb(groups, choice, betas, rest)
     if choice == "foreach":
         return ForeachAdamW(groups, lr=0.0, betas=betas, **rest), "ForeachAdamW (electra-dist)"
     fused_adam, name = _fused_adam(choice)
     optimizer = fused_adam(groups, lr=0.0, betas=betas, bias_correction=False, adam_w_mode=True, **rest)
     return optimizer, name
+
+
+def _lamb(
+    groups: list[dict[str, Any]], choice: str, betas: tuple[float, float], rest: dict[str, float]
+) -> tuple[torch.optim.Optimizer, str]:
+    if choice == "foreach":
+        return ForeachLamb(groups, lr=0.0, betas=betas, **rest), "ForeachLamb (electra-dist)"
+    from apex.optimizers import FusedLAMB
+
+    # The engine has clipped already; a bound that is never reached switches apex's own clipping off.
+    options = {"bias_correction": False, "adam_w_mode": True, "grad_averaging": True, "max_grad_norm": 1e30}
+    return FusedLAMB(groups, lr=0.0, betas=betas, use_nvlamb=False, **options, **rest), "FusedLAMB (apex)"
 
 
 def _fused_adam(choice: str) -> tuple[Any, str]:

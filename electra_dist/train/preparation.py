@@ -17,8 +17,10 @@ from electra_kernels.backend import resolve
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.objectives.build import check_objective
 from electra_dist.store import Store, open_store
 from electra_dist.train.engine import check_world_size
+from electra_dist.train.optimizer import check_optimizer
 
 CONFIG_FILE = "config.yaml"
 IDENTITY_FILE = "identity.json"
@@ -49,6 +51,8 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
         UserError: names the file, key or URL at fault and the next step.
     """
     check_world_size(config.train, world_size)
+    check_objective(config.model, config.objective)
+    check_optimizer(config.optimizer, config.engine.zero_stage)
     resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
     corpus = _open_corpus(config, "corpus", config.data.corpus)
     check_run_folder(config, run_identity(config, corpus.manifest))

@@ -26,12 +26,13 @@ from electra_dist.train.checkpointing import Progress, RunMemory
 from electra_dist.train.clock import Clock
 from electra_dist.train.engine import Engine
 from electra_dist.train.evaluate import Evaluator
-from electra_dist.train.guard import SkipList, first_to_skip
+from electra_dist.train.guard import Guard, SkipList, first_to_skip
 from electra_dist.train.preparation import Corpus, Inputs
 from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.schedule import learning_rate
 from electra_dist.train.step import Signs, StepResult, TrainStep, outlier
 from electra_dist.train.stopping import StopRequest
+from electra_dist.train.two_stage import Stages
 from electra_dist.train.watch import Watch
 
 _ENDINGS: dict[int | None, Ending] = {
@@ -97,12 +98,15 @@ class Round:
             loader = stack.enter_context(contextlib.closing(self._open_loader(stack)))
             evaluator = self._open_evaluator(stack)
             train_step = TrainStep(self.engine, config.objective, self.special, config.seed, config.train.micro_batch)
+            stages = Stages(self.engine, config.objective)
             stack.enter_context(contextlib.closing(self.memory))
             for step in range(progress.step, num_steps):
                 begin, signs = time.perf_counter(), Signs()
                 done, last = step + 1, step + 1 == num_steps
                 self.watch.beat("step", step)
                 progress.step, progress.eval_rtd_loss = done, None
+                if stages.enter(step):
+                    progress.guard = Guard(config.guard)  # another loss: the window is of the first stage's
                 if step not in progress.skips.steps:
                     lr = learning_rate(step, num_steps, config.optimizer)
                     with self.clock.step():

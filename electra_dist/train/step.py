@@ -4,7 +4,7 @@ Guarantee: what step t computes depends on the ids of its rows, the seed and t. 
 row's number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a
 micro-batch drops the same units on whatever rank it runs. The update is made on all ranks or on none.
 
-Losses are means over the tokens of the global batch: the counts follow from the ids alone and are all-reduced before
+Losses are means over tokens of the global batch: the counts follow from the ids alone and are all-reduced before
 the first forward. `loss_mean: per_replica` is the reference's way: each micro-batch its own mean, then averaged.
 
 Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (counts, receipt, flags, retries), one of
@@ -29,8 +29,7 @@ from electra_dist.data.loader import Batch
 from electra_dist.data.receipt import Receipt
 from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.masking import num_masked
-from electra_dist.objectives.rtd import RtdSums
+from electra_dist.objectives.base import Sums, loss_counts
 from electra_dist.train.engine import Engine
 
 
@@ -52,8 +51,8 @@ _NO_SIGNS = Signs()
 class StepResult:
     """Global figures of one step, the same on all ranks."""
 
-    sums: RtdSums
-    loss: float  # weighted sum of the two token means: what is minimised
+    sums: Sums
+    loss: float  # what is minimised
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why no update was made; empty if one was
     receipt: Receipt
@@ -114,37 +113,30 @@ class TrainStep:
 
         def accept() -> bool:
             nonlocal fault
-            fault = judge(self._loss(RtdSums(*sums_K.tolist())))
+            fault = judge(Sums(*sums_K.tolist()).loss)
             return not fault
 
         norm, applied = self._engine.step(learning_rate, accept)
-        sums = RtdSums(*sums_K.tolist())
-        loss = self._loss(sums)
+        sums = Sums(*sums_K.tolist())
         if not applied and not fault:
-            fault = judge(loss) or "the gradient is not finite"
+            fault = judge(sums.loss) or "the gradient is not finite"
         rows, digest, *rest = reduced.tolist()
         return StepResult(
             sums=sums,
-            loss=loss,
+            loss=sums.loss,
             grad_norm=norm,
             fault=fault,
             receipt=Receipt.from_words(rows, digest),
             signs=Signs(*rest),
         )
 
-    def _loss(self, sums: RtdSums) -> float:
-        mlm_loss, rtd_loss = sums.mlm_loss_sum / max(sums.mlm_weight, 1.0), sums.rtd_loss_sum / max(sums.tokens, 1.0)
-        return self._objective.mlm_weight * mlm_loss + self._objective.rtd_weight * rtd_loss
-
     def _to_device(self, batch: Batch) -> torch.Tensor:
         return torch.from_numpy(batch.ids.astype(np.int64)).to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, signs: Signs) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each micro-batch's MLM and RTD loss sums are multiplied with, [micro-batches, 2]; and the global sums
-        of the receipt's words and the signs, int64."""
-        masked_B = num_masked(ids_BS, self._special, self._objective)
-        real_B = (ids_BS != self._special.pad).sum(-1)
-        counts = torch.stack([masked_B, real_B], -1).view(-1, self._micro_batch, 2).sum(1)
+        """What each micro-batch's two loss sums are multiplied with, [micro-batches, 2]; and the global sums of the
+        receipt's words and the signs, int64."""
+        counts = loss_counts(ids_BS, self._special, self._objective).view(-1, self._micro_batch, 2).sum(1)
         mine = torch.tensor([*receipt.words, *signs], dtype=torch.int64).to(ids_BS.device, non_blocking=True)
         total = torch.cat([counts.sum(0), mine])
         dist.all_reduce(total)
@@ -162,12 +154,13 @@ class TrainStep:
         engine = self._engine
         ids_BS = self._to_device(batch)
         losses = []
+        scales = 1.0 / loss_counts(ids_BS, self._special, self._objective).clamp(min=1)
         with torch.no_grad():
             for i in range(len(ids_BS)):
                 torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, batch.row0 + i))
                 row_B = torch.tensor([batch.row0 + i], device=engine.device)
-                out = engine.forward(ids_BS[i : i + 1], row_B, batch.step, self._seed, 1.0, 1.0)
-                losses.append(self._loss(RtdSums(*out.sums.tolist())))
+                out = engine.forward(ids_BS[i : i + 1], row_B, batch.step, self._seed, *scales[i])
+                losses.append(float(out.loss))
         return losses
 
 

@@ -57,6 +57,8 @@ class FixedTowers(nn.Module):
         self.inputs.append(ids_BS)
         return torch.arange(SEQ_LEN).expand(ids_BS.shape)[..., None].float()  # a position's feature is the position
 
+    embed_discriminator = embed
+
     def generator(self, hidden: torch.Tensor, bias: Any, noise: Any) -> torch.Tensor:
         return hidden
 

@@ -13,8 +13,8 @@ from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.model.hf import export_discriminator, export_generator, from_hf_discriminator, from_hf_generator
 from electra_dist.model.rows import derive
+from electra_dist.objectives.base import Sums
 from electra_dist.objectives.masking import num_masked
-from electra_dist.objectives.rtd import RtdSums
 
 SAMPLE = 5
 SEED, STEP = 99, 1234
@@ -87,7 +87,7 @@ def test_step_equals_hugging_face(
 
     assert torch.equal(ours.label_BS, label)
     assert (ours.rtd_logit_BS - rtd_logits)[real].abs().max() <= 1e-5
-    sums = RtdSums(*ours.sums.tolist())
+    sums = Sums(*ours.sums.tolist())
     called = rtd_logits > 0
     assert sums.mlm_loss_sum == pytest.approx(mlm_sum.item(), rel=1e-6)
     assert sums.rtd_loss_sum == pytest.approx(rtd_sum.item(), rel=1e-6)
@@ -150,7 +150,7 @@ def test_pad_rows_of_the_table_never_train_and_are_never_sampled(
     out = objective(ids, torch.arange(4), STEP, SEED, 0.01, 0.01)
     out.loss.backward()
     assert not table.grad[model.vocab_size :].any()
-    assert RtdSums(*out.sums.tolist()).mlm_loss_sum / 64 < 2 * np.log(model.vocab_size)
+    assert Sums(*out.sums.tolist()).mlm_loss_sum / 64 < 2 * np.log(model.vocab_size)
 
 
 def test_samples_carry_no_gradient(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> None:
@@ -176,7 +176,7 @@ def test_bf16_sums_are_fp32(how: str, make_model: Callable[..., Any], make_ids: 
             out = objective(ids, rows, STEP, SEED, 1.0, 1.0)
     assert out.loss.dtype == torch.float32
     assert out.rtd_logit_BS.dtype == torch.float32
-    exact_sums, sums = RtdSums(*exact.sums.tolist()), RtdSums(*out.sums.tolist())
+    exact_sums, sums = Sums(*exact.sums.tolist()), Sums(*out.sums.tolist())
     assert sums.mlm_loss_sum == pytest.approx(exact_sums.mlm_loss_sum, rel=2e-3)
     assert (sums.tokens, sums.mlm_weight) == (exact_sums.tokens, exact_sums.mlm_weight)
     assert sums.rtd_loss_sum == pytest.approx(exact_sums.rtd_loss_sum, rel=2e-2)
@@ -194,7 +194,7 @@ def test_nothing_waits_for_the_device(masking: Any, make_model: Callable[..., An
     num_masked(ids, objective.special, objective.objective)
     out = objective(ids, rows, STEP, SEED, 0.01, 0.01)
     out.loss.backward()
-    assert out.sums.shape == (len(RtdSums._fields),)
+    assert out.sums.shape == (len(Sums._fields),)
     assert out.label_BS.shape == ids.shape
 
 

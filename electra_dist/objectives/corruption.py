@@ -1,0 +1,95 @@
+"""From rows to corrupted rows: masks, the generator's loss and samples, and which tokens changed by them.
+
+Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
+id differs from the original, so a right guess is "original". Without a network (`objective.generator`) there is no MLM
+loss.
+
+Shapes: B rows, S tokens, N slots a row, M = B * N.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from electra_kernels.masked_gather import gather_masked
+from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.replace import replace_and_label
+
+from electra_dist.config import ObjectiveConfig
+from electra_dist.model.rows import SpecialIds
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
+from electra_dist.objectives.fixed_generator import FixedGenerator
+from electra_dist.objectives.masking import Masking, mask_rows
+
+
+class Corruption(NamedTuple):
+    """The discriminator's input and where it comes from."""
+
+    masking: Masking
+    corrupted_BS: torch.Tensor  # int64
+    label_BS: torch.Tensor  # bool, True where the id differs from the original
+    loss_sum: torch.Tensor  # the generator's, with gradient; 0 without a network
+    sums: dict[str, torch.Tensor]
+
+
+class CorruptingObjective(Objective):
+    """An objective whose discriminator reads text with replaced tokens."""
+
+    def __init__(
+        self,
+        towers: ElectraTowers,
+        objective: ObjectiveConfig,
+        special: SpecialIds,
+        backend: str = "auto",
+        fixed_generator: FixedGenerator | None = None,
+    ) -> None:
+        """`fixed_generator` stands in for the generator's network."""
+        super().__init__(towers, objective, special, backend)
+        self.fixed_generator = fixed_generator
+
+    def corrupt(self, batch: Batch) -> Corruption:
+        """Mask the rows, fill the masks, put the samples in."""
+        masking = self.mask(batch)
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        if self.fixed_generator is not None:
+            sampled = self.fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
+            loss_sum = masking.weight_BN.new_zeros(())
+            sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
+        else:
+            mlm = self.fill(batch, masking, self.generator_states(batch, masking))
+            sampled, loss_sum, sums = mlm.sampled_M, mlm.loss_sum, mlm_sums(mlm)
+        corrupted_BS, label_BS = self.replace(batch, masking, sampled)
+        return Corruption(masking, corrupted_BS, label_BS, loss_sum, sums)
+
+    def mask(self, batch: Batch) -> Masking:
+        """The slots of each row and the generator's input."""
+        return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
+
+    def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
+        """[M, H]: the generator's states of the slots."""
+        embedded = self.towers.embed(masking.input_BS, batch.layout)
+        hidden = self.towers.generator(embedded, batch.bias_B1SS, self.noise(batch, GENERATOR))
+        return gather_masked(hidden, masking.position_BN, backend=self.backend)
+
+    def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
+        """MLM loss and samples of the slots."""
+        N = masking.position_BN.shape[1]
+        slot_N = torch.arange(N, device=batch.row_B.device)
+        return self.towers.generator_head(
+            hidden_MH,
+            self.towers.embeddings.word.weight,
+            batch.ids_BS.gather(1, masking.position_BN).flatten(),
+            masking.weight_BN.flatten(),
+            seed=batch.seed,
+            step=batch.step,
+            row_M=(batch.row_B[:, None] * N + slot_N).flatten(),
+            temperature=self.objective.temperature,
+            disallow_correct=self.objective.disallow_correct,
+            backend=self.backend,
+        )
+
+    def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows with the samples in their slots, and where ids changed."""
+        return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

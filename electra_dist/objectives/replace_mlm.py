@@ -1,0 +1,41 @@
+"""Replace MLM: masked language modelling without [MASK] (the paper's second ablation, section 3.4).
+
+Masked positions hold the generator's samples instead of [MASK], and the large tower predicts the original there. The
+generator learns by its own MLM loss as in ELECTRA; the large tower's loss is weighed by `token_weight`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from electra_dist.objectives.base import StepOutput
+from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.objectives.mlm import predict_slots
+
+
+class ReplaceMlm(CorruptingObjective):
+    """Prediction of the originals where samples stand."""
+
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        row_B: torch.Tensor,
+        step: int,
+        seed: int,
+        mlm_scale: float | torch.Tensor,
+        rtd_scale: float | torch.Tensor,
+    ) -> StepOutput:
+        """See `Objective.forward`; both scales are of masked slots."""
+        batch = self.batch(ids_BS, row_B, step, seed)
+        corruption = self.corrupt(batch)
+        tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))
+        loss = (
+            self.objective.mlm_weight * mlm_scale * corruption.loss_sum
+            + self.objective.token_weight * rtd_scale * tokens.loss_sum
+        )
+        sums = {
+            "token_loss_sum": tokens.loss_sum,
+            "token_weight": tokens.weight_sum,
+            "token_correct": tokens.correct_sum,
+        }
+        return self.output(batch, loss, corruption.sums | sums)
