@@ -36,6 +36,7 @@ SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+READINGS = 5  # until bytes that come out wrong are believed to be wrong where they lie, and not flipped on the way
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
 
 
@@ -193,7 +194,13 @@ def read_manifest(store: Store, folder: str) -> Manifest:
         TornCheckpoint: it is damaged, or not that folder's.
         StoreError: it cannot be read.
     """
-    manifest = Manifest.parse(store.read(f"{folder}/{MANIFEST}"))
+    for reading in range(1, READINGS + 1):
+        try:
+            manifest = Manifest.parse(store.read(f"{folder}/{MANIFEST}"))
+            break
+        except TornCheckpoint:
+            if reading == READINGS:
+                raise
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(f"{MANIFEST} is of step {manifest.state.step}, attempt {manifest.state.attempt}")
     return manifest

@@ -1,7 +1,8 @@
 """Reading a checkpoint's files by ranges, each tensor checked against its digest before a byte of it is used.
 
 Guarantee: what is handed on is what the manifest promises. `file_faults` and the tensors of a file together look at
-every byte of it: its size, its header, its tensors, which have no gaps (`Manifest.check_coverage`).
+every byte of it: its size, its header, its tensors, which have no gaps (`Manifest.check_coverage`). What comes out
+wrong is read again a few times, so that a byte flipped on the way costs no good checkpoint.
 
 Cost: tensors that lie side by side are read in one request of up to `REQUEST_BYTES`, `THREADS` at a time, so a rank
 holds at most 256 MB; sha256 does 1.5 GB/s on a core.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from electra_dist.checkpoint.manifest import FileEntry, Manifest, TensorEntry, read_manifest
+from electra_dist.checkpoint.manifest import READINGS, FileEntry, Manifest, TensorEntry, read_manifest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreExhausted, StoreMissing, TornCheckpoint
 from electra_dist.store import Store
@@ -56,7 +57,10 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
 
 def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
     """What is wrong with a file's size and header."""
-    key = f"{folder}/{file.name}"
+    return _believed(lambda: _file_faults(store, f"{folder}/{file.name}", file))
+
+
+def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
     try:
         header = _read(store, key, 0, file.header_bytes)
         size = store.size(key)
@@ -71,7 +75,13 @@ def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
 def read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Read, check, and hand the good ones to `use`; what is wrong with the others."""
+    """Read, check, and hand the good ones to `use` (if need be more than once); what is wrong with the others."""
+    return _believed(lambda: _read_tensors(store, folder, request, use))
+
+
+def _read_tensors(
+    store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
+) -> list[str]:
     first = request.tensors[0].offset
     try:
         data = _read(store, f"{folder}/{request.file}", first, request.size_bytes)
@@ -155,6 +165,14 @@ def verify_file(
 def missing(file: str) -> str:
     """The fault of a file that is not there."""
     return f"{file} is missing"
+
+
+def _believed(read: Callable[[], list[str]]) -> list[str]:
+    """What was wrong at the last of `READINGS` readings; nothing if one was good."""
+    for _ in range(READINGS):
+        if not (faults := read()):
+            break
+    return faults
 
 
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:

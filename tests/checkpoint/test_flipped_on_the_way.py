@@ -1,0 +1,50 @@
+"""Bytes that are flipped between the store and the reader: read again, and no good checkpoint is set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints as small
+import pytest
+from fault_server import FaultPlan, running_faults
+from s3_server import S3Server
+
+from electra_dist.checkpoint import read
+from electra_dist.checkpoint.load import load_newest
+from electra_dist.store import Store, open_store
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_good_checkpoint_is_loaded_through_flips(
+    open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(read, "THREADS", 1)  # so that the schedule is the same each time
+    target = open_s3("checkpoints")
+    small.save([target], tmp_path / "staging", 5)
+    plan = FaultPlan(seed=seed, rate=0.5, faults=("flip:manifest", "flip:.safetensors"))
+    with running_faults(s3.endpoint_url, plan) as proxy:
+        far = open_store(target.url, proxy.endpoint_url)
+        values = small.empty()
+        found, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    assert found is not None and found.step == 5
+    assert notes == []
+    assert small.equal(values, small.content(5))
+    assert plan.counts["flip"] >= 3
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_comes_out_wrong_every_time_is_set_aside(
+    open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path
+) -> None:
+    target = open_s3("checkpoints")
+    for step in (5, 6):
+        small.save([target], tmp_path / "staging", step)
+    with running_faults(s3.endpoint_url, FaultPlan(rate=1.0, faults=("flip:00006",), in_a_row=10**9)) as proxy:
+        values = small.empty()
+        far = open_store(target.url, proxy.endpoint_url)
+        found, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    assert found is not None and found.step == 5
+    assert len(notes) == 1 and "step 5 is used instead" in notes[0]
+    assert small.equal(values, small.content(5))
