@@ -55,7 +55,7 @@ def targets(config: Config) -> tuple[str, ...]:
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """What a run will write to local disks, from its beginning. Pure."""
     run_dir = Path(config.run_dir)
-    one = BYTES_PER_PARAMETER * parameter_counts(config.model).total
+    one = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
     keep = config.checkpoint
     num_kept = keep.keep_last + 1 + keep.keep_best  # + 1: the one that is being written
     num_for_ever = config.train.num_steps // keep.keep_every_steps if keep.keep_every_steps else 0

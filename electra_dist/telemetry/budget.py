@@ -15,7 +15,7 @@ from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import UserError
 from electra_dist.model.count import ParameterCounts, parameter_counts
-from electra_dist.telemetry.flops import KNOWN_GPUS, TokenFlops, peak_flops, token_flops
+from electra_dist.telemetry.flops import KNOWN_GPUS, TokenFlops, peak_flops, run_flops, token_flops
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,16 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
     train, seq_len = config.train, config.data.seq_len
     units = train.global_batch // train.micro_batch
     tokens = train.num_steps * train.global_batch * seq_len
-    flops = token_flops(config.model, seq_len, config.objective.mask_prob)
+    flops = token_flops(config.model, seq_len, config.objective)
     return Budget(
-        parameters=parameter_counts(config.model),
+        parameters=parameter_counts(config.model, config.objective),
         rows_per_step=train.global_batch,
         tokens_per_step=train.global_batch * seq_len,
         rows=train.num_steps * train.global_batch,
         tokens=tokens,
         accumulation={size: units // size for size in range(1, units + 1) if units % size == 0},
         flops=flops,
-        run_flops=flops.total * tokens,
+        run_flops=run_flops(config),
         compute=_compute(config, flops.total, tokens),
         epochs=train.num_steps * train.global_batch / corpus.num_rows if corpus else None,
     )

@@ -1,9 +1,11 @@
 """FLOPs of a training token, tower by tower, and the dense peaks that they are measured against.
 
 Convention: matrix multiplications only (2mn per m x n weight and token), backward = 2 x forward, hence 3 x forward;
-attention over the whole of `seq_len`; vocabulary logits at the masked positions only (`mask_prob` of all). Embedding
-look-ups, LayerNorm, GELU, softmax and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP a token, of
-which the generator is 0.200; the reference's own script counts backward as 1 x forward and gets less.
+attention over the whole of `seq_len`; vocabulary logits where the objective needs them: at the masked positions
+(`mask_prob` of all), or at all of them (all_tokens_mlm, electric's noise model). Embedding look-ups, LayerNorm, GELU,
+softmax and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP a token, of which the generator is 0.200;
+the reference's own script counts backward as 1 x forward and gets less (`flops_paper.py`). A frozen generator costs
+its forward only.
 
 Peaks are vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak and no
 MFU is shown for it, nor for fp32 runs: a guess would be worse than nothing.
@@ -18,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 
 BACKWARD_FACTOR = 3  # forward, gradient of the input, gradient of the weight
 
@@ -36,15 +38,49 @@ class TokenFlops:
         return self.discriminator + self.generator
 
 
-def token_flops(model: ModelConfig, seq_len: int, mask_prob: float) -> TokenFlops:
-    """Training FLOPs per token of a row of `seq_len` tokens, of which the fraction `mask_prob` is predicted."""
-    big, small, width = model.discriminator, model.generator, model.embedding_size
-    discriminator_head = 2 * big.hidden_size**2 + 2 * big.hidden_size
-    vocabulary_head = 2 * small.hidden_size * width + 2 * width * model.vocab_size
-    return TokenFlops(
-        discriminator=BACKWARD_FACTOR * (_encoder(big, width, seq_len) + discriminator_head),
-        generator=BACKWARD_FACTOR * (_encoder(small, width, seq_len) + mask_prob * vocabulary_head),
-    )
+def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
+    """Training FLOPs per token of a row of `seq_len` tokens.
+
+    Args:
+        step: matters for two-stage training only, whose stages cost differently; default: the second stage.
+    """
+    big, width = model.discriminator, model.embedding_size
+    if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
+        share = 1.0 if objective.name == "all_tokens_mlm" else objective.mask_prob
+        head = share * _vocabulary_head(model, big.hidden_size, width)
+        head += 2 * big.hidden_size if objective.name == "all_tokens_mlm" else 0  # the copy gate
+    else:
+        head = 2 * big.hidden_size**2 + 2 * big.hidden_size
+    discriminator = BACKWARD_FACTOR * (_encoder(big, width, seq_len) + head)
+    generator = _generator_forward(model, seq_len, objective)
+    if objective.generator_only_steps == 0:
+        return TokenFlops(discriminator, BACKWARD_FACTOR * generator)
+    if step is not None and step < objective.generator_only_steps:
+        return TokenFlops(0, BACKWARD_FACTOR * generator)
+    return TokenFlops(discriminator, generator)
+
+
+def run_flops(config: Config) -> float:
+    """Training FLOPs of a whole run, every row counted as full."""
+    objective, seq_len, num_steps = config.objective, config.data.seq_len, config.train.num_steps
+    first = min(objective.generator_only_steps, num_steps)
+    step_tokens = config.train.global_batch * seq_len
+    before, after = (token_flops(config.model, seq_len, objective, step).total for step in (0, None))
+    return step_tokens * (first * before + (num_steps - first) * after)
+
+
+def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
+    """Forward FLOPs per token of whatever network makes the replacements."""
+    if objective.name == "mlm" or objective.generator != "trained":
+        return 0.0
+    small, width = model.generator, model.generator_embedding_width
+    if objective.name == "electric":
+        return 2 * _encoder(small, width, seq_len) + _vocabulary_head(model, 2 * small.hidden_size, width)
+    return _encoder(small, width, seq_len) + objective.mask_prob * _vocabulary_head(model, small.hidden_size, width)
+
+
+def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
+    return 2 * hidden_size * embedding_size + 2 * embedding_size * model.vocab_size
 
 
 def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:

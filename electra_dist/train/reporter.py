@@ -48,7 +48,7 @@ class Reporter:
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
         self._repeated = max(0, self._metrics.truncate_after(start_step) - start_step)
         write_environment(run_dir, dist.get_world_size())
-        self._flops_per_token = token_flops(config.model, config.data.seq_len, config.objective.mask_prob).total
+        self._flops_per_token = token_flops(config.model, config.data.seq_len, config.objective).total
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         on_gpu = engine.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
