@@ -225,12 +225,13 @@ class LocalStore(Store):
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """See `Store`."""
         found = 0
-        for path in self._folder.rglob(f".*{_TEMPORARY}"):
-            name = path.name[1:].removesuffix(_TEMPORARY).rpartition(".")[0]
-            key = (path.parent.relative_to(self._folder) / name).as_posix()
-            if key.startswith(prefix) and doomed(key):
-                self.delete(path.relative_to(self._folder).as_posix())
-                found += 1
+        for folder, _, names in list(os.walk(self._folder)):
+            relative = Path(folder).relative_to(self._folder)
+            for name in filter(is_temporary, names):
+                key = (relative / name[1:].removesuffix(_TEMPORARY).rpartition(".")[0]).as_posix()
+                if key.startswith(prefix) and doomed(key):
+                    self.delete((relative / name).as_posix())
+                    found += 1
         return found
 
 

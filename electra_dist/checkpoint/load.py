@@ -105,13 +105,13 @@ def check_belongs(found: RunState, expected: RunState) -> None:
         TornCheckpoint: names what differs.
     """
     for field, what in (
-        ("identity_sha256", "config (model, objective, optimizer, seed, steps, batch)"),
-        ("corpus_fingerprint", "corpus"),
-        ("shapes", "parameter shapes"),
-        ("shared", "shared parameters"),
+        ("identity_sha256", "another config (model, objective, optimizer, seed, steps, batch)"),
+        ("corpus_fingerprint", "another corpus"),
+        ("shapes", "other parameter shapes"),
+        ("shared", "other shared parameters"),
     ):
         if getattr(found, field) != getattr(expected, field):
-            raise TornCheckpoint(f"it belongs to another {what}")
+            raise TornCheckpoint(f"it belongs to a run of {what}")
     if found.skipped != tuple(step for step in expected.skipped if step < found.step):
         raise TornCheckpoint("it skips other steps than the run does now")
 

@@ -37,6 +37,16 @@ def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store
     assert store.retry_wait_s > 0
 
 
+@pytest.mark.parametrize("fault", [kind for kind in DOWNLOAD_FAULTS if kind != "flip"])
+def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable[..., Store]) -> None:
+    plan = FaultPlan(rate=0.0)
+    store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
+    store.write("x", DATA)
+    plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
+    assert store.read_range("x", 100_001, 700_000, promised=True) == DATA[100_001:800_001]
+    assert plan.counts[fault] >= 3
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_faults(seed: int, faulty: Callable[..., Store], tmp_path: Path) -> None:
     """Half of all requests fail, uploads too; every byte comes through and counts are kept."""

@@ -50,10 +50,22 @@ def test_fetch_and_upload(store: Store, tmp_path: Path) -> None:
     assert list(back.parent.iterdir()) == [back]
 
 
-@pytest.mark.parametrize("missing", ["read", "size", "fetch"])
+def test_range_is_that_part_of_the_object_or_what_there_is_of_it(store: Store) -> None:
+    data = os.urandom(300_000)
+    store.write("x", data)
+    store.write("empty", b"")
+    for start, length in ((0, 300_000), (0, 1), (299_999, 1), (123, 200_000), (299_000, 5000), (300_000, 10), (5, 0)):
+        found = store.read_range("x", start, length)
+        assert found == data[start : start + length]
+        assert not found.readonly
+    assert store.read_range("x", 10**9, 10) == b""
+    assert store.read_range("empty", 0, 10) == b""
+
+
+@pytest.mark.parametrize("missing", ["read", "size", "fetch", "read_range"])
 def test_missing_object_is_named(store: Store, missing: str, tmp_path: Path) -> None:
     store.write("there", b"")
-    arguments = ["not/there", tmp_path / "out"][: 2 if missing == "fetch" else 1]
+    arguments = ["not/there", *{"fetch": [tmp_path / "out"], "read_range": [0, 5]}.get(missing, [])]
     with pytest.raises(StoreMissing, match=r"/not/there.*no such (object|file); check"):
         getattr(store, missing)(*arguments)
     assert not (tmp_path / "out").exists()
@@ -145,3 +157,17 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
         assert len(data) == 400_000
         assert len(set(data)) == 1
         assert open_store(str(folder)).list() == ["k"]
+
+
+def test_unfinished_write_is_discarded_if_it_is_doomed(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.write("step-1/kept", b"x")
+    for folder, name in (("step-1", "a"), ("step-2", "b"), ("other", "c")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f".{name}.0a1b2c3d.tmp").write_bytes(b"half")
+    asked: list[str] = []
+    assert store.discard_unfinished("step-", lambda key: asked.append(key) or key == "step-2/b") == 1  # type: ignore[func-returns-value]
+    assert sorted(asked) == ["step-1/a", "step-2/b"]
+    assert not (tmp_path / "step-2").exists() and (tmp_path / "step-1" / ".a.0a1b2c3d.tmp").exists()
+    assert store.discard_unfinished("other", lambda key: True) == 1
+    assert store.list() == ["step-1/kept"]

@@ -1,0 +1,161 @@
+"""`electra-dist checkpoint`: list, verify, diff, repair on folders, runs and S3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints as small
+import pytest
+import s3_server
+from typer.testing import CliRunner, Result
+
+from electra_dist.checkpoint.commit import begin_attempt
+from electra_dist.checkpoint.manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
+from electra_dist.checkpoint.read import verify
+from electra_dist.cli.main import app
+from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.errors import UserError
+from electra_dist.store import Store, open_store
+
+RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
+FILE = "rank-00001.safetensors"
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result: Result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["checkpoint", *arguments])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def damage(store: Store, key: str) -> None:
+    data = bytearray(store.read(key))
+    data[len(data) // 2] ^= 1
+    store.write(key, bytes(data))
+
+
+@pytest.fixture
+def run(
+    tiny_config: Callable[..., Path], two_targets: list[Store], s3: s3_server.S3Server, tmp_path: Path
+) -> tuple[str, list[Store]]:
+    """A run's folder whose config names a local target and one on S3, with three checkpoints."""
+    settings = {"checkpoint.targets": [t.url for t in two_targets], "checkpoint.endpoint_url": s3.endpoint_url}
+    config = load_config(tiny_config(**settings))
+    folder = tmp_path / "a-run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    begin_attempt(two_targets, RUN)
+    for step in (10, 20, 30):
+        small.save(two_targets, tmp_path / "staging", step)
+    return str(folder), two_targets
+
+
+def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) -> None:
+    path, targets = run
+    set_aside(targets[0], folder_name(20, 1), "its file rusted")
+    damage(targets[1], f"{folder_name(30, 1)}/{MANIFEST}")
+    targets[0].write(f"{folder_name(40, 1)}/{FILE}", b"x")
+    text = call("list", path)
+    near, far = text.split(targets[1].url)
+    assert [word in near for word in ("set aside its file rusted", "leftover", "committed", "160")] == [True] * 4
+    assert "damaged manifest.json" in far and far.count("committed") == 2
+
+
+def test_list_of_nothing_says_so(tmp_path: Path) -> None:
+    assert "no checkpoints" in call("list", str(tmp_path))
+
+
+def test_verify_reads_everything_and_names_the_bad_one(run: tuple[str, list[Store]]) -> None:
+    path, targets = run
+    assert "6 of 6 checkpoints are good" in call("verify", path)
+    damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
+    text = call("verify", path, code=1)
+    assert f"BAD  {targets[1].url}/{folder_name(20, 1)}" in text and "does not match its digest" in text
+    assert "5 of 6 checkpoints are good" in text and f"repair {path}" in text
+    assert "2 of 2 checkpoints are good" in call("verify", path, "--step", "30")
+
+
+def test_path_that_is_nothing_is_a_users_mistake(tmp_path: Path) -> None:
+    for arguments in (["list", str(tmp_path / "nowhere")], ["verify", str(tmp_path)], ["diff", str(tmp_path), "x"]):
+        with pytest.raises(UserError):
+            call(*arguments)
+
+
+def test_diff_calls_equal_what_other_ranks_wrote(tmp_path: Path) -> None:
+    for name, world_size in (("a", 2), ("b", 3)):
+        small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, world_size=world_size)
+    text = call("diff", str(tmp_path / "a" / folder_name(10, 1)), str(tmp_path / "b"))
+    assert "equal bit for bit: 4 parameters, weights and both moments" in text
+    assert "world_size" in text  # the states differ in this alone
+    assert "rows_seen" not in text
+
+
+def test_diff_gives_the_largest_difference_of_each_parameter(tmp_path: Path) -> None:
+    for name, run_number in (("a", 0), ("b", 5)):
+        small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, run=run_number)
+    text = call("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
+    a, b = small.content(10), small.content(10, run=5)
+    for name in small.SHAPES:
+        row = next(line for line in text.splitlines() if name in line)
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            assert f"{float((a[name][kind] - b[name][kind]).abs().max()):.3e}" in row  # type: ignore[index]
+    assert "different: 4 of 4 parameters" in text
+
+
+def test_diff_of_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    small.save([store], tmp_path / "staging", 10)
+    damage(store, f"{folder_name(10, 1)}/{FILE}")
+    with pytest.raises(UserError, match="does not match its digest"):
+        call("diff", str(tmp_path), str(tmp_path))
+
+
+def test_repair_restores_from_the_other_target_whatever_was_damaged(run: tuple[str, list[Store]]) -> None:
+    path, (near, far) = run
+    good = {key: near.read(key) for key in near.list("step-")}
+    damage(near, f"{folder_name(10, 1)}/{FILE}")
+    damage(far, f"{folder_name(20, 1)}/{MANIFEST}")
+    near.delete(f"{folder_name(30, 1)}/{FILE}")
+    set_aside(near, folder_name(30, 1), "a load found it so")
+    near.write(f"{folder_name(5, 0)}/{FILE}", b"of a dead attempt")
+    changed = {store: store.list() for store in (near, far)}
+    plan = call("repair", path, "--dry-run")
+    assert {store: store.list() for store in (near, far)} == changed and "a dry run" in plan
+    text = call("repair", path)
+    assert text.splitlines() == plan.splitlines()[:-1]
+    for key, source in ((f"10-a0001/{FILE}", far), (f"20-a0001/{MANIFEST}", near), (f"30-a0001/{MANIFEST}", far)):
+        assert any(key in line and f"restored from {source.url}" in line for line in text.splitlines())
+    for store in (near, far):
+        assert {key: store.read(key) for key in store.list("step-")} == good
+    assert "nothing to do" in call("repair", path)
+
+
+def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> None:
+    path, targets = run
+    for store in targets:
+        damage(store, f"{folder_name(30, 1)}/{FILE}")
+    assert call("repair", path).count("set aside, no target has it good") == 2
+    for store in targets:
+        assert [step for step, _, _ in committed(store)] == [10, 20]
+        assert store.exists(f"{folder_name(30, 1)}/{SET_ASIDE}")
+
+
+def test_repair_takes_a_copy_from_elsewhere(tmp_path: Path) -> None:
+    here, there = open_store(str(tmp_path / "here")), open_store(str(tmp_path / "there"))
+    small.save([here, there], tmp_path / "staging", 10)
+    damage(here, f"{folder_name(10, 1)}/{FILE}")
+    assert "restored from" in call("repair", here.url, "--from", there.url)
+    assert verify(here, folder_name(10, 1))[1] == []
+
+
+def test_repair_leaves_what_the_newest_attempt_is_writing(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    begin_attempt([store], RUN)
+    begin_attempt([store], RUN)
+    store.write(f"{folder_name(10, 2)}/{FILE}", b"half")
+    store.write(f"{folder_name(10, 1)}/{FILE}", b"half")
+    text = call("repair", str(tmp_path))
+    assert folder_name(10, 1) in text and folder_name(10, 2) not in text
+    assert store.list("step-") == [f"{folder_name(10, 2)}/{FILE}"]

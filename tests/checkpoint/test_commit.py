@@ -1,0 +1,235 @@
+"""Attempts, fencing, sweeping, retention: on a local folder and on S3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints as small
+import pytest
+import s3_server
+from hypothesis import given
+from hypothesis import strategies as st
+
+from electra_dist.checkpoint import commit as commit_module
+from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, retain
+from electra_dist.checkpoint.load import assemble
+from electra_dist.checkpoint.manifest import MANIFEST, committed, folder_name, set_aside
+from electra_dist.checkpoint.read import verify
+from electra_dist.checkpoint.retention import Kept, superfluous
+from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.config import CheckpointConfig
+from electra_dist.errors import StoreError, UserError
+from electra_dist.store import LocalStore, Store, open_store
+
+RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
+
+
+def test_attempts_count_over_all_targets(two_targets: list[Store]) -> None:
+    assert begin_attempt(two_targets, RUN) == 1
+    assert begin_attempt(two_targets[1:], RUN) == 2
+    assert begin_attempt(two_targets, RUN) == 3
+    assert begin_attempt(two_targets[:1], RUN) == 4
+
+
+def test_racing_starts_take_different_numbers(target: Store) -> None:
+    numbers: list[int] = []
+    threads = [threading.Thread(target=lambda: numbers.append(begin_attempt([target], RUN))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(numbers)) == 8
+
+
+def test_target_of_another_run_is_refused_before_anything_is_touched(target: Store, tmp_path: Path) -> None:
+    begin_attempt([target], RUN)
+    small.save([target], tmp_path / "staging", 10)
+    before = target.list()
+    with pytest.raises(UserError, match="checkpoints of another run"):
+        begin_attempt([target], {**RUN, "corpus_fingerprint": "other"})
+    assert target.list() == before
+
+
+def test_succeeded_attempt_cannot_commit_and_deletes_nothing(target: Store, tmp_path: Path) -> None:
+    begin_attempt([target], RUN)
+    small.save([target], tmp_path / "staging", 10)
+    begin_attempt([target], RUN)
+    with pytest.raises(Fenced, match="succeeded by attempt 2"):
+        small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
+    assert committed(target) == [(10, 1, folder_name(10, 1))]
+    small.save([target], tmp_path / "staging", 20, attempt=2)
+    assert [place[:2] for place in committed(target)] == [(10, 1), (20, 2)]
+
+
+def test_attempt_that_is_succeeded_while_it_commits_deletes_nothing(
+    target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor starts just before the manifest is created, and sweeps the files that it belongs to."""
+    begin_attempt([target], RUN)
+    small.save([target], tmp_path / "staging", 10)
+    create, successors = type(target).write_new, list[int]()
+
+    def begin_first(self: Store, key: str, data: bytes) -> bool:
+        if key.endswith(MANIFEST):
+            successors.append(begin_attempt([target], RUN))
+        return create(self, key, data)
+
+    monkeypatch.setattr(type(target), "write_new", begin_first)
+    with pytest.raises(Fenced, match="succeeded by attempt 2"):
+        small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
+    assert successors == [2]
+    assert verify(target, folder_name(20, 1))[1] != []  # swept under it; the next load sets it aside
+    assert verify(target, folder_name(10, 1))[1] == []
+
+
+def test_start_sweeps_what_dead_attempts_left_and_nothing_else(target: Store, tmp_path: Path) -> None:
+    begin_attempt([target], RUN)
+    for step in (10, 20, 30):
+        small.save([target], tmp_path / "staging", step)
+    set_aside(target, folder_name(20, 1), "for the test")
+    good = target.list("step-")
+    dead = f"{folder_name(40, 1)}/rank-00000.safetensors"
+    entry = f"{folder_name(30, 1)}/rank-00000.json"
+    own = f"{folder_name(50, 2)}/rank-00000.safetensors"
+    for key in (dead, entry, own):
+        target.write(key, b"x")
+    assert leftovers(target, 2) == [entry, dead]
+    assert begin_attempt([target], RUN) == 2
+    assert sorted(target.list("step-")) == sorted([*good, own])
+
+
+def test_unfinished_local_write_of_a_dead_attempt_is_removed(tmp_path: Path) -> None:
+    target = open_store(str(tmp_path))
+    begin_attempt([target], RUN)
+    unfinished = tmp_path / folder_name(10, 1) / ".manifest.json.12ab34cd.tmp"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+    begin_attempt([target], RUN)
+    assert not unfinished.parent.exists()
+
+
+def test_unfinished_upload_of_a_dead_attempt_is_aborted(
+    open_s3: Callable[[str], Store], s3: s3_server.S3Server
+) -> None:
+    target = open_s3("run")
+    client, bucket = s3_server.client(*s3), target.url.split("/")[2]
+    for folder in (folder_name(10, 1), folder_name(10, 2)):
+        client.create_multipart_upload(Bucket=bucket, Key=f"run/{folder}/rank-00000.safetensors")
+    begin_attempt([target], RUN)
+    assert begin_attempt([target], RUN) == 2
+    left = client.list_multipart_uploads(Bucket=bucket)["Uploads"]
+    assert [upload["Key"] for upload in left] == [f"run/{folder_name(10, 2)}/rank-00000.safetensors"]
+
+
+def test_staged_files_of_dead_attempts_are_removed_and_those_of_this_one_are_not(
+    open_s3: Callable[[str], Store], tmp_path: Path
+) -> None:
+    target, staging = open_s3("run"), tmp_path / "staging"
+    for attempt in (1, 2):
+        (staging / folder_name(10, attempt)).mkdir(parents=True)
+        (staging / folder_name(10, attempt) / "rank-00003.safetensors").write_bytes(b"x")
+    CheckpointWriter([target], staging, 0, 2, small.KEEP_ALL)
+    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]
+    small.save([target], staging, 20, attempt=2)
+    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]  # nothing stays after an upload
+
+
+def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Path) -> None:
+    state = small.save(two_targets, tmp_path / "staging", 10)
+    first, second = ({key: target.read(key) for key in target.list()} for target in two_targets)
+    assert first == second and len(first) == state.world_size + 1
+
+
+def test_missing_rank_is_named(target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_module, "ENTRY_TIMEOUT_S", 0.2)
+    writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    writer.save(small.state_at(10), small.share(small.content(10), 0, 2))
+    with pytest.raises(TimeoutError, match=r"no rank-00001\.json in"):
+        writer.close()
+    assert committed(target) == []
+
+
+def test_target_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="file"):
+        small.save([open_store(str(tmp_path / "file"))], tmp_path / "staging", 10)
+
+
+def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    writer = CheckpointWriter([store], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    values = small.content(1)
+    fragments = small.share(values, 0, 1)
+    writer.reserve(fragments)
+    buffer = writer._buffer
+    for step in (1, 2):
+        for name, kinds in small.content(step).items():
+            for kind, tensor in kinds.items():
+                values[name][kind].copy_(tensor)
+        writer.save(small.state_at(step, world_size=1), fragments)
+    for kinds in values.values():  # training goes on while it is written
+        for tensor in kinds.values():
+            tensor.zero_()
+    writer.close()
+    assert writer._buffer is buffer
+    for step in (1, 2):
+        assert verify(store, folder_name(step, 1))[1] == []
+    assert all((assemble([store])[1][n].view(-1) == small.content(2)[n]["master"]).all() for n in small.SHAPES)
+
+
+def test_retention_on_a_target_keeps_the_last_the_multiples_and_the_best(target: Store, tmp_path: Path) -> None:
+    policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_best=1)
+    losses = {10: 0.9, 20: 0.3, 30: 0.8, 40: 0.4, 50: 0.5, 60: 0.6, 70: 0.7, 80: None}
+    for step, loss in losses.items():
+        small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_rtd_loss": loss})
+    assert [step for step, _, _ in committed(target)] == [20, 30, 60, 70, 80]
+    assert {key.partition("/")[0] for key in target.list("step-")} == {f for _, _, f in committed(target)}
+
+
+def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    for step in (1, 2):
+        small.save([store], tmp_path / "staging", step)
+    deleted: list[str] = []
+    delete = LocalStore.delete
+    monkeypatch.setattr(LocalStore, "delete", lambda self, key: (deleted.append(key), delete(self, key))[1])
+    retain(store, CheckpointConfig(keep_last=1), 1, {})
+    assert deleted[0] == f"{folder_name(1, 1)}/{MANIFEST}" and len(deleted) == 3
+
+
+CHECKPOINTS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 3), st.none() | st.sampled_from([0.1, 0.2, 0.3])),
+    unique_by=lambda c: c[:2],
+)
+
+
+@given(
+    found=CHECKPOINTS,
+    policy=st.builds(
+        lambda last, every, best: {"keep_last": last, "keep_every_steps": every, "keep_best": best},
+        st.integers(1, 5),
+        st.integers(0, 12),
+        st.integers(0, 4),
+    ),
+)
+def test_retention_keeps_exactly_what_the_policy_names(
+    found: list[tuple[int, int, float | None]], policy: dict[str, Any]
+) -> None:
+    checkpoints = [Kept(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in found]
+    gone = set(superfluous(checkpoints, CheckpointConfig(**policy)))
+    for c in checkpoints:
+        newer = sum((o.step, o.attempt) > (c.step, c.attempt) for o in checkpoints)
+        rank = (c.eval_rtd_loss or 0.0, -c.step, -c.attempt)
+        judged = [(o.eval_rtd_loss, -o.step, -o.attempt) for o in checkpoints if o.eval_rtd_loss is not None]
+        better = sum(other < rank for other in judged)
+        wanted = (
+            newer < policy["keep_last"]
+            or (policy["keep_every_steps"] > 0 and c.step % policy["keep_every_steps"] == 0)
+            or (c.eval_rtd_loss is not None and better < policy["keep_best"])
+        )
+        assert (c not in gone) == wanted
+    if checkpoints:
+        assert max(checkpoints, key=lambda c: (c.step, c.attempt)) not in gone

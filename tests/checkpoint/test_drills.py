@@ -1,0 +1,28 @@
+"""A small sample of the drills in tests/drills, so that they themselves stay alive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DRILLS = Path(__file__).resolve().parent.parent / "drills"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("damages.py", ["--count", "32", "--seed", "7"]),
+        ("save_kills.py", ["--count", "6", "--seed", "7"]),
+        ("save_kills.py", ["--count", "4", "--seed", "7", "--target", "both", "--server", "moto"]),
+    ],
+    ids=["damages", "kills_local", "kills_both"],
+)
+def test_drill_finds_nothing_wrong(script: str, arguments: list[str]) -> None:
+    command = [sys.executable, str(DRILLS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.rstrip().endswith(" 0 bad")
