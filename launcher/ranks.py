@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,6 +74,10 @@ class Ranks:
         """Ranks that ended without a word: killed, or aborted by a library."""
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
+    def stopped(self) -> list[int]:
+        """Ranks that are not even running: stopped by a signal or a debugger, or waiting for a device."""
+        return [rank for rank, pid in sorted(self.alive().items()) if _field(pid, "State")[:1] in "TtD"]
+
     def tell(self, number: int) -> list[int]:
         """Send a signal to every rank that has its own handler by now, once; returns the ranks told this time."""
         ended, told = self.codes(), []
@@ -99,8 +105,8 @@ class Ranks:
             time.sleep(0.05)
         time.sleep(0.1)  # the rest of an answer that has begun
         for rank, (file, old) in answers.items():
-            text = file.read_bytes()[old:].decode(errors="replace").splitlines()
-            views[rank] += [f"  {line}" for line in text] or [f"  no answer within {_STACK_WAIT_S:.0f} s"]
+            lines = condensed(file.read_bytes()[old:].decode(errors="replace"))
+            views[rank] += [f"  {line}" for line in lines] or [f"  no answer within {_STACK_WAIT_S:.0f} s"]
         return [line for rank in sorted(views) for line in views[rank]]
 
     def kill(self) -> list[int]:
@@ -128,6 +134,18 @@ class Ranks:
 
     def _numbers(self, name: str) -> dict[int, int]:
         return {int(file.name.rpartition("-")[2]): int(file.read_text()) for file in self.state.glob(f"{name}-*")}
+
+
+def condensed(stacks: str) -> list[str]:
+    """faulthandler's text of all threads: the main one first, equal ones once, a call a line, the innermost first."""
+    threads = Counter(tuple(block.splitlines()[1:]) for block in reversed(stacks.strip().split("\n\n")) if block)
+    lines = []
+    for calls, count in threads.items():
+        lines.append(f"{count} thread{'s' * (count > 1)}:")
+        for call in calls:
+            found = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', call)
+            lines.append(f"  {found[1]}:{found[2]} {found[3]}" if found else f"  {call.strip()}")
+    return lines
 
 
 def marked_pids(mark: str) -> list[int]:

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from electra_dist.config import ClusterConfig, Config
+from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import (
     EXIT_CRASH,
@@ -40,7 +40,7 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.store import writable
-from electra_dist.telemetry.heartbeat import HangLimits, Hung, hung, read_heartbeats
+from electra_dist.telemetry.heartbeat import Hung, hang_limits, hung, read_heartbeats
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.telemetry.strikes import add_strike, node_name, read_strikes
 from launcher.findings import exit_code, strike_of
@@ -212,10 +212,10 @@ class Supervisor:
         ]
 
     def _show(self, ranks: Ranks, silent: Sequence[Hung]) -> None:
-        worst = silent[0]
+        first, stopped = silent[0], ranks.stopped()
         self.log(
-            f"hung: rank {worst.rank} in phase {worst.phase} at step {worst.step:,}, silent for {worst.quiet_s:.1f} s "
-            f"(limit {worst.limit_s:.1f} s); silent too: {[h.rank for h in silent[1:]]}; stacks of all ranks here:"
+            f"hung: rank {first.rank} in phase {first.phase} at step {first.step:,}, silent for {first.quiet_s:.1f} s "
+            f"(limit {first.limit_s:.1f} s); silent too: {[h.rank for h in silent[1:]]}; not even running: {stopped}"
         )
         for line in ranks.stacks():
             self.log(f"  {line}")
@@ -242,17 +242,6 @@ class Supervisor:
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
         return end.code
-
-
-def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """The config's limits as heartbeats understand them."""
-    return HangLimits(
-        setup_s=cluster.hang_setup_s,
-        step_factor=cluster.hang_step_factor,
-        step_floor_s=cluster.hang_step_floor_s,
-        checkpoint_s=cluster.hang_checkpoint_s,
-        eval_s=cluster.hang_eval_s,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

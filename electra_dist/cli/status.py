@@ -17,7 +17,7 @@ from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.telemetry.console import format_duration
 from electra_dist.telemetry.goodput import Goodput, goodput
-from electra_dist.telemetry.heartbeat import Beat, hung, read_heartbeats
+from electra_dist.telemetry.heartbeat import Beat, hang_limits, hung, read_heartbeats
 from electra_dist.telemetry.jsonl import Record
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.telemetry.metrics import read_metrics
@@ -26,7 +26,6 @@ from electra_dist.telemetry.strikes import Strike, excluded_nodes, read_strikes
 from launcher.job import read_jobs
 from launcher.slurm_queue import NodeOut, QueueView, queue_view
 from launcher.submit import job_name
-from launcher.supervise import hang_limits
 
 _STEPS_OF_PATIENCE = 10
 

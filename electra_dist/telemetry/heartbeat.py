@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.config import ClusterConfig
 from electra_dist.store import writable
 from electra_dist.telemetry.strikes import node_name
 
@@ -89,15 +90,22 @@ class Heartbeat:
         if phase != self._phase:
             self._phase, self._since = phase, now
         self._now, self._step = now, step
-        line = _encode(
+        self._line = _encode(
             f'{self._fixed}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
             f'"phase_since": {self._since:.6f}, "step_s": {self._learned()}'
         )
         try:
-            os.pwrite(self._file, line, 0)
+            os.pwrite(self._file, self._line, 0)
         except OSError:
             with writable(self._path):
                 raise
+
+    @property
+    def last(self) -> Beat:
+        """What was said last, as others read it."""
+        beat = _decode(self._line)
+        assert beat is not None
+        return beat
 
     def close(self) -> None:
         """Beat "done" at the last step and close. Not called by a rank that crashes."""
@@ -128,12 +136,28 @@ class HangLimits:
     eval_s: float = 600.0
 
     def of(self, beat: Beat) -> float:
-        """The limit of the phase that a rank is in."""
+        """The limit of the phase that a rank is in.
+
+        The first step after another phase waits in its first collective for ranks that are still in that phase, as
+        rank 0 may be while an earlier checkpoint is being written.
+        """
         if beat.phase == "step" and beat.step_s is not None:
-            return max(self.step_floor_s, self.step_factor * beat.step_s)
+            learned = max(self.step_floor_s, self.step_factor * beat.step_s)
+            return learned if beat.time > beat.phase_since else max(learned, self.checkpoint_s, self.eval_s)
         return {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}.get(
             beat.phase, self.setup_s
         )
+
+
+def hang_limits(cluster: ClusterConfig) -> HangLimits:
+    """What the config says."""
+    return HangLimits(
+        setup_s=cluster.hang_setup_s,
+        step_factor=cluster.hang_step_factor,
+        step_floor_s=cluster.hang_step_floor_s,
+        checkpoint_s=cluster.hang_checkpoint_s,
+        eval_s=cluster.hang_eval_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
-    watch = Watch(Path(config.run_dir))
+    watch = Watch(Path(config.run_dir), config.cluster)
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     engine = Engine(_build_module(config, inputs, special), config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)

@@ -4,6 +4,9 @@ Guarantee: a beat at every step and change of phase, so that a hang is noticed f
 At log steps the first rank of each node reads its GPUs; new uncorrected memory errors get the node a strike and end
 the run with exit code 69, without a save: what such a GPU holds is not to be trusted.
 
+A collective gives up after twice the limit that a supervisor has for the phase, learned step times included: without a
+supervisor, ranks whose peer is behind a cut link end by themselves.
+
 Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth in three looks in a
 row. A forward has no collective before ZeRO-3, so it is the rank's own time.
 """
@@ -14,17 +17,22 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from electra_dist.config import ClusterConfig
 from electra_dist.telemetry.gpu_watch import GpuReading, GpuSampler, gone_bad
-from electra_dist.telemetry.heartbeat import Heartbeat, Phase
+from electra_dist.telemetry.heartbeat import Heartbeat, Phase, hang_limits
 from electra_dist.telemetry.straggler import stragglers
 from electra_dist.telemetry.strikes import Strike, add_strike, node_name
 
 _LOOKS = 3
+_COLLECTIVE_FACTOR = 2.0  # of the limit of the phase: a supervisor comes first, and shows the stacks
+_LONGEST_COLLECTIVE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,13 @@ class Look:
 class Watch:
     """One per rank, for the life of the process."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
+        self._run_dir, self._limits = run_dir, hang_limits(cluster)
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._sampler = GpuSampler() if int(os.environ["LOCAL_RANK"]) == 0 else None
         self._first = self._sampler.read() if self._sampler else None
         self._looks: deque[list[float]] = deque(maxlen=_LOOKS)
+        self._collective_limit_s = 0.0
         self.sick = False  # this rank's node is not to be trusted
 
     def began(self, attempt: int) -> None:
@@ -53,6 +62,11 @@ class Watch:
     def beat(self, phase: Phase, step: int) -> None:
         """Say where this rank is; `step` steps are done."""
         self._heartbeat.beat(phase, step)
+        limit_s = min(_COLLECTIVE_FACTOR * self._limits.of(self._heartbeat.last), _LONGEST_COLLECTIVE_S)
+        if abs(limit_s - self._collective_limit_s) > 0.1 * self._collective_limit_s:
+            self._collective_limit_s = limit_s
+            for group in list(c10d._world.pg_map):  # DeepSpeed has its own beside the default one
+                c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     def look(self, forward_s: float) -> Look:
         """Read the GPUs and compare the ranks. Collective; at log steps."""
