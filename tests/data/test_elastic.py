@@ -236,7 +236,7 @@ cut_runs = st.lists(starts, min_size=2, max_size=5).filter(
     legs=[(2, 24, 4), (1, 48, 1)],
     skipped={2},
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_ranks_cuts_and_micro_batches_draw_what_one_uncut_rank_draws(
     folders: Iterator[Path],
     rows_per_shard: list[int],

@@ -45,10 +45,11 @@ from real_runs import (
 from s3_server import best_kind, make_bucket, running_s3
 
 RATE = 0.7  # share of requests that are hit, at most 3 in a row
-# Shards and tensor files have digests that a flipped byte is found by, and are known to exist when they are asked for;
-# whether corpus.json or a manifest exists is a question, and one byte of such a file must be trusted to the transport.
+# Shards, tensor files and manifests have digests that a flipped byte is found by; the first two are known to exist
+# when they are asked for; whether another object exists is a question that "missing" would answer wrongly.
 EVERYWHERE = tuple(kind for kind in ALL_FAULTS if kind not in ("flip", "missing"))
-FAULTS = (*EVERYWHERE, "flip:.tar", "missing:.tar", "flip:.safetensors", "missing:.safetensors")
+FLIPPED, MISSED = (".tar", ".safetensors", "/manifest.json"), (".tar", ".safetensors")
+FAULTS = (*EVERYWHERE, *(f"flip:{text}" for text in FLIPPED), *(f"missing:{text}" for text in MISSED))
 ROWS_PER_SHARD = [1 + number % 5 for number in range(300)]  # 5 or 6 shards a step
 CACHE_LIMIT_GB = 0.0005  # of the corpus's 0.003
 STALL_S = 0.3
@@ -96,7 +97,7 @@ def faults_of(proxy: FaultProxy) -> Counter[str]:
 
 def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -> list[Verdict]:
     """The long run behind all faults, against local files."""
-    num_steps = max(40, faults // 10)
+    num_steps = max(40, faults // 13)
     local, remote = folder / "local", folder / "remote"
     done = run_to_the_end(write_tiny_config(folder / "local.yaml", local, f"{folder}/corpus", **settings(num_steps)))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -118,6 +119,9 @@ def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -
             f"  {name}: step {end['step']}, store_retries {end['store_retries']}, "
             f"store_wait_s {end['store_wait_s']:.1f}, refetches {end['refetches']}"
         )
+    events = [json.loads(line) for line in (remote / "ledger.jsonl").read_text().splitlines()]
+    saved = sum(event["event"] == "checkpoint" for event in events)
+    aside = [event["reason"] for event in events if event["event"] == "set_aside"]
     found, expected = read_losses(remote), read_losses(local)
     receipts = [[record["receipt"] for record in step_records(run)] for run in (remote, local)]
     same = sum(one == two for one, two in zip(found, expected))
@@ -128,6 +132,7 @@ def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -
         Verdict("losses of local files", found == expected, f"{same} of {num_steps} steps equal bit for bit"),
         Verdict("receipts of local files", receipts[0] == receipts[1], f"{receipts[0][-1]} after {num_steps} steps"),
         Verdict("electra-dist verify", good_verify, (verify.stdout + verify.stderr).strip().splitlines()[-1]),
+        Verdict("good checkpoints are believed", not aside, aside[0] if aside else f"{saved} saved, none set aside"),
         Verdict("cost is visible", retries > 0 and waited_s > 0, f"{retries} retries, {waited_s:.0f} s waited"),
     ]
 
