@@ -5,6 +5,7 @@ from setuptools import setup
 EXTRAS = {
     "s3": ["boto3>=1.36"],
     "export": ["transformers>=4.50,<6"],
+    "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
     "bench": ["transformers>=4.50,<6"],
     "test": [
         "pytest>=8",
@@ -35,6 +36,7 @@ setup(
         "electra_dist.cli",
         "electra_dist.corpus",
         "electra_dist.data",
+        "electra_dist.finetune",
         "electra_dist.model",
         "electra_dist.objectives",
         "electra_dist.telemetry",

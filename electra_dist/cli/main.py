@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from electra_dist.cli.checkpoint import app as checkpoint_app
+from electra_dist.cli.finetune import finetune, minimal_pairs
+from electra_dist.cli.flops import flops
 from electra_dist.cli.status import status
 from electra_dist.cli.submit import submit
 from electra_dist.cli.verify import verify_command
@@ -24,6 +26,9 @@ app.add_typer(corpus_app, name="corpus", help="Text to rows to shards.")
 app.add_typer(checkpoint_app, name="checkpoint", help="What a run has saved: list, verify, diff, repair.")
 app.command()(submit)
 app.command()(status)
+app.command()(finetune)
+app.command()(flops)
+app.command("minimal-pairs")(minimal_pairs)
 app.command("verify")(verify_command)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, for example configs/large_25pct_mask.yaml")]

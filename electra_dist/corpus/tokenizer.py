@@ -117,3 +117,8 @@ class WordPieceTokenizer:
             if len(word) > MAX_WORD_CHARS:
                 self._known.pop(word, None)
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode([text])[0]`, and for each the characters [start, end) of `text` that it stands for."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets

@@ -1,0 +1,89 @@
+"""Pairs are what they promise, and a model is scored by what it says about the word that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from electra_dist.errors import UserError
+from electra_dist.finetune import minimal_pairs
+from electra_dist.finetune.agreement import NOUNS, TEMPLATES, THINGS, make_pairs
+from electra_dist.finetune.minimal_pairs import score_minimal_pairs
+from electra_dist.finetune.pretrained import Pretrained
+
+CPU = torch.device("cpu")
+SINGULAR = {"is", "was", "has", "this", "that", *(noun for noun, _ in (*NOUNS, *THINGS))}
+PLURAL = {"are", "were", "have", "these", "those", *(noun for _, noun in (*NOUNS, *THINGS))}
+
+
+class Everything:
+    def __contains__(self, word: object) -> bool:
+        return True
+
+
+def test_pairs_differ_in_the_number_of_one_word_and_are_distinct() -> None:
+    found = make_pairs(Everything(), 150)
+    assert list(found) == list(TEMPLATES)
+    for pairs in found.values():
+        assert len(pairs) == len(set(pairs)) == 150
+        plural = 0
+        for pair in pairs:
+            differing = [i for i, (a, b) in enumerate(zip(pair.good, pair.bad, strict=True)) if a != b]
+            assert differing == [pair.position]
+            words = {pair.good[pair.position], pair.bad[pair.position]}
+            assert len(words & SINGULAR) == len(words & PLURAL) == 1
+            plural += pair.good[pair.position] in PLURAL
+        assert 0.3 < plural / 150 < 0.7  # neither form is right as such
+
+
+def test_the_right_form_agrees_with_its_subject_or_its_determiner() -> None:
+    found = make_pairs(Everything(), 100)
+    for name in ("subject-verb", "subject-verb across a phrase", "subject-verb across a clause"):
+        for pair in found[name]:
+            subject = next(word for word in pair.good if word in {form for forms in NOUNS for form in forms})
+            assert (subject in PLURAL) == (pair.good[pair.position] in PLURAL)
+    for pair in (*found["determiner-noun"], *found["quantifier-noun"]):
+        one = pair.good[pair.position - 1] in ("this", "that", "one", "every", "another")
+        assert one == (pair.good[pair.position] in SINGULAR)
+    for pair in found["demonstrative"]:
+        assert (pair.good[0] in PLURAL) == (pair.good[2] in PLURAL) == (pair.good[3] in PLURAL)
+
+
+def test_pairs_repeat_for_a_seed_and_keep_to_the_vocabulary() -> None:
+    assert make_pairs(Everything(), 20, seed=1) == make_pairs(Everything(), 20, seed=1)
+    assert make_pairs(Everything(), 20, seed=1) != make_pairs(Everything(), 20, seed=2)
+    words = {"the", "old", "good", "boy", "boys", "is", "are", "."}
+    found = make_pairs(words, 30)
+    assert {word for pairs in found.values() for pair in pairs for word in pair.good} <= words
+    assert found["determiner-noun"] == []
+    assert 0 < len(found["subject-verb"]) <= 30
+
+
+def test_the_form_that_looks_more_replaced_is_taken_for_the_wrong_one(
+    encoder: Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def knows_all(model: object, ids: list, positions: list, *rest: object) -> torch.Tensor:
+        asked.extend((row[position], len(row)) for row, position in zip(ids, positions))
+        return torch.arange(len(ids)).float() % 2  # good sentences come first: 0, then 1 for the bad one
+
+    monkeypatch.setattr(minimal_pairs, "replaced_logits", knows_all)
+    scores = score_minimal_pairs(encoder, 10, CPU)
+    assert [score.accuracy for score in scores] == [1.0] * len(scores)
+    words = {encoder.vocabulary.tokens[word] for word, _ in asked}
+    assert words <= SINGULAR | PLURAL
+    assert scores[-1].pairs == sum(score.pairs for score in scores[:-1]) == len(asked) // 2
+
+    monkeypatch.setattr(minimal_pairs, "replaced_logits", lambda model, ids, *rest: torch.zeros(len(ids)))
+    assert score_minimal_pairs(encoder, 10, CPU)[-1].accuracy == 0.0  # a tie is a miss
+
+
+def test_a_random_model_is_near_chance_and_one_without_a_head_is_refused(encoder: Pretrained) -> None:
+    scores = score_minimal_pairs(encoder, 60, CPU)
+    assert 0.35 < scores[-1].accuracy < 0.65
+    headless = {name: value for name, value in encoder.state.items() if not name.startswith("head.")}
+    with pytest.raises(UserError, match="without its pretraining head"):
+        score_minimal_pairs(dataclasses.replace(encoder, state=headless), 5, CPU)
