@@ -1,13 +1,14 @@
 """To Hugging Face and back.
 
-Guarantee: `export_discriminator` and `export_generator` write a folder that AutoModel, ElectraForPreTraining,
-ElectraForMaskedLM and AutoTokenizer load, with the same logits; `from_hf_discriminator` and `from_hf_generator` invert
-the name maps exactly. Weights are written in fp32, the token table without its pad rows.
+Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
+load, with the same logits, whatever the towers share and whatever the large one learnt; `from_hf_discriminator` and
+`from_hf_generator` invert the name maps exactly. Weights are in fp32, the token table without its pad rows.
 
 How: one table of (our name, their name) a tower; the fused query, key, value matmul is split and joined. transformers
 is not imported: config.json, model.safetensors and the tokenizer's files are written directly.
 
-Where it stops: the tied output projection is not written (Hugging Face ties it to the table while loading).
+Where it stops: the tied output projection is not written (Hugging Face ties it to the table while loading). The copy
+gate and the baseline have no place there, and Electric's two causal towers are no Hugging Face model: left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -44,35 +45,62 @@ _DISCRIMINATOR_HEAD = {
     "discriminator_head.dense": "discriminator_predictions.dense",
     "discriminator_head.out": "discriminator_predictions.dense_prediction",
 }
-_GENERATOR_HEAD = {
-    "generator_head.dense": "generator_predictions.dense",
-    "generator_head.layer_norm": "generator_predictions.LayerNorm",
-}
-_TABLE, _OUTPUT_BIAS = "embeddings.word.weight", "generator_head.bias"
+_TABLE, _OUTPUT_BIAS = "embeddings.word.weight", "generator_lm_head.bias"
+_HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # that predict tokens
+TowerName = Literal["discriminator", "generator"]
 
 
 def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """The state dict of ElectraForPreTraining; `state` has the names of ElectraTowers or ReplacedTokenDetection."""
-    return _to_hf(state, model, "discriminator", model.discriminator, _DISCRIMINATOR_HEAD)
+    """The state dict of ElectraForPreTraining; of ElectraForMaskedLM where the large tower predicts tokens.
+
+    `state` has the names of ElectraTowers or of an objective around them.
+    """
+    return _to_hf(state, model, "discriminator")
 
 
 def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """The state dict of ElectraForMaskedLM, without the tied `generator_lm_head.weight`."""
-    theirs = _to_hf(state, model, "generator", model.generator, _GENERATOR_HEAD)
-    theirs["generator_lm_head.bias"] = _unprefixed(state)[_OUTPUT_BIAS].detach().float().cpu().clone()
-    return theirs
+    return _to_hf(state, model, "generator")
 
 
 def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """ElectraForPreTraining's state dict -> names of ElectraTowers: embeddings, discriminator, its head."""
-    return _from_hf(theirs, model, "discriminator", model.discriminator, _DISCRIMINATOR_HEAD)
+    """The state dict of ElectraForPreTraining or ForMaskedLM -> names of ElectraTowers: embeddings, tower, head."""
+    return _from_hf(theirs, model, "discriminator")
 
 
 def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """ElectraForMaskedLM's state dict -> names of ElectraTowers: embeddings, generator and its head."""
-    ours = _from_hf(theirs, model, "generator", model.generator, _GENERATOR_HEAD)
-    ours[_OUTPUT_BIAS] = theirs["generator_lm_head.bias"].clone()
+    return _from_hf(theirs, model, "generator")
+
+
+def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """The state with fp32 `embeddings.` that this tower reads and `{tower}.` of its own, whatever the towers share."""
+    ours = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
+    if tower == "generator" and model.sharing == "all":
+        layers = {name: tensor for name, tensor in ours.items() if name.startswith("discriminator.")}
+        ours |= {name.replace("discriminator.", "generator.", 1): tensor for name, tensor in layers.items()}
+    if tower == "discriminator":
+        for name in [name for name in ours if name.startswith("discriminator_embeddings.")]:
+            read = name.removeprefix("discriminator_")
+            is_difference = model.sharing == "gdes" and "layer_norm" not in name
+            ours[read] = ours[read] + ours[name] if is_difference else ours[name]
     return ours
+
+
+def export_towers(
+    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
+) -> dict[str, Path]:
+    """Write OUT_DIR/discriminator and, where there is one that Hugging Face knows, OUT_DIR/generator.
+
+    Arguments as of `export_discriminator`; returns name -> folder.
+    """
+    folders = {"discriminator": out_dir / "discriminator"}
+    export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
+    names = {name.removeprefix("towers.").partition(".")[0] for name in state}
+    if "generator_head" in names and "generator_reverse" not in names:
+        folders["generator"] = out_dir / "generator"
+        export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
+    return folders
 
 
 def export_discriminator(
@@ -81,90 +109,96 @@ def export_discriminator(
     """Write the discriminator as a Hugging Face folder.
 
     Args:
-        state: full (unpartitioned) parameters, with the names of ElectraTowers or ReplacedTokenDetection.
+        state: full (unpartitioned) parameters, with the names of ElectraTowers or of an objective around them.
         model: the config that they were trained with.
         special: ids of the special tokens.
         vocab_file: the corpus's vocab.txt.
         lowercase: the corpus's `lowercase`.
         out_dir: made if missing; files of the same names are replaced.
     """
-    config = _hf_config(model, model.discriminator, special, "ElectraForPreTraining")
-    _write(to_hf_discriminator(state, model), config, vocab_file, lowercase, model.max_positions, out_dir)
+    tensors = to_hf_discriminator(state, model)
+    architecture = "ElectraForMaskedLM" if _OUTPUT_BIAS in tensors else "ElectraForPreTraining"
+    config = _hf_config(model, "discriminator", special, architecture)
+    _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
 def export_generator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
     """Write the generator as a Hugging Face folder; arguments as of `export_discriminator`."""
-    config = _hf_config(model, model.generator, special, "ElectraForMaskedLM")
+    config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
     _write(to_hf_generator(state, model), config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
-def _unprefixed(state: State) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("towers."): tensor for name, tensor in state.items()}
+def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
+    """Its shape, and the width of the tables that it reads."""
+    if tower == "generator":
+        return model.generator, model.generator_embedding_width
+    return model.discriminator, model.embedding_size
 
 
-def _pairs(model: ModelConfig, name: str, tower: TowerConfig, head: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _pairs(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
     """(our module, their module) of everything but the fused attention input."""
+    shape, width = tower_of(model, tower)
     for ours, theirs in _EMBEDDINGS.items():
         yield f"embeddings.{ours}", f"electra.embeddings.{theirs}"
-    if model.embedding_size != tower.hidden_size:
-        yield f"{name}.embeddings_project", "electra.embeddings_project"
-    for i in range(tower.num_layers):
+    if width != shape.hidden_size:
+        yield f"{tower}.embeddings_project", "electra.embeddings_project"
+    for i in range(shape.num_layers):
         for ours, theirs in _LAYER.items():
-            yield f"{name}.layers.{i}.{ours}", f"electra.encoder.layer.{i}.{theirs}"
-    yield from head.items()
+            yield f"{tower}.layers.{i}.{ours}", f"electra.encoder.layer.{i}.{theirs}"
+    yield f"{_HEADS[tower]}.dense", "generator_predictions.dense"
+    yield f"{_HEADS[tower]}.layer_norm", "generator_predictions.LayerNorm"
+    if tower == "discriminator":
+        yield from _DISCRIMINATOR_HEAD.items()
 
 
-def _qkv(name: str, tower: TowerConfig) -> Iterator[tuple[str, list[str]]]:
+def _parameters(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
+    """(our parameter, theirs) of everything but the fused attention input; not every one is in every state."""
+    for ours, theirs in _pairs(model, tower):
+        for kind in ("weight", "bias"):
+            yield f"{ours}.{kind}", f"{theirs}.{kind}"
+    yield f"{_HEADS[tower]}.bias", _OUTPUT_BIAS
+
+
+def _qkv(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
     """(our fused parameter, their three) of every layer."""
-    for i in range(tower.num_layers):
+    for i in range(tower_of(model, tower)[0].num_layers):
         for kind in ("weight", "bias"):
             parts = [f"electra.encoder.layer.{i}.attention.self.{part}.{kind}" for part in ("query", "key", "value")]
-            yield f"{name}.layers.{i}.attention.qkv.{kind}", parts
+            yield f"{tower}.layers.{i}.attention.qkv.{kind}", parts
 
 
-def _to_hf(
-    state: State, model: ModelConfig, name: str, tower: TowerConfig, head: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    ours = {key: tensor.detach().float().cpu() for key, tensor in _unprefixed(state).items()}
-    theirs = {}
-    for our_module, their_module in _pairs(model, name, tower, head):
-        for kind in ("weight", "bias"):
-            if f"{our_module}.{kind}" in ours:
-                theirs[f"{their_module}.{kind}"] = ours[f"{our_module}.{kind}"].clone()
-    for fused, parts in _qkv(name, tower):
+def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    ours = standalone(state, model, tower)
+    theirs = {their: ours[our].clone() for our, their in _parameters(model, tower) if our in ours}
+    for fused, parts in _qkv(model, tower):
         theirs.update({part: chunk.clone() for part, chunk in zip(parts, ours[fused].chunk(3), strict=True)})
     table = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"
     theirs[table] = theirs[table][: model.vocab_size].clone()
     return theirs
 
 
-def _from_hf(
-    theirs: State, model: ModelConfig, name: str, tower: TowerConfig, head: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    ours = {}
-    for our_module, their_module in _pairs(model, name, tower, head):
-        for kind in ("weight", "bias"):
-            if f"{their_module}.{kind}" in theirs:
-                ours[f"{our_module}.{kind}"] = theirs[f"{their_module}.{kind}"].clone()
-    for fused, parts in _qkv(name, tower):
+def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    ours = {our: theirs[their].clone() for our, their in _parameters(model, tower) if their in theirs}
+    for fused, parts in _qkv(model, tower):
         ours[fused] = torch.cat([theirs[part] for part in parts])
     table = ours[_TABLE]
     ours[_TABLE] = torch.nn.functional.pad(table, (0, 0, 0, model.padded_vocab_size - table.shape[0]))
     return ours
 
 
-def _hf_config(model: ModelConfig, tower: TowerConfig, special: SpecialIds, architecture: str) -> dict[str, Any]:
+def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
+    shape, width = tower_of(model, tower)
     return {
         "architectures": [architecture],
         "model_type": "electra",
         "vocab_size": model.vocab_size,
-        "embedding_size": model.embedding_size,
-        "hidden_size": tower.hidden_size,
-        "num_hidden_layers": tower.num_layers,
-        "num_attention_heads": tower.num_heads,
-        "intermediate_size": tower.intermediate_size,
+        "embedding_size": width,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
         "hidden_act": "gelu",
         "hidden_dropout_prob": model.hidden_dropout,
         "attention_probs_dropout_prob": model.attention_dropout,

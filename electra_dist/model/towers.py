@@ -55,6 +55,7 @@ class ElectraTowers(nn.Module):
         """`objective` decides which of the parts there are; default: replaced-token detection."""
         super().__init__()
         objective = objective or ObjectiveConfig()
+        self.model = model
         small, big = model.generator, model.discriminator
         own = has_own_embeddings(model, objective)
         small_width = model.generator_embedding_width if own else model.embedding_size

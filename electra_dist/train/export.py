@@ -11,13 +11,13 @@ from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config_file import load_config
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import UserError
-from electra_dist.model.hf import export_discriminator, export_generator
+from electra_dist.model.hf import export_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.train.preparation import CONFIG_FILE, TOKENIZER_FILE, VOCAB_FILE
 
 
 def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
-    """Write OUTPUT/discriminator and OUTPUT/generator; returns the state exported and the folders.
+    """Write OUTPUT/discriminator and, if the objective has one, OUTPUT/generator; returns the state and the folders.
 
     Raises:
         UserError: `run_dir` is not a run, or has no good checkpoint.
@@ -30,8 +30,4 @@ def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
     for line in damaged:
         print(line, file=sys.stderr)
     special = SpecialIds.from_tokens(tokenizer.special)
-    folders = {}
-    for name, write in (("discriminator", export_discriminator), ("generator", export_generator)):
-        folders[name] = output / name
-        write(weights, config.model, special, run_dir / VOCAB_FILE, tokenizer.lowercase, folders[name])
-    return state, folders
+    return state, export_towers(weights, config.model, special, run_dir / VOCAB_FILE, tokenizer.lowercase, output)
