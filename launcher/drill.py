@@ -105,11 +105,11 @@ class Drill:
                 self._disk.free()
             self._supervisor = self._start()
         base = before if fault.then == "goes on" else None
-        after = self._wait_for(lambda: self._stepped(before, base, begin))
+        self._wait_for(lambda: self._stepped(before, base, begin))
         hit.recovery_s = time.time() - begin
         if fault.then == "goes on":
             self._wait_for(lambda: [line for line in self._log() if line[0] > begin] or None)
-        self._judge(hit, fault, begin, after.attempt - before.attempt, read_ledger(self._run_dir)[events:])
+        self._judge(hit, fault, begin, read_ledger(self._run_dir)[events:])
         return hit
 
     def finish(self) -> int:
@@ -170,7 +170,7 @@ class Drill:
         while time.monotonic() < deadline and all(list(f.glob("manifest*")) for f in folders.glob("step-*")):
             time.sleep(0.0005)
 
-    def _judge(self, hit: Hit, fault: Fault, begin: float, new_attempts: int, events: Sequence[Record]) -> None:
+    def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
         lines = [line for line in self._log() if line[0] > begin]
         if fault.then == "restarts":
             hit.code = EXIT_CRASH if any("crash" in text for _, text in lines) else None
@@ -182,8 +182,8 @@ class Drill:
         wanted = 0 if fault.then == "goes on" else 1
         if hit.code != fault.code:
             hit.fault = f"exit code {hit.code}, not {fault.code}"
-        elif new_attempts != wanted:
-            hit.fault = f"{new_attempts} new starts, not {wanted}"
+        elif len(resumes) != wanted:
+            hit.fault = f"{len(resumes)} new starts, not {wanted}"
         elif fault.bad_checkpoint != any(event["event"] == "set_aside" for event in events):
             hit.fault = "no checkpoint was set aside" if fault.bad_checkpoint else "a checkpoint was set aside"
 

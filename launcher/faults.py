@@ -49,10 +49,10 @@ class Victim:
     def ranks(self) -> dict[int, int]:
         """Rank -> pid."""
         found = {}
-        for pid in self.pids("launcher.supervised_rank --local_rank"):
+        for pid in self.pids("--state"):
             with contextlib.suppress(OSError):
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found[next(int(entry[5:]) for entry in environ if entry.startswith(b"RANK="))] = pid
+                found.update({int(entry[5:]): pid for entry in environ if entry.startswith(b"RANK=")})
         return found
 
 

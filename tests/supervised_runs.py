@@ -42,7 +42,7 @@ class Supervised:
                 return at
         return None
 
-    def wait(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    def wait(self, condition: Callable[[], Any], timeout_s: float = 180.0) -> Any:
         """What `condition` yields, once it yields something."""
         deadline = time.monotonic() + timeout_s
         while not (found := condition()):
@@ -54,7 +54,7 @@ class Supervised:
     def wait_for_step(self, step: int, attempt: int = 1, ranks: int = 2) -> None:
         self.wait(lambda: sum(b.step >= step and b.attempt >= attempt for b in read_heartbeats(self.run_dir)) == ranks)
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = 120.0) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout_s)

@@ -1,0 +1,57 @@
+"""`launcher.chaos` on a tiny run of 2 CPU ranks: every fault that it knows, 60 times in random order.
+
+    python tests/drills/chaos_drill.py --count 60 --seed 1
+
+A full disk is among them where this user may mount one of a few MB. Two idle cores need about a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from real_runs import write_corpus, write_tiny_config
+
+from launcher import chaos
+from launcher.faults import FAULTS
+
+EVERY_STEPS = 5
+
+
+def main() -> int:
+    """The drill's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="kinds, moments and victims")
+    parser.add_argument("--count", type=int, default=60, help="how many faults")
+    parser.add_argument("--faults", default=",".join(k for k in FAULTS if k != "disk" or os.geteuid() == 0))
+    parser.add_argument("--keep", type=Path, help="an empty folder to work in and to leave behind")
+    args = parser.parse_args()
+    if "disk" not in args.faults.split(","):
+        print("without `disk`: mounting a small file system needs root")
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = args.keep or Path(temporary)
+        write_corpus(str(folder / "corpus"), [70, 33, 48, 90, 15])
+        settings = {
+            "train.num_steps": 2 * EVERY_STEPS * (args.count + 1),
+            "checkpoint.every_steps": EVERY_STEPS,
+            "model.hidden_dropout": 0.1,
+            "data.heldout": None,
+            "cluster.hang_step_floor_s": 3.0,
+            "cluster.hang_setup_s": 180.0,
+            "cluster.hang_checkpoint_s": 20.0,
+            "cluster.hang_eval_s": 20.0,
+        }
+        config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
+        options = ["--count", str(args.count), "--seed", str(args.seed), "--faults", args.faults, "--ranks", "2"]
+        return chaos.main([str(config), *options])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

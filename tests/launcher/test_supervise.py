@@ -1,0 +1,177 @@
+"""Supervised runs: a hung rank, each exit code, runs that do not get on, two nodes. Most ranks only pretend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_runs import read_losses, started, step_records
+from supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
+
+from electra_dist.telemetry.heartbeat import read_heartbeats
+from electra_dist.telemetry.strikes import read_strikes
+
+MakeConfig = Callable[..., Path]
+FAKE_NVML = Path(__file__).resolve().parent.parent / "fake_nvml"
+TWO = ("--gpus-per-node", "2")
+FOREVER = {"train.num_steps": 100_000}
+QUICK = {"cluster.hang_step_floor_s": 2.0, "cluster.hang_checkpoint_s": 10.0, "cluster.hang_setup_s": 120.0}
+
+
+@pytest.mark.multiproc
+def test_a_hung_rank_is_noticed_shown_and_the_run_goes_on_to_the_same_losses(
+    tiny_config: MakeConfig, pretrain: Callable, tmp_path: Path
+) -> None:
+    settings = {"train.num_steps": 60, "checkpoint.every_steps": 20, "model.hidden_dropout": 0.1, **QUICK}
+    pretrain(tiny_config("uncut", **settings), 2)
+    config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
+    with supervised(REAL, config, run_dir, *TWO) as run:
+        run.wait_for_step(29)
+        stopped = time.time()
+        os.kill(run.rank_pid(1), signal.SIGSTOP)
+        noticed = run.wait(lambda: run.logged("hung: rank", after=stopped))
+        step = run.wait(lambda: run.events("resume"))[0]["step"]
+        run.wait_for_step(step + 1, attempt=2)
+        print(f"hang to notice {noticed - stopped:.1f} s, to the next step {time.time() - stopped:.1f} s")
+        assert run.end(120) == 0, run.story()
+        log = "\n".join(run.log())
+    assert 2.0 <= noticed - stopped < 6.0  # the floor is 2 s; both ranks wait in a collective that moves megabytes
+    assert "not even running: [1]" in log and "State" not in log
+    shown = {rank: log.partition(f"  rank {rank}, pid ")[2].partition("  rank ")[0] for rank in (0, 1)}
+    assert shown[1].partition("\n")[0].count("T (stopped)") == 1
+    for text in shown.values():  # of both, also of the one that was stopped
+        assert "electra_dist/train/round.py" in text and "launcher/supervised_rank.py" in text
+    assert read_losses(run_dir) == read_losses(tmp_path / "uncut")
+
+
+@pytest.mark.multiproc
+def test_without_a_supervisor_a_collective_gives_up_after_twice_the_learned_limit(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As when the link to another machine is cut; torch's own limit would be 10 or 30 minutes."""
+    config = tiny_config(**FOREVER, **QUICK)
+    log = tmp_path / "log"
+    with started(config, 2, log) as process:
+        deadline = time.monotonic() + 90
+        while len(step_records(tmp_path / "run")) < 12:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        pids = {beat.rank: beat.pid for beat in read_heartbeats(tmp_path / "run")}
+        os.kill(pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        while "RuntimeError" not in log.read_text(errors="replace"):
+            assert time.monotonic() - begin < 30, "rank 0 waits on"
+            time.sleep(0.1)
+        waited_s = time.monotonic() - begin
+        assert process.poll() is None or process.returncode != 0
+    assert waited_s < 21.0  # twice the limit of the first step after a save, at worst
+
+
+def test_three_restarts_without_a_new_checkpoint_end_the_run_with_1(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "crash").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 1, run.story()
+        assert len(run.events("start")) == 4
+        assert "3 restarts in a row without a new checkpoint" in run.log()[-1]
+
+
+def test_a_run_whose_checkpoints_advance_is_restarted_more_than_three_times(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**{"train.num_steps": 60}), tmp_path / "run", *TWO) as run:
+        for attempt in range(4):
+            run.wait(lambda wanted=10 * attempt: any(e["step"] > wanted for e in run.events("checkpoint")))
+            os.kill(run.rank_pid(attempt % 2), signal.SIGKILL)
+            run.wait(lambda seen=attempt + 1: len(run.events("resume")) == seen)
+            run.wait_for_step(run.events("resume")[-1]["step"] + 1, attempt=attempt + 3)
+        assert run.end() == 0, run.story()
+        assert len(run.events("resume")) == 4
+
+
+def test_a_rank_that_ends_with_78_ends_the_run_with_78(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "exit-1").write_text("78")
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 78, run.story()
+        assert len(run.events("start")) == 1
+
+
+def test_a_mistake_in_the_config_is_one_line_and_78_and_nothing_is_written(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    command = [*REAL, "--config", str(tiny_config()), "--set", "train.micro_bacth=4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 78
+    assert "did you mean `train.micro_batch`" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "crash").touch()
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 69, run.story()
+        assert len(run.events("start")) == 1
+    (strike,) = read_strikes(run_dir)
+    assert "GPU 1" in strike.device
+
+
+def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(**FOREVER)
+    with supervised(FAKE_WITHOUT_DEEPSPEED, config, tmp_path / "run", *TWO) as run:
+        run.wait_for_step(2)
+        second = subprocess.run(
+            [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), *TWO], capture_output=True, text=True, timeout=30
+        )
+        assert second.returncode == 78 and "another supervisor" in second.stderr
+        assert len(run.pids("fake_rank.py")) == 2  # the first one still has them
+
+
+def test_a_stop_file_ends_with_75(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), tmp_path / "run", *TWO) as run:
+        run.wait_for_step(3)
+        (tmp_path / "run" / "stop").touch()
+        assert run.end() == 75, run.story()
+
+
+def test_two_interrupts_end_ranks_that_do_not_listen(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "deaf").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        run.wait_for_step(3)
+        run.process.send_signal(signal.SIGINT)
+        run.wait(lambda: run.logged("told SIGTERM"))
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(10) == 1, run.story()
+        assert run.pids() == []
+
+
+def test_nodes_that_lose_a_rank_meet_again_and_end_together(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config, run_dir = tiny_config(**{"train.num_steps": 60}), tmp_path / "run"
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "23000"]
+    with (
+        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "1", node=1) as one,
+        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "0", node=0) as zero,
+    ):
+        zero.wait_for_step(12)
+        os.kill(zero.rank_pid(1), signal.SIGKILL)
+        one.wait(lambda: one.logged("rank 1 lost"))
+        zero.wait(lambda: len(zero.events("resume")) == 1)
+        assert zero.end() == 0, zero.story()
+        assert one.end() == 0, one.story()
+        for run in (zero, one):
+            assert sum("starting ranks" in line for line in run.log()) == 2
