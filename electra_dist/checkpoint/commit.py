@@ -14,12 +14,14 @@ Cost: a commit is W + 4 requests, a start is 5.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from electra_dist.checkpoint.manifest import (
     MANIFEST,
+    READINGS,
     SET_ASIDE,
     FileEntry,
     Manifest,
@@ -103,7 +105,8 @@ def is_older(key: str, attempt: int) -> bool:
 
 def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
     """Every rank, when its file is in the target."""
-    target.write(_entry_key(folder, rank), entry.model_dump_json().encode())
+    data = entry.model_dump_json().encode()
+    target.write(_entry_key(folder, rank), hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
 
 def commit(target: Store, state: RunState, saved_at: str) -> None:
@@ -112,11 +115,12 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
     Raises:
         Fenced: a newer attempt exists.
         TimeoutError: a rank did not submit.
+        StoreError: an entry cannot be read.
     """
     folder = folder_name(state.step, state.attempt)
     keys = [_entry_key(folder, rank) for rank in range(state.world_size)]
     _wait_for(target, folder, keys)
-    files = tuple(FileEntry.model_validate_json(target.read(key)) for key in keys)
+    files = tuple(_read_entry(target, key) for key in keys)
     manifest = Manifest(saved_at=saved_at, state=state, files=files)
     manifest.check_coverage()
     check_fence(target, state.attempt)
@@ -166,6 +170,15 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
             raise TimeoutError(f"checkpoint {folder}: no {name} in {target.url} after {ENTRY_TIMEOUT_S:.0f} s")
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def _read_entry(target: Store, key: str) -> FileEntry:
+    """What `submit` wrote: a digest on the first line, then the entry."""
+    for _ in range(READINGS):
+        digest, _, data = target.read(key, promised=True).partition(b"\n")
+        if hashlib.sha256(data).hexdigest().encode() == digest:
+            return FileEntry.model_validate_json(data)
+    raise StoreError(f"{target.url}/{key}: comes out damaged again and again; check the storage service")
 
 
 def _is_entry(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A small sample of the drills in tests/drills, so that they themselves stay alive."""
+"""A small sample of the drills in tests/drills and of the benchmark, so that they themselves stay alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-DRILLS = Path(__file__).resolve().parent.parent / "drills"
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+DRILLS = REPOSITORY / "tests" / "drills"
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,12 @@ def test_drill_finds_nothing_wrong(script: str, arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.rstrip().endswith(" 0 bad")
+
+
+def test_benchmark_measures_all_four_ways_of_saving() -> None:
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "checkpoint.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for way in ("ours", "memcpy", "DeepSpeed", "torch.save"):
+        median_s = float(next(line for line in done.stdout.splitlines() if line.startswith(way)).split()[1])
+        assert median_s > 0

@@ -48,3 +48,14 @@ def test_what_comes_out_wrong_every_time_is_set_aside(
     assert found is not None and found.step == 5
     assert len(notes) == 1 and "step 5 is used instead" in notes[0]
     assert small.equal(values, small.content(5))
+
+
+def test_what_ranks_tell_each_other_is_read_again(
+    open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path
+) -> None:
+    target = open_s3("checkpoints")
+    plan = FaultPlan(rate=1.0, faults=("flip:.json",), in_a_row=2)
+    with running_faults(s3.endpoint_url, plan) as proxy:
+        small.save([open_store(target.url, proxy.endpoint_url)], tmp_path / "staging", 5)
+    assert plan.counts["flip"] >= 2
+    assert read.verify(target, "step-00000005-a0001")[1] == []

@@ -1,0 +1,239 @@
+"""What a save costs the training step: our asynchronous save, memcpy of the same bytes, DeepSpeed's save, torch.save.
+
+`python benchmarks/checkpoint.py --save` builds ELECTRA-Large (both towers) under DeepSpeed ZeRO-1 in bf16 on one rank
+on the CPU and measures the four in turn, round after round, in one process:
+
+    ours        CheckpointWriter.save until it returns; the write goes on behind and is timed apart, until committed
+    memcpy      libc's memmove of the same fp32 state into the same host buffer: what no such save can be faster than
+    DeepSpeed   engine.save_checkpoint, which writes before it returns (and neither syncs nor hashes)
+    torch.save  of the same fp32 state to one file (neither syncs nor hashes)
+
+It prints medians and spread, and how much resident memory each adds at its peak, and fails if our median is more than
+1.5 of memcpy's. It needs 18 GB of memory and 12 GB of disk. `--smoke` does the same with a small model in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import psutil
+import torch
+import torch.distributed as dist
+
+from electra_dist.checkpoint.fragments import owned_fragments, parameter_shapes
+from electra_dist.checkpoint.manifest import RunState, committed
+from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.config import CheckpointConfig, Config
+from electra_dist.config_file import load_config
+from electra_dist.model.init import build_towers
+from electra_dist.store import open_store
+from electra_dist.telemetry.hardware import cpu
+from electra_dist.train.engine import Engine, init_distributed
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "results"
+LARGE = "configs/large_25pct_mask.yaml"
+MOST = 1.5  # of memcpy's time
+SMALL = [
+    "model.embedding_size=64",
+    "model.discriminator={hidden_size: 64, num_layers: 2, num_heads: 2, intermediate_size: 256}",
+    "model.generator={hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 128}",
+]
+
+
+@contextlib.contextmanager
+def peak_memory(found: list[int], base: int | None = None) -> Iterator[None]:
+    """Append the growth of resident memory at its peak, above `base` or what it is now, sampled every 5 ms."""
+    process, stop = psutil.Process(), threading.Event()
+    start = base or process.memory_info().rss
+    peak = [start]
+
+    def sample() -> None:
+        while not stop.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        found.append(peak[0] - start)
+
+
+class Bench:
+    """The engine and the four ways to save it."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.engine = Engine(build_towers(config.model, config.seed), config)
+        self.fragments = owned_fragments(self.engine.deepspeed.module, self.engine.optimizer)
+        for fragment in self.fragments:
+            for view in fragment.views.values():
+                view.add_(0.5)  # moments are born as one shared page of zeros, which is faster to read than memory
+        self.before_buffer = psutil.Process().memory_info().rss
+        self.store = open_store(str(folder / "checkpoints"))
+        self.writer = CheckpointWriter([self.store], folder / "staging", 0, 1, CheckpointConfig(keep_last=1))
+        self.writer.reserve(self.fragments)
+        self.write_s: list[float] = []
+        self.writer.on_commit = lambda state, timing, seconds: self.write_s.append(seconds)
+        self.step = 0
+        shapes = parameter_shapes(self.engine.deepspeed.module)
+        self.state = RunState(
+            step=0,
+            attempt=1,
+            identity_sha256="0" * 64,
+            corpus_fingerprint="",
+            world_size=1,
+            zero_stage=1,
+            shapes=shapes,
+            shared={},
+            versions={},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the fp32 master and both moments."""
+        return sum(view.nbytes for fragment in self.fragments for view in fragment.views.values())
+
+    def ours(self) -> float:
+        """Until `save` returns."""
+        self.step += 1
+        begin = time.perf_counter()
+        self.writer.save(self.state.model_copy(update={"step": self.step}), self.fragments)
+        stall_s = time.perf_counter() - begin
+        self.writer.wait()
+        return stall_s
+
+    def memcpy(self) -> float:
+        """Into our own, touched buffer."""
+        assert self.writer._buffer is not None
+        begin, to = time.perf_counter(), self.writer._buffer.data_ptr()
+        for fragment in self.fragments:
+            for view in fragment.views.values():
+                ctypes.memmove(to, view.data_ptr(), view.nbytes)
+                to += view.nbytes
+        return time.perf_counter() - begin
+
+    def deepspeed(self) -> float:
+        """DeepSpeed's own."""
+        begin = time.perf_counter()
+        with contextlib.redirect_stdout(sys.stderr):
+            self.engine.deepspeed.save_checkpoint(str(self.folder / "deepspeed"), tag="x")
+        elapsed = time.perf_counter() - begin
+        shutil.rmtree(self.folder / "deepspeed")
+        return elapsed
+
+    def torch_save(self) -> float:
+        """The same tensors."""
+        begin = time.perf_counter()
+        torch.save([fragment.views for fragment in self.fragments], self.folder / "torch.pt")
+        elapsed = time.perf_counter() - begin
+        (self.folder / "torch.pt").unlink()
+        return elapsed
+
+
+def measure(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds and memory of each way, the ways in turn."""
+    ways: dict[str, Callable[[], float]] = {
+        "ours": bench.ours,
+        "memcpy": bench.memcpy,
+        "DeepSpeed": bench.deepspeed,
+        "torch.save": bench.torch_save,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    memory: dict[str, list[int]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name, way in ways.items():
+            with peak_memory(memory[name], bench.before_buffer if name == "ours" else None):
+                seconds[name].append(way())
+            os.sync()  # what one leaves for the kernel to write does not slow the next
+            print(f"round {number + 1}: {name:10} {seconds[name][-1]:7.3f} s", file=sys.stderr, flush=True)
+    assert [step for step, _, _ in committed(bench.store)] == [rounds]
+    return {
+        name: {
+            "seconds": [round(s, 4) for s in seconds[name]],
+            "median_s": statistics.median(seconds[name]),
+            "extra_peak_bytes": max(memory[name]),
+        }
+        for name in ways
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads; memcpy has one")
+    parser.add_argument("--smoke", action="store_true", help="a small model, 2 rounds, no judgement of times")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--save", action="store_true", help="write a dated JSON file under benchmarks/results/")
+    arguments = parser.parse_args()
+    rounds = 2 if arguments.smoke else arguments.rounds
+    hardware = f"{cpu()['model']}, {cpu()['usable_cores']} cores, {cpu()['memory_gb']} GB"
+    torch.set_num_threads(arguments.threads)
+    settings = ["train.global_batch=1", "train.micro_batch=1", *(SMALL if arguments.smoke else [])]
+    config = load_config(REPOSITORY / LARGE, settings)
+    init_distributed()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        bench = Bench(config, Path(folder))
+        num_parameters = bench.num_bytes // 12
+        found = measure(bench, rounds)
+        write_s = statistics.median(bench.write_s)
+        bench.engine.close()
+    dist.destroy_process_group()
+    ratios = {name: row["median_s"] / found["memcpy"]["median_s"] for name, row in found.items()}
+    print(
+        f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state, ZeRO-1 bf16, 1 rank, "
+        f"{arguments.threads} thread(s), {rounds} rounds\n{hardware}, torch {torch.__version__}, "
+        f"deepspeed {deepspeed.__version__}\n"
+    )
+    print(f"{'':10} {'median s':>9} {'least':>8} {'most':>8} {'x memcpy':>9} {'x ours':>8} {'extra peak GB':>14}")
+    for name, row in found.items():
+        low, high, memory = min(row["seconds"]), max(row["seconds"]), row["extra_peak_bytes"] / 1e9
+        of_ours = row["median_s"] / found["ours"]["median_s"]
+        spread = f"{row['median_s']:9.3f} {low:8.3f} {high:8.3f}"
+        print(f"{name:10} {spread} {ratios[name]:9.2f} {of_ours:8.2f} {memory:14.2f}")
+    print(f"ours, behind the training: hashed, written, synced and committed after {write_s:.2f} s (median)")
+    good = ratios["ours"] <= MOST
+    print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {'good' if good else 'BAD'}")
+    if arguments.save:
+        date = datetime.now(UTC)
+        record = {
+            "benchmark": "checkpoint",
+            "date": date.isoformat(timespec="seconds"),
+            "hardware": hardware,
+            "threads": arguments.threads,
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "parameters": num_parameters,
+            "state_bytes": bench.num_bytes,
+            "ways": found,
+            "ratio_to_memcpy": ratios,
+            "write_behind_s": write_s,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"checkpoint-{date:%Y%m%d}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if good or arguments.smoke else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
