@@ -83,8 +83,9 @@ class CheckpointWriter:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save."""
+        """Wait for the last save; give the buffer back."""
         self.wait()
+        self._buffer = None
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
         self.reserve(fragments)

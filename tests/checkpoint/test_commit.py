@@ -173,8 +173,9 @@ def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: P
     for kinds in values.values():  # training goes on while it is written
         for tensor in kinds.values():
             tensor.zero_()
-    writer.close()
     assert writer._buffer is buffer
+    writer.close()
+    assert writer._buffer is None
     for step in (1, 2):
         assert verify(store, folder_name(step, 1))[1] == []
     assert all((assemble([store])[1][n].view(-1) == small.content(2)[n]["master"]).all() for n in small.SHAPES)
