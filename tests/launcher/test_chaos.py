@@ -131,7 +131,7 @@ def test_each_kind_of_process_fault_is_done_seen_and_survived(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     """On ranks that only pretend; tests/drills/chaos_drill.py does it to real ones, with all faults."""
-    config = tiny_config(**{"train.num_steps": 400, "cluster.hang_step_floor_s": 1.0})
+    config = tiny_config(**{"train.num_steps": 400, "cluster.hang_step_floor_s": 3.0})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
     run = Drill(tmp_path / "run", command, seed=1, disk=None)
     try:
@@ -145,7 +145,7 @@ def test_each_kind_of_process_fault_is_done_seen_and_survived(
         assert [hit.code for hit in hits] == [1, 1, 75, -9]
         assert [hit.steps_lost for hit in hits][2] == 0
         assert all(0 <= hit.steps_lost <= 6 for hit in hits)
-        assert hits[1].notice_s and 0.5 < hits[1].notice_s < 10
+        assert hits[1].notice_s and 2.5 < hits[1].notice_s < 20
         assert hits[3].notice_s is None  # nobody is left to notice that
     finally:
         run.close()
