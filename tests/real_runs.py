@@ -182,7 +182,7 @@ def started(
 
 
 def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120, poll_s: float = 0.01
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 300, poll_s: float = 0.01
 ) -> None:
     """Return when `condition` holds; fail if the process ends before or if it takes too long."""
     deadline = time.monotonic() + timeout_s
@@ -192,12 +192,46 @@ def wait_until(
         time.sleep(poll_s)
 
 
+class Kill(NamedTuple):
+    """When, and what."""
+
+    step: int  # once so many steps are recorded
+    victim: int | None  # rank; None: every process of the run
+    during_save: bool = False  # then wait until a checkpoint is being written
+    delay_s: float = 0.0  # and then this long
+
+
+class Killed(NamedTuple):
+    """How a run ended."""
+
+    code: int  # exit code of the command
+    cut_a_save: bool
+
+
+def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Killed:
+    """Start a run and kill -9 at a moment."""
+    with started(config, ranks, run_dir.with_suffix(".log")) as process:
+        wait_until(lambda: len(step_records(run_dir)) >= kill.step, process)
+        victims = session_pids(process.pid) if kill.victim is None else [rank_pid(process.pid, kill.victim)]
+        before = unfinished_saves(run_dir)
+        if kill.during_save:
+            wait_until(lambda: bool(unfinished_saves(run_dir) - before), process, poll_s=0.0005)
+            time.sleep(kill.delay_s)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return Killed(process.wait(timeout=180), bool(unfinished_saves(run_dir) - before))
+
+
 def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:
     """Start a run and kill -9 one rank once `step` is in metrics.jsonl; returns the launcher's exit code."""
-    with started(config, ranks) as process:
-        wait_until(lambda: len(step_records(run_dir)) >= step, process)
-        os.kill(rank_pid(process.pid, victim), signal.SIGKILL)
-        return process.wait(timeout=60)
+    return run_until_killed(config, run_dir, ranks, Kill(step, victim)).code
+
+
+def unfinished_saves(run_dir: Path) -> set[str]:
+    """Folders of checkpoints that are not committed."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return {path.name for path in folders if not (path / "manifest.json").exists()}
 
 
 def rank_pid(session: int, rank: int) -> int:

@@ -12,31 +12,26 @@ rounding of sums. Prints a table and exits with 1 if a verdict is bad. Two cores
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from real_runs import (
+    Kill,
     Verdict,
     deepspeed_command,
     print_verdicts,
-    rank_pid,
     read_losses,
-    session_pids,
-    started,
+    run_until_killed,
     step_records,
-    wait_until,
     write_corpus,
     write_tiny_config,
 )
@@ -52,45 +47,20 @@ order rounds by about 6e-8 of the sum, and training carries the difference on. R
 A sampled token whose two best candidates are closer than that rounding would flip: a jump of 1e-3 or more."""
 
 
-class Kill(NamedTuple):
-    """When, and what."""
-
-    step: int  # once this step is recorded
-    during_save: bool  # then wait until a checkpoint is being written
-    delay_s: float  # and then this long
-    victim: int | None  # rank; None: every process of the run
-
-
 def draw_kills(moments: random.Random, count: int) -> list[Kill]:
     """Moments over the whole run; every second one in a save."""
     steps = sorted(moments.sample(range(2, NUM_STEPS - 2 * EVERY_STEPS), count))
     return [
-        Kill(step, number % 2 == 1, moments.uniform(0.0, 0.008), moments.choice([0, 1, None]))
+        Kill(step, moments.choice([0, 1, None]), number % 2 == 1, moments.uniform(0.0, 0.008))
         for number, step in enumerate(steps)
     ]
 
 
-def unfinished_saves(run_dir: Path) -> set[str]:
-    """Folders of checkpoints that are not committed."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    return {path.name for path in folders if not (path / "manifest.json").exists()}
-
-
-def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> bool:
-    """Start the run and kill it; whether a save was cut."""
-    with started(config, ranks, run_dir.with_suffix(".log")) as process:
-        wait_until(lambda: len(step_records(run_dir)) >= kill.step, process)
-        victims = session_pids(process.pid) if kill.victim is None else [rank_pid(process.pid, kill.victim)]
-        before = unfinished_saves(run_dir)
-        if kill.during_save:
-            wait_until(lambda: bool(unfinished_saves(run_dir) - before), process, poll_s=0.0005)
-            time.sleep(kill.delay_s)
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        code = process.wait(timeout=90)
-        assert code not in (0, 75, 78), f"exit code {code} after kill -9: {run_dir.with_suffix('.log')}"
-    return kill.during_save and bool(unfinished_saves(run_dir) - before)
+def kill_and_check(config: Path, run_dir: Path, ranks: int, kill: Kill) -> bool:
+    """Whether a save that the kill was meant for was cut."""
+    killed = run_until_killed(config, run_dir, ranks, kill)
+    assert killed.code not in (0, 75, 78), f"exit code {killed.code} after kill -9: {run_dir.with_suffix('.log')}"
+    return kill.during_save and killed.cut_a_save
 
 
 def run_to_the_end(config: Path, run_dir: Path, ranks: int) -> None:
@@ -119,7 +89,7 @@ def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: li
     config = write_tiny_config(folder / f"cut-{stage}.yaml", cut, corpus, **settings)
     cut_saves = 0
     for number, kill in enumerate(kills, start=1):
-        hit = run_until_killed(config, cut, 2, kill)
+        hit = kill_and_check(config, cut, 2, kill)
         cut_saves += hit
         victim = "everything" if kill.victim is None else f"rank {kill.victim}"
         when = f"in a save after step {kill.step}" if kill.during_save else f"at step {kill.step}"
@@ -145,7 +115,7 @@ def changed_equals_steady(
     for number, (ranks, stage) in enumerate(phases):
         config = elastic_config(folder, run_dir, corpus, stage)
         if number < len(phases) - 1:
-            run_until_killed(config, run_dir, ranks, Kill((number + 1) * length + 1, False, 0.0, 0))
+            kill_and_check(config, run_dir, ranks, Kill((number + 1) * length + 1, victim=0))
         else:
             run_to_the_end(config, run_dir, ranks)
     found = read_losses(run_dir)

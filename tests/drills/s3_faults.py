@@ -153,7 +153,7 @@ def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, 
     good = done.returncode == 78 and len(lines) == 1 and shard in lines[0]
     shown = lines[0] if lines else (done.stderr.strip().splitlines() or ["no line"])[-1]
     return Verdict(
-        f"shard always {fault}", good, f"exit {done.returncode} at step {len(step_records(run_dir))}: {shown}"
+        f"shard always {fault}", good, f"exit {done.returncode} after step {len(step_records(run_dir))}: {shown}"
     )
 
 
