@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,9 @@ class Machines:
             self._make_keys()
         for name in self.names:
             self.boot(name)
+        if self.ssh:
+            for name in self.names:
+                wait_for(lambda name=name: _answers(self.address(name), 22), 10, f"no sshd on {name}")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -174,6 +178,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float, otherwise: Callable[[], str] | str) -> float:

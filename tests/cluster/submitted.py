@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from machines import show, wait_for
 from real_runs import REPOSITORY
 from slurm import SlurmCluster
@@ -64,8 +65,8 @@ class Run:
 
     def status(self) -> str:
         """What `electra-dist status` says."""
-        command = [sys.executable, "-m", "electra_dist.cli.main", "status", str(self.folder)]
-        return show(command, self.cluster.environment)
+        command = str(Path(sys.executable).parent / "electra-dist")
+        return show([command, "status", str(self.folder)], self.cluster.environment)
 
 
 def submit(cluster: SlurmCluster, config: Path, *options: str) -> Run:
@@ -86,8 +87,6 @@ def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **field
 
 
 def _run(cluster: SlurmCluster, config: Path) -> Run:
-    import yaml
-
     folder = Path(yaml.safe_load(config.read_text())["run_dir"])
     submitted = [record for record in read_jobs(folder) if record["event"] == "submit"]
     assert submitted, json.dumps(read_jobs(folder))
