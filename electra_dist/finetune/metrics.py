@@ -53,11 +53,17 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 
 
 def linear_outputs(
-    train_NF: np.ndarray, target_N: np.ndarray, dev: dict[str, np.ndarray], num_labels: int, num_distinct: int
+    train_NF: np.ndarray,
+    target_N: np.ndarray,
+    dev: dict[str, np.ndarray],
+    num_labels: int,
+    num_distinct: int,
+    metric: str,
 ) -> dict[str, np.ndarray]:
     """Outputs [M, L] of a linear model for each set of features [M, F] in `dev`, as a head would give them.
 
-    The penalty is the one of `PENALTIES` whose fit to nine tenths of the training data does best on the last tenth.
+    The penalty is the one of `PENALTIES` whose fit to nine tenths of the training data has the best `metric` on the
+    last tenth; the smallest of equals.
 
     Args:
         train_NF: features.
@@ -65,6 +71,7 @@ def linear_outputs(
         dev: features to predict for.
         num_labels: 0 for a regression.
         num_distinct: rows i and i + num_distinct are the two orders of one pair, never to be told apart.
+        metric: a key of `classification_metrics` or `regression_metrics`.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
@@ -74,12 +81,17 @@ def linear_outputs(
         linear = LogisticRegression(C=1.0 / penalty, max_iter=1000) if num_labels else Ridge(alpha=penalty)
         return make_pipeline(StandardScaler(), linear).fit(train_NF[rows], target_N[rows])
 
+    def score(predicted: np.ndarray) -> float:
+        if not num_labels:
+            return regression_metrics(predicted, target_N[held])[metric]
+        return classification_metrics(predicted, target_N[held], num_labels)[metric]
+
     everything = np.arange(len(train_NF))
     is_held = np.random.default_rng(0).permutation(num_distinct)[everything % num_distinct] < num_distinct // 10
     held, rest = everything[is_held], everything[~is_held]
     best = PENALTIES[0]
     if len(held) and (not num_labels or len(np.unique(target_N[rest])) > 1):
-        best = max(PENALTIES, key=lambda penalty: fitted(penalty, rest).score(train_NF[held], target_N[held]))
+        best = max(PENALTIES, key=lambda penalty: score(fitted(penalty, rest).predict(train_NF[held])))
     model = fitted(best, everything)
     if not num_labels:
         return {name: model.predict(features)[:, None] for name, features in dev.items()}

@@ -6,8 +6,8 @@ under the same identity (weights, vocabulary, data, settings) is not computed ag
 again from its beginning.
 
 A probe freezes the encoder: [state of CLS ; mean of the states] of every example is computed once, standardised, and a
-linear model on top is fitted to its optimum: logistic regression or ridge, its penalty chosen on a keyed tenth of the
-training data. Nothing in it is random, so there is one result and no seeds.
+linear model on top is fitted to its optimum: logistic regression or ridge, its penalty chosen by the task's metric on
+a tenth of the training data, always the same one. Nothing in it is random, so there is one result and no seeds.
 
 Where it stops: SQuAD has no linear probe. `--probe` of MNLI keeps 400,000 x 2H floats in memory.
 """
@@ -93,7 +93,8 @@ def probe_task(
 
     dev_features = {prefix: features(task.dev_ids(prefix, encoder, settings)) for prefix in task.dev}
     target_N = examples.target_NK[:, 0].numpy()
-    outputs = linear_outputs(features(examples.ids), target_N, dev_features, len(task.labels), len(task.train.a))
+    num_labels, num_distinct = len(task.labels), len(task.train.a)
+    outputs = linear_outputs(features(examples.ids), target_N, dev_features, num_labels, num_distinct, task.metric)
     outcome = task.score(outputs)
     return Result(
         task=task.name,

@@ -95,9 +95,10 @@ class SquadTask(Task):
                 no_answer[question] = min(no_answer.get(question, logit), logit)
                 if span is not None and (question not in best or span > best[question]):
                     best[question] = span
-        return self._score(passages, best, no_answer)
+        return self.score(passages, best, no_answer)
 
-    def _score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> Outcome:
+    def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> Outcome:
+        """Official metrics of the best span and the no-answer logit of each question of the development file."""
         predicted, scores = {}, {}
         for number, question in enumerate(self.dev.questions):
             span = best.get(number)
@@ -107,7 +108,10 @@ class SquadTask(Task):
         failure = "" if any(predicted.values()) else "degenerate: no question has an answer"
         if self.version == 1:
             return Outcome(squad1_metrics(predicted, gold), failure)
-        return Outcome(squad2_metrics(predicted, scores, gold), failure)
+        metrics = squad2_metrics(predicted, scores, gold)
+        if metrics["best_f1"] <= 100.0 * sum(not answers for answers in gold.values()) / len(gold):
+            failure = "degenerate: no threshold beats `no answer` to every question"
+        return Outcome(metrics, failure)
 
 
 def best_spans(windows: Sequence[Window], scores: SpanScores, max_answer: int) -> list[Span | None]:

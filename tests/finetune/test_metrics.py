@@ -110,7 +110,7 @@ def test_a_linear_probe_finds_a_linear_rule_and_the_least_squares_line() -> None
     rng = np.random.default_rng(2)
     x, new = rng.normal(size=(400, 5)).astype(np.float32), rng.normal(size=(100, 5)).astype(np.float32)
     labels = (x[:, 0] + x[:, 1] > 0).astype(int) * 2  # label 1 never occurs
-    output = linear_outputs(x, labels, {"": new}, 3, num_distinct=400)[""]
+    output = linear_outputs(x, labels, {"": new}, 3, num_distinct=400, metric="accuracy")[""]
     assert (output.argmax(1) == (new[:, 0] + new[:, 1] > 0) * 2).mean() > 0.97
-    numbers = linear_outputs(x, x[:, 2] * 3 + 1, {"": new}, 0, num_distinct=200)[""]
+    numbers = linear_outputs(x, x[:, 2] * 3 + 1, {"": new}, 0, num_distinct=200, metric="spearman")[""]
     assert np.abs(numbers[:, 0] - (new[:, 2] * 3 + 1)).max() < 0.1

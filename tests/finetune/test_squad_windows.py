@@ -119,3 +119,17 @@ def test_version_2_knows_questions_without_an_answer(tmp_path: Path, encoder: Pr
     assert task.examples(encoder, FinetuneConfig(max_length=64)).target_NK[1].tolist() == [0, 0, 1]
     with pytest.raises(UserError, match="not a SQuAD 2 file: no key 'is_impossible'"):
         read_squad(squad_file(tmp_path / "v1.json", [qa(0, "river", 26)]), 2)
+
+
+def test_a_version_2_run_that_had_better_never_answered_is_named(tmp_path: Path, encoder: Pretrained) -> None:
+    questions = [qa(0, "the river", 22, is_impossible=False), qa(1, "", 0, is_impossible=True)]
+    for name in ("train-v2.0.json", "dev-v2.0.json"):
+        squad_file(tmp_path / name, questions)
+    task = SquadTask(2, tmp_path)
+    passages = encode_passages(task.dev.passages, encoder.tokenizer)
+    river = (-1.0, *passages[0].tokens(22, 31))
+    good = task.score(passages, {0: river, 1: river}, {0: -1.0, 1: 1.0})
+    assert (good.metrics["best_f1"], good.metrics["best_f1_threshold"], good.failure) == (100.0, -1.0, "")
+    bad = task.score(passages, {0: river, 1: river}, {0: 1.0, 1: -1.0})
+    assert bad.metrics["best_f1"] == 50.0
+    assert bad.failure == "degenerate: no threshold beats `no answer` to every question"
