@@ -14,6 +14,7 @@ Shapes: M rows, D features, V padded vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def token_log_probs(
     Returns:
         [M] fp32 (fp64 for fp64 input), with gradients to x, table and bias; [M] int64.
     """
-    with torch.autocast(x_MD.device.type, enabled=False):
+    kind = x_MD.device.type
+    mixed = kind != "meta" and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if mixed else contextlib.nullcontext():
         log_prob_M, best_M = _TokenLogProbs.apply(x_MD.to(table_VD.dtype), table_VD, bias_V, target_M, vocab_size)
     return log_prob_M, best_M
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from electra_dist.checkpoint.fragments import held_fragments, owned_fragments, parameter_shapes, publish
 from electra_dist.config import ObjectiveConfig
@@ -25,13 +26,20 @@ class Stages:
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
         self._engine, self._first_steps = engine, objective.generator_only_steps
+        self._in_first: bool | None = None  # at the last step
 
     def enter(self, step: int) -> bool:
         """Call it before every step, skipped ones too; says whether the second stage begins here. Collective."""
         if not self._first_steps:
             return False
-        for group in self._engine.optimizer.param_groups:
-            group["lr_scale"] = float(group["is_generators"] == (step < self._first_steps))
+        in_first, optimizer = step < self._first_steps, self._engine.optimizer
+        if in_first != self._in_first:
+            self._in_first = in_first
+            for group in optimizer.param_groups:
+                group["lr_scale"] = float(group["is_generators"] == in_first)
+            if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+                # It keeps the last gradient of a parameter that has none now, and counts it in the norm.
+                optimizer.grad_partitions_flat_buffer.zero_()
         if step == self._first_steps:
             copy_generator(self._engine)
         return step == self._first_steps

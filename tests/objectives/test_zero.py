@@ -8,7 +8,9 @@ import deepspeed
 import pytest
 import torch
 
-from electra_dist.objectives.masking import num_masked
+from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.build import build_objective
 from electra_dist.train.engine import init_distributed
 from electra_dist.train.optimizer import ForeachAdamW
 
@@ -27,10 +29,10 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
 def train(engine: Any, backward: Callable[..., None], step: Callable[[], None], ids: torch.Tensor) -> list[float]:
     """Losses of a few steps over one batch, with fresh masks each step."""
     module = getattr(engine, "module", engine)
-    count, tokens = int(num_masked(ids, module.special, module.objective).sum()), int((ids != 0).sum())
+    first, second = loss_counts(ids, module.special, module.objective).sum(0).tolist()
     losses = []
     for number in range(NUM_STEPS):
-        out = engine(ids, torch.arange(len(ids)), number, 11, 1 / count, 1 / tokens)
+        out = engine(ids, torch.arange(len(ids)), number, 11, 1 / first, 1 / second)
         backward(out.loss)
         step()
         losses.append(out.loss.item())
@@ -59,18 +61,22 @@ def under_deepspeed(module: torch.nn.Module, stage: int, precision: str, ids: to
     return losses
 
 
-@pytest.fixture
-def plain_losses(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> Any:
-    objective, _ = make_model()
-    ids = make_ids([64, 50, 64, 33], seq_len=64)
-    module = copy.deepcopy(objective)
+def under_plain_torch(module: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    module = copy.deepcopy(module)
     optimizer = optimizer_of(module)
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return objective, ids, train(module, torch.Tensor.backward, step, ids)
+    return train(module, torch.Tensor.backward, step, ids)
+
+
+@pytest.fixture
+def plain_losses(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> Any:
+    objective, _ = make_model()
+    ids = make_ids([64, 50, 64, 33], seq_len=64)
+    return objective, ids, under_plain_torch(objective, ids)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -85,3 +91,28 @@ def test_fp32_losses_equal_plain_torch(stage: int, plain_losses: Any) -> None:
 def test_bf16_losses_are_near_fp32(stage: int, plain_losses: Any) -> None:
     objective, ids, expected = plain_losses
     assert under_deepspeed(objective, stage, "bf16", ids) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharing"),
+    [
+        ("mlm", "embeddings"),
+        ("replace_mlm", "gdes"),
+        ("all_tokens_mlm", "gdes"),
+        ("electric", "embeddings"),
+        ("adversarial", "none"),
+        ("rtd", "all"),
+    ],
+)
+def test_stage_3_gathers_what_each_objective_reads(
+    name: Any, sharing: Any, make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor], special: Any
+) -> None:
+    """Tables that heads are tied to are read outside the embeddings' own forward, again in backward."""
+    _, model = make_model()
+    fields = {**model.model_dump(), "sharing": sharing}
+    if sharing == "all":
+        fields["generator"] = fields["discriminator"]
+    objective = build_objective(ModelConfig(**fields), ObjectiveConfig(name=name), special, 3)
+    ids = make_ids([64, 50, 64, 33], seq_len=64)
+    losses = under_deepspeed(objective, 3, "fp32", ids)
+    assert losses == pytest.approx(under_plain_torch(objective, ids), abs=2e-5)
