@@ -131,7 +131,7 @@ def test_each_kind_of_process_fault_is_done_seen_and_survived(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     """On ranks that only pretend; tests/drills/chaos_drill.py does it to real ones, with all faults."""
-    config = tiny_config(**{"train.num_steps": 400, "cluster.hang_step_floor_s": 3.0})
+    config = tiny_config(**{"train.num_steps": 100_000, "cluster.hang_step_floor_s": 3.0})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
     run = Drill(tmp_path / "run", command, seed=1, disk=None)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from supervised_runs import FAKE, Supervised, supervised
+from supervised_runs import FAKE, FAKE_WITHOUT_DEEPSPEED, Supervised, supervised
 
 from electra_dist.telemetry.heartbeat import read_heartbeats
 
@@ -103,13 +103,13 @@ def test_a_killed_supervisor_is_followed_by_one_that_clears_its_orphans(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
-    with supervised(FAKE, config, run_dir, "--gpus-per-node", "2") as first:
+    with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as first:
         first.wait_for_step(7)
         orphans = [beat.pid for beat in read_heartbeats(run_dir)]
         first.process.kill()
         first.process.wait()
         assert all(pid in first.pids() for pid in orphans)
-        with supervised(FAKE, config, run_dir, "--gpus-per-node", "2") as second:
+        with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as second:
             second.wait_for_step(12, attempt=3)
             assert second.logged("that an earlier supervisor left")
             assert not any(pid in second.pids() for pid in orphans)
