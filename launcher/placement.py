@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,10 @@ class Placement:
         """The ranks on this node."""
         first = sum(self.slots[: self.node])
         return range(first, first + self.slots[self.node])
+
+    def missing(self, *found: Iterable[int]) -> set[int]:
+        """The ranks of this node that are in none of these."""
+        return set(self.ranks).difference(*found)
 
     @property
     def names(self) -> str:

@@ -1,9 +1,11 @@
 """The processes of one start on one node: started through DeepSpeed, told to stop, shown, killed to the last one.
 
 Guarantees:
-- Signals go to the ranks themselves. DeepSpeed's two launcher processes are never signalled: SIGTERM makes the first
-  one leave its ranks orphaned and the second one end them one by one. TERM, USR1 and USR2 are ignored from before the
-  first exec on, so that a rank that is still importing outlives them; a rank is told once it has its own handler.
+- Signals go to the ranks themselves. DeepSpeed's two launcher processes are never told: SIGTERM makes the first one
+  leave its ranks orphaned and the second one end them one by one. Once the ranks end, both are dismissed, because the
+  second kills what still saves 30 s after the first rank's end, if that had another code than 0.
+- TERM, USR1 and USR2 are ignored from before the first exec on, so that a rank that is still importing outlives them;
+  a rank is told once it has its own handler.
 - What a rank's end means is read from the rank's own files (supervised_rank.py). A launcher that dies changes
   nothing: its ranks are known by their pids.
 - `kill` leaves no process of this start, nor an orphan of an earlier one: all of them carry MARK in their environment.
@@ -61,6 +63,14 @@ class Ranks:
     def launcher_runs(self) -> bool:
         """Whether the `deepspeed` command is there; its exit code means nothing."""
         return self._launcher is not None and self._launcher.poll() is None
+
+    def dismiss_launcher(self) -> None:
+        """End DeepSpeed's two processes, and nothing else. Of the ranks it takes no notice."""
+        ranks = set(self._numbers("pid").values())
+        for pid in marked_pids(self._mark):
+            if pid not in ranks and b"deepspeed.launcher" in _command_line(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
         """Rank -> pid of those that have begun and not ended."""
@@ -175,6 +185,12 @@ def _field(pid: int, name: str) -> str:
             if line.startswith(f"{name}:"):
                 return line.partition(":")[2].strip()
     return ""
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _kernel_view(pid: int) -> str:

@@ -44,7 +44,7 @@ from electra_dist.telemetry.heartbeat import Hung, hang_limits, hung, read_heart
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.telemetry.strikes import add_strike, node_name, read_strikes
 from launcher.findings import exit_code, strike_of
-from launcher.meeting import Meeting
+from launcher.meeting import MEETING_DIR, Meeting
 from launcher.outcome import Outcome, StartEnd, awaits_ledger, newest_checkpoint, outcome
 from launcher.placement import Placement
 from launcher.preflight import check_gpus
@@ -57,18 +57,23 @@ _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wro
 
 
 class Log:
-    """Lines on stdout and in RUN/supervise-K.log; holds the lock that makes this the only supervisor of this node."""
+    """Lines on stdout and in RUN/supervise-K.log; holds the lock that makes this the only supervisor of this node.
+
+    The lock bears the host's name: a supervisor that lives on behind a cut link holds up nobody on another host.
+    """
 
     def __init__(self, run_dir: Path, node: int) -> None:
         path = run_dir / f"supervise-{node}.log"
+        lock = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
         with writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._lock = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{path}: another supervisor of this run is at work on this node; let it end, or stop it with "
+                f"{lock}: another supervisor of this run is at work on this node; let it end, or stop it with "
                 f"`touch {run_dir}/stop`"
             ) from None
         except OSError:  # a file system without locks
@@ -99,8 +104,8 @@ class _Told:
 class Supervisor:
     """The watch over one node's ranks."""
 
-    def __init__(self, config: Config, placement: Placement, arguments: Sequence[str]) -> None:
-        """`arguments`: of launcher/pretrain.py.
+    def __init__(self, config: Config, placement: Placement, arguments: Sequence[str], session: str = "") -> None:
+        """`arguments`: of launcher/pretrain.py; `session`: see Meeting.
 
         Raises:
             UserError: the run folder cannot be written, or this node is supervised already.
@@ -109,7 +114,7 @@ class Supervisor:
         self._placement, self._limits = placement, hang_limits(config.cluster)
         self.log = Log(self._run_dir, placement.node)
         self._mark = mark_of(self._run_dir, placement.node)
-        self._meeting = Meeting(self._run_dir, placement.node, placement.port)
+        self._meeting = Meeting(self._run_dir, placement.node, placement.port, session)
         self._told = _Told()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._told.handle)
@@ -181,6 +186,10 @@ class Supervisor:
                     passed_on = self._told.number
                     self.log(f"told {signal.Signals(passed_on).name}: passing it on, the ranks save and end")
                 ranks.tell(passed_on)
+            if not orphaned and (passed_on or ranks.codes()) and not self._placement.missing(alive, ranks.codes()):
+                orphaned = True
+                ranks.dismiss_launcher()
+                self.log("the ranks end: deepspeed's launcher, which would not let them finish, is dismissed")
             if self._told.interrupts > 1:
                 return "interrupted twice"
             failed = sorted({*ranks.lost(), *(r for r, code in ranks.codes().items() if code == EXIT_CRASH)})
@@ -258,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             port=args.master_port,
             hostfile=args.hostfile,
         )
-        return Supervisor(config, placement, arguments).run()
+        return Supervisor(config, placement, arguments, args.session).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
@@ -273,6 +282,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=int, help="ranks per node; default: the GPUs here, else 1")
     parser.add_argument("--master-addr", help="address of node 0; needed with several nodes")
     parser.add_argument("--master-port", type=int, help="first of 64 ports; default: 29500, alone: any free one")
+    parser.add_argument("--session", default="", help="the same word on all nodes, another in each job")
     parser.add_argument("--hostfile", type=Path, help="DeepSpeed's: HOST slots=N a line; default: as the options say")
     return parser.parse_args(argv)
 

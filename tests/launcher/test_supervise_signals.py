@@ -72,6 +72,25 @@ def test_a_killed_node_launcher_leaves_the_ranks_running_and_the_run_goes_on_to_
         assert len(run.events("start")) == 1 and not run.events("resume")
 
 
+def test_ranks_that_take_long_to_save_are_not_killed_by_the_node_launcher(
+    tiny_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It would, 30 s after the first rank's end: so it is ended first, and the ranks are not."""
+    config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "deaf").touch()
+    with supervised(FAKE, config, run_dir, "--gpus-per-node", "2") as run:
+        run.wait_for_step(7)
+        assert len(run.pids("deepspeed.launcher")) == 2
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(lambda: not run.pids("deepspeed.launcher"))
+        step = max(beat.step for beat in read_heartbeats(run_dir))
+        run.wait_for_step(step + 3)
+        (run_dir / "deaf").unlink()
+        assert run.end() == 75, run.story()
+        assert len(run.events("stop")) == 1
+
+
 def test_a_killed_rank_is_noticed_and_all_are_started_again(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
     config = tiny_config(**{"train.num_steps": 60})
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
@@ -96,7 +115,8 @@ def test_a_signal_during_start_is_kept_until_the_ranks_can_take_it(
         for pid in [run.process.pid, *ranks]:
             os.kill(pid, signal.SIGUSR1)
         assert run.end() == 75, run.story()
-        assert [event["step"] for event in run.events("stop")] == [1]
+        (stop,) = run.events("stop")
+        assert stop["step"] < 10  # not lost, and not late
 
 
 def test_a_killed_supervisor_is_followed_by_one_that_clears_its_orphans(
