@@ -159,7 +159,8 @@ def _start_ranks(request: SubmitRequest) -> str:
     return (
         '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
         f"        --nodes {request.num_nodes} --gpus-per-node {ranks} "
-        '--master-addr "$master_addr" --master-port "$master_port"'
+        '--master-addr "$master_addr" --master-port "$master_port" \\\n'
+        '        --session "${state##*/}"'
     )
 
 

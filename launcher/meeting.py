@@ -1,10 +1,11 @@
-"""How the supervisors of several nodes meet again after a fault, through small files in RUN/meeting/.
+"""How the supervisors of several nodes meet again after a fault, through small files in RUN/meeting/SESSION/.
 
     start-000007.json           node 0: the seventh start, on this port
     end-000007-node-1.json      node 1: my ranks of it have ended, with this code; `final`: and I end too
 
 Guarantees: node 0 decides when there is another start; the others join one that they have not joined yet. A node
 whose ranks ended tells the others, so that ranks that would wait in a collective for minutes are ended in seconds. A
+session is one job: a node that lives on behind a cut link never joins the job that took over. Without a word for it, a
 start of an earlier job is joined at worst until node 0's new one is seen. Each start has a port of its own, so that
 no rank of an earlier one meets it.
 
@@ -43,9 +44,14 @@ class _End:
 class Meeting:
     """This node's view. `number` is the start that it takes part in."""
 
-    def __init__(self, run_dir: Path, node: int, port: int | None) -> None:
-        """`port`: the first of the ports that starts use in turn; None (one node): any free one."""
-        self._folder, self._node, self._port = Path(run_dir) / MEETING_DIR, node, port
+    def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
+        """Take part, as node number `node`.
+
+        Args:
+            port: the first of the ports that starts use in turn; None (one node): any free one.
+            session: a word that all nodes of a job know and no other job has; empty: there is none.
+        """
+        self._folder, self._node, self._port = Path(run_dir) / MEETING_DIR / session, node, port
         self.number = 0
         self._next_look = 0.0
 

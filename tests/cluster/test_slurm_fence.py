@@ -1,0 +1,65 @@
+"""A node behind a cut link lives on beside the run that has been started again without it, and harms nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from machines import wait_for
+from real_runs import read_losses, step_records
+from slurm import SlurmCluster
+from submitted import submit
+
+MakeConfig = Callable[..., Path]
+SETTINGS = {"train.num_steps": 300, "checkpoint.every_steps": 20, "data.heldout": None}
+
+
+def test_a_node_that_is_cut_off_is_left_behind_and_what_lives_on_there_harms_nothing(
+    cluster: Callable[..., SlurmCluster], tiny_config: MakeConfig, pretrain: Callable[..., object]
+):
+    slurm = cluster(3)
+    run = submit(slurm, tiny_config("cut", **SETTINGS), "--nodes", "2", "--gpus-per-node", "0")
+    wait_for(lambda: len(step_records(run.folder)) >= 60, 120, run.log)
+    assert run.nodes() == ["n1,n2"]
+    slurm.cut("n2")
+    cut = time.monotonic()
+    wait_for(lambda: run.events("resume"), 180, run.log)
+    print(f"cut to the next start without the node: {time.monotonic() - cut:.1f} s")
+    old = slurm.processes("n2", "launcher.supervise")
+    print(f"still alive on n2, behind the cut: {len(old)} processes")
+    assert old
+    run.wait(400)
+    assert run.nodes() == ["n1,n2", "n1,n3"]
+    assert run.verdicts()[-1] == "done", run.log()
+    attempts = [event["attempt"] for event in run.events("checkpoint")]
+    assert attempts == sorted(attempts)  # once a newer attempt has saved, the older one commits nothing
+    slurm.heal()
+    waited = wait_for(lambda: not slurm.processes("n2", "launcher."), 120, "n2 keeps processes of the run")
+    print(f"heal to nothing left on n2: {waited:.1f} s")
+    pretrain(tiny_config("uncut", **SETTINGS), 2)
+    assert read_losses(run.folder) == read_losses(run.folder.with_name("uncut"))
+
+
+def test_a_whole_run_behind_a_cut_is_fenced_by_the_run_that_took_over(
+    cluster: Callable[..., SlurmCluster], tiny_config: MakeConfig, pretrain: Callable[..., object]
+):
+    """All ranks are on the cut node, so they train on, at full speed, beside their successors on another node."""
+    slurm = cluster(2)
+    settings = {**SETTINGS, "train.num_steps": 900}
+    run = submit(slurm, tiny_config("cut", **settings), "--nodes", "1", "--gpus-per-node", "0")
+    wait_for(lambda: len(step_records(run.folder)) >= 60, 120, run.log)
+    slurm.cut("n1")
+    cut = time.monotonic()
+    wait_for(lambda: run.events("resume"), 180, run.log)
+    print(f"cut to the next start on another node: {time.monotonic() - cut:.1f} s")
+    taken_over = time.monotonic()
+    waited = wait_for(lambda: not slurm.processes("n1", "--local_rank"), 120, "the old ranks train on")
+    print(f"take-over to the end of the old ranks: {waited:.1f} s")
+    run.wait(400)
+    print(f"done {time.monotonic() - taken_over:.1f} s after the take-over")
+    assert run.nodes() == ["n1", "n2"]
+    records = step_records(run.folder)
+    assert [record["step"] for record in records] == list(range(1, 901))
+    pretrain(tiny_config("uncut", **settings), 1)
+    assert read_losses(run.folder) == read_losses(run.folder.with_name("uncut"))
