@@ -7,11 +7,14 @@ RANKS ?= 2
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test lint typecheck clean help
+.PHONY: pretrain test cluster-test drills chaos lint typecheck clean help
 
 help:
 	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
 	@echo "make test       set up, lint, types, all tests"
+	@echo "make cluster-test   a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
+	@echo "make drills     kills, damages, S3 faults at length (docs/drills.md; about half an hour)"
+	@echo "make chaos      60 random faults against an uninterrupted run (about 20 minutes)"
 	@echo "make clean      remove build products (keeps runs/ and corpora/)"
 
 # torch first and alone: a range met by an installed torch never pulls another one over it.
@@ -46,6 +49,19 @@ typecheck: $(VENV)/ready-test build/typing/electra_kernels
 
 test: lint typecheck
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+
+cluster-test: $(VENV)/ready-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s tests/cluster
+
+# Each ends with a table and fails if one line of it does; docs/drills.md says what it proves.
+drills: $(VENV)/ready-test
+	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
+	$(BIN)/python tests/drills/save_kills.py --target both --seed 1 --count 200
+	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
+	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
+
+chaos: $(VENV)/ready-test
+	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ EXTRAS = {
     "bench": ["transformers>=4.50,<6"],
     "test": [
         "pytest>=8",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.9",
         "mypy>=1.13",
