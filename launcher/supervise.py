@@ -19,86 +19,28 @@ supervisor there.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.errors import (
-    EXIT_CRASH,
-    EXIT_STOPPED,
-    EXIT_UNHEALTHY,
-    EXIT_USER_ERROR,
-    UserError,
-)
-from electra_dist.store import writable
-from electra_dist.telemetry.heartbeat import Hung, hang_limits, hung, read_heartbeats
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
+from electra_dist.telemetry.heartbeat import hang_limits
 from electra_dist.telemetry.ledger import read_ledger
 from electra_dist.telemetry.strikes import add_strike, node_name, read_strikes
 from launcher.findings import exit_code, strike_of
-from launcher.meeting import MEETING_DIR, Meeting
+from launcher.meeting import Meeting
 from launcher.outcome import Outcome, StartEnd, awaits_ledger, newest_checkpoint, outcome
 from launcher.placement import Placement
 from launcher.preflight import check_gpus
 from launcher.ranks import Ranks, mark_of, marked_pids
+from launcher.supervise_log import Log
+from launcher.watch import Told, Watch
 
-_POLL_S = 0.1
-_FOLLOW_S = 10.0  # after a rank was lost here or elsewhere, the others have this long to end by themselves
-_LEAVE_S = 120.0  # from a rank's last heartbeat, "done", to its end
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
-
-
-class Log:
-    """Lines on stdout and in RUN/supervise-K.log; holds the lock that makes this the only supervisor of this node.
-
-    The lock bears the host's name: a supervisor that lives on behind a cut link holds up nobody on another host.
-    """
-
-    def __init__(self, run_dir: Path, node: int) -> None:
-        path = run_dir / f"supervise-{node}.log"
-        lock = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
-        with writable(path):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self._lock = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{lock}: another supervisor of this run is at work on this node; let it end, or stop it with "
-                f"`touch {run_dir}/stop`"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
-    def __call__(self, text: str) -> None:
-        """Say one thing."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        print(f"supervise: {text}", flush=True)
-        try:
-            os.write(self._file, f"{now} {text}\n".encode())
-        except OSError as error:  # a full disk must not end the watch
-            print(f"supervise: the log cannot be written ({error.strerror})", flush=True)
-
-
-@dataclass
-class _Told:
-    """Signals that this process was sent; the handler only notes them."""
-
-    number: int = 0
-    interrupts: int = 0
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += number == signal.SIGINT
-        self.number = signal.SIGTERM if number == signal.SIGINT else number  # ranks take a second SIGINT as "at once"
 
 
 class Supervisor:
@@ -115,7 +57,7 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
         self._mark = mark_of(self._run_dir, placement.node)
         self._meeting = Meeting(self._run_dir, placement.node, placement.port, session)
-        self._told = _Told()
+        self._told = Told()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._told.handle)
 
@@ -149,7 +91,8 @@ class Supervisor:
         try:
             ranks.start(self._placement.command(ranks.state, port, self._arguments))
             self.log(f"starting ranks {self._placement.names}, port {port}")
-            why = self._watch(ranks)
+            watch = Watch(self._run_dir, ranks, self._placement, self._meeting, self._limits, self._told, self.log)
+            why = watch.until_over()
             end = self._ended(ranks, events, began)
             deadline = time.monotonic() + _LEDGER_S
             while awaits_ledger(end) and time.monotonic() < deadline:
@@ -169,65 +112,6 @@ class Supervisor:
             num_ranks=len(self._placement.ranks),
             at_fault=struck or self._placement.num_nodes == 1,
         )
-
-    def _watch(self, ranks: Ranks) -> str:
-        """Return when all ranks have ended, or should be ended: then why."""
-        passed_on, orphaned, lost_at = 0, False, None
-        lost: list[int] = []
-        while True:
-            alive = ranks.alive()
-            if not alive and (not ranks.launcher_runs() or len(ranks.codes()) == len(self._placement.ranks)):
-                return ""
-            if not ranks.launcher_runs() and not orphaned:
-                orphaned = True
-                self.log(f"deepspeed's launcher is gone, {len(alive)} ranks are not: going on with them")
-            if self._told.number:
-                if passed_on != self._told.number:
-                    passed_on = self._told.number
-                    self.log(f"told {signal.Signals(passed_on).name}: passing it on, the ranks save and end")
-                ranks.tell(passed_on)
-            if not orphaned and (passed_on or ranks.codes()) and not self._placement.missing(alive, ranks.codes()):
-                orphaned = True
-                ranks.dismiss_launcher()
-                self.log("the ranks end: deepspeed's launcher, which would not let them finish, is dismissed")
-            if self._told.interrupts > 1:
-                return "interrupted twice"
-            failed = sorted({*ranks.lost(), *(r for r, code in ranks.codes().items() if code == EXIT_CRASH)})
-            if failed and failed != lost:
-                self.log(f"rank {', '.join(map(str, failed))} lost, {len(alive)} left here")
-                lost, lost_at = failed, lost_at or time.monotonic()
-            if news := self._meeting.news():
-                if lost_at is None:
-                    self.log(f"{news}; this node's follow")
-                if self._meeting.superseded():
-                    return news
-                lost_at = lost_at or time.monotonic()
-            if lost_at is not None and (not alive or time.monotonic() - lost_at > _FOLLOW_S):
-                return ""
-            if silent := self._hung(ranks, alive):
-                self._show(ranks, silent)
-                return "hung"
-            time.sleep(_POLL_S)
-
-    def _hung(self, ranks: Ranks, alive: dict[int, int]) -> list[Hung]:
-        """Ranks of this start that are silent for too long, the likely culprit first."""
-        ended, now = ranks.codes(), time.time()
-        here = {rank for rank in self._placement.ranks if rank not in ended}
-        beats = [beat for beat in read_heartbeats(self._run_dir) if alive.get(beat.rank) == beat.pid]
-        stuck = [beat for beat in beats if beat.phase == "done" and now - beat.time > _LEAVE_S]
-        return hung(beats, now, self._limits, started=ranks.started, ranks=here) + [
-            Hung(rank=b.rank, host=b.host, phase="done", step=b.step, quiet_s=now - b.time, limit_s=_LEAVE_S)
-            for b in stuck
-        ]
-
-    def _show(self, ranks: Ranks, silent: Sequence[Hung]) -> None:
-        first, stopped = silent[0], ranks.stopped()
-        self.log(
-            f"hung: rank {first.rank} in phase {first.phase} at step {first.step:,}, silent for {first.quiet_s:.1f} s "
-            f"(limit {first.limit_s:.1f} s); silent too: {[h.rank for h in silent[1:]]}; not even running: {stopped}"
-        )
-        for line in ranks.stacks():
-            self.log(f"  {line}")
 
     def _sick(self) -> str:
         """After a fault: what is wrong with this node's GPUs, if anything; it gets a strike."""
