@@ -176,7 +176,7 @@ def _next(seen: Facts, state: State) -> list[str]:
 
 def _nodes_out(seen: Facts) -> list[NodeOut]:
     """Nodes of the run's newest job that Slurm does not use; what is wrong elsewhere is not the run's business."""
-    ours = next((job["nodes"].split(",") for job in reversed(seen.jobs) if job["event"] == "begin"), [])
+    ours: list[str] = next((job["nodes"].split(",") for job in reversed(seen.jobs) if job["event"] == "begin"), [])
     return [out for out in (seen.queue.out if seen.queue else ()) if out.node in ours]
 
 
