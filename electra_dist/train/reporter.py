@@ -48,7 +48,6 @@ class Reporter:
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
         self._repeated = max(0, self._metrics.truncate_after(start_step) - start_step)
         write_environment(run_dir, dist.get_world_size())
-        self._flops_per_token = token_flops(config.model, config.data.seq_len, config.objective).total
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         on_gpu = engine.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
@@ -91,7 +90,7 @@ class Reporter:
             lr=lr,
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token, dist.get_world_size(), self._peak),
+            mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak),
             data_wait=min(1.0, (waited_s - last_waited) / max(now - last_time, 1e-9)),
             memory_gb=self._memory_gb(),
             eta_s=step_s * (self._config.train.num_steps - done),
@@ -173,6 +172,10 @@ class Reporter:
     def _record(self, event: Event, step: int, **details: Any) -> None:
         with self._ledger_lock:
             self._ledger.append(event, step, **details)
+
+    def _flops_per_token(self, done: int) -> float:
+        config = self._config
+        return token_flops(config.model, config.data.seq_len, config.objective, done - 1).total
 
     def _memory_gb(self) -> float:
         if self._engine.device.type == "cuda":
