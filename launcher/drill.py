@@ -7,6 +7,7 @@ that this fault must have.
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import subprocess
@@ -69,6 +70,12 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
         )
     order = (list(kinds) * (count // len(kinds) + 1))[:count]
     draw.shuffle(order)
+    while any(FAULTS[one].then == FAULTS[two].then == "goes on" for one, two in itertools.pairwise(order)):
+        if len(set(kinds)) == 1:
+            raise UserError(
+                f"--faults {kinds[0]}: the run goes on without it, so it can be done once; add other kinds"
+            )
+        draw.shuffle(order)
     faults = []
     for number, kind in enumerate(order, start=1):
         step = number * width + draw.randrange(width - every_steps)
@@ -97,7 +104,10 @@ class Drill:
         before, events = self._beat() or beat, len(read_ledger(self._run_dir))
         self._saved = newest_checkpoint(read_ledger(self._run_dir))
         begin = time.time()
-        what = fault.act(self._victim(), self._draw)
+        victim = self._victim()
+        if not victim.ranks():
+            raise Stuck(f"there are no ranks to hit, see {self._output}")
+        what = fault.act(victim, self._draw)
         hit = Hit(kind=planned.kind, step=before.step, what=what)
         if fault.then == "ends":
             hit.code = self.finish()

@@ -23,8 +23,9 @@ from launcher.placement import Placement
 from launcher.ranks import Ranks
 
 _POLL_S = 0.1
+_LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
 _FOLLOW_S = 10.0  # after a rank was lost here or elsewhere, the others have this long to end by themselves
-_LEAVE_S = 120.0  # from a rank's last heartbeat, "done", to its end
+_LEAVE_S = 120.0  # from a rank's last heartbeat, "done", or its exit code, to the end of its process
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Watch:
         self._passed_on = 0  # the signal
         self._lost: list[int] = []
         self._follow_until: float | None = None
+        self._next_look = 0.0
+        self._leaving: dict[int, float] = {}  # ranks that need only end, since when
 
     def until_over(self) -> str:
         """Return when all ranks have ended, or should be ended: then why, if the exit codes do not say."""
@@ -112,14 +115,20 @@ class Watch:
 
     def _hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
         """Ranks of this start that are silent for too long, the likely culprit first."""
-        now = time.time()
-        here = self._placement.missing(codes)
-        beats = [beat for beat in read_heartbeats(self._run_dir) if alive.get(beat.rank) == beat.pid]
-        return hung(beats, now, self._limits, started=self._ranks.started, ranks=here) + [
-            Hung(rank=b.rank, host=b.host, phase="done", step=b.step, quiet_s=now - b.time, limit_s=_LEAVE_S)
-            for b in beats
-            if b.phase == "done" and now - b.time > _LEAVE_S
+        if time.monotonic() < self._next_look:
+            return []
+        self._next_look = time.monotonic() + _LOOK_S
+        now, here = time.time(), self._placement.missing(codes)
+        beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
+        for rank in alive.keys() & {*codes, *(beat.rank for beat in beats if beat.phase == "done")}:
+            self._leaving.setdefault(rank, now)
+        stuck = [
+            Hung(rank=rank, host="", phase="done", step=0, quiet_s=now - since, limit_s=_LEAVE_S)
+            for rank, since in self._leaving.items()
+            if rank in alive and now - since > _LEAVE_S
         ]
+        working = [beat for beat in beats if beat.rank in here]
+        return hung(working, now, self._limits, started=self._ranks.started, ranks=here) + stuck
 
     def _show(self, silent: Sequence[Hung]) -> None:
         first, stopped = silent[0], self._ranks.stopped()

@@ -14,6 +14,7 @@ each node's supervisor should watch its own ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -61,7 +62,7 @@ class Heartbeat:
         Raises:
             StoreError: the run folder cannot be written.
         """
-        path = Path(run_dir) / HEARTBEAT_DIR / f"rank-{rank:05d}.json"
+        path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
         host = json.dumps(node_name()[:64])
         self._fixed = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '
         self.attempt = attempt
@@ -119,9 +120,11 @@ class Heartbeat:
         return f"{newest[len(newest) // 2]:.6f}"
 
 
-def read_heartbeats(run_dir: Path) -> list[Beat]:
-    """The last beat of every rank that ever beat, by rank; ranks of earlier attempts too."""
-    beats = (_read(path) for path in (Path(run_dir) / HEARTBEAT_DIR).glob("rank-*.json"))
+def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
+    """The last beat of every rank that ever beat, or of some, by rank; of earlier attempts too."""
+    folder = Path(run_dir) / HEARTBEAT_DIR
+    paths = folder.glob("rank-*.json") if ranks is None else (_file(folder, rank) for rank in ranks)
+    beats = (_read(path) for path in paths)
     return sorted((beat for beat in beats if beat), key=lambda beat: beat.rank)
 
 
@@ -200,6 +203,10 @@ def hung(
     return sorted((h for h in silent if h.quiet_s > h.limit_s), key=lambda h: (h.step, -h.quiet_s, h.rank))
 
 
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
 def _encode(body: str) -> bytes:
     """`{"pid": ..., "crc": 123}` padded with spaces to RECORD_BYTES; the checksum is over all before its key."""
     data = body.encode("ascii")
@@ -218,9 +225,10 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """A rank's beat; None for a file that stays torn, as a machine that lost power may leave it."""
-    for _ in range(_TRIES):
-        if beat := _decode(path.read_bytes()):
-            return beat
-        time.sleep(_TRY_AGAIN_S)
+    """A rank's beat; None without a file, or for one that stays torn, as a machine that lost power may leave it."""
+    with contextlib.suppress(FileNotFoundError):
+        for _ in range(_TRIES):
+            if beat := _decode(path.read_bytes()):
+                return beat
+            time.sleep(_TRY_AGAIN_S)
     return None

@@ -1,13 +1,14 @@
 """A rank whose training is make-believe: the real signals, heartbeats, ledger and exit codes, and no torch.
 
 Every step takes STEP_S. A told rank tells the others by a file, and one that is gone crashes the others, as real
-ranks do by an all-reduce. What goes wrong is
-said by files in RUN: `crash` crashes every start, `exit-R` holds a code that rank R ends with, `deaf` makes ranks
-ignore being told. `slow-start` holds seconds before the handlers are installed, as imports take.
+ranks do by an all-reduce. What goes wrong is said by files in RUN: `crash` crashes every start, `exit-R` holds a code
+that rank R ends with, `deaf` makes ranks ignore being told, `linger` keeps their processes after their exit code,
+`slow-start` holds seconds before the handlers are installed, as imports take.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -32,6 +33,8 @@ def train(arguments: list[str]) -> int:
     run = Path(config.run_dir)
     if (run / "slow-start").exists():
         time.sleep(float((run / "slow-start").read_text()))
+    if (run / "linger").exists():
+        atexit.register(time.sleep, 60.0)
     stop = StopRequest(run, rank == 0)
     step = newest_checkpoint(read_ledger(run))
     attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # the same for all ranks

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher import supervise
+from launcher import supervise, watch
 from launcher.placement import Placement
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
@@ -36,5 +36,6 @@ if __name__ == "__main__":
         start_ranks(sys.argv[2].split(","), sys.argv[3:])
         sys.exit(0)  # a wrapper's exit code means nothing
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
+    watch._LEAVE_S = 3.0
     Placement.command = with_fake_ranks  # type: ignore[method-assign]
     sys.exit(supervise.main(sys.argv[1 if DEEPSPEED else 2 :]))

@@ -165,6 +165,19 @@ def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig
         assert len(run.pids("fake_rank.py")) == 2  # the first one still has them
 
 
+def test_ranks_that_are_done_but_do_not_leave_are_shown_and_killed_and_the_run_is_done(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As a communicator may do it that cannot be destroyed."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "linger").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**{"train.num_steps": 10}), run_dir, *TWO) as run:
+        assert run.end(40) == 0, run.story()
+        assert run.logged("hung: rank . in phase done")
+        assert run.pids() == []
+
+
 def test_a_stop_file_ends_with_75(tiny_config: MakeConfig, tmp_path: Path) -> None:
     with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), tmp_path / "run", *TWO) as run:
         run.wait_for_step(3)

@@ -77,6 +77,7 @@ def test_a_beat_is_read_back_as_it_was_said(tmp_path: Path, clock: list[float], 
         start + 8.5,
         start + 7.5,
     )
+    assert read_heartbeats(tmp_path, [11, 12]) == [two]
     second.close()
     assert read_heartbeats(tmp_path)[1].phase == "done"
     first.close()
