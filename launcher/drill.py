@@ -7,7 +7,6 @@ that this fault must have.
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import subprocess
@@ -69,15 +68,15 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
             f"add --set train.num_steps=..., or lower checkpoint.every_steps or --count"
         )
     order = (list(kinds) * (count // len(kinds) + 1))[:count]
-    draw.shuffle(order)
-    while any(FAULTS[one].then == FAULTS[two].then == "goes on" for one, two in itertools.pairwise(order)):
-        if len(set(kinds)) == 1:
-            raise UserError(
-                f"--faults {kinds[0]}: the run goes on without it, so it can be done once; add other kinds"
-            )
-        draw.shuffle(order)
+    once = [kind for kind in order if FAULTS[kind].then == "goes on"]  # a start survives only one of them
+    others = [kind for kind in order if FAULTS[kind].then != "goes on"]
+    if len(once) > len(others) + 1:
+        raise UserError(f"--faults {','.join(kinds)}: {once[0]} can be done once a start; add more kinds of faults")
+    draw.shuffle(others)
+    for place in sorted(draw.sample(range(len(others) + 1), len(once)), reverse=True):
+        others.insert(place, once.pop())
     faults = []
-    for number, kind in enumerate(order, start=1):
+    for number, kind in enumerate(others, start=1):
         step = number * width + draw.randrange(width - every_steps)
         in_save = FAULTS[kind].needs_save and draw.random() < 0.5
         faults.append(Planned(kind=kind, step=step, in_save=in_save, delay=draw.uniform(0.0, 2.0)))

@@ -48,6 +48,13 @@ def test_a_run_too_short_for_its_faults_is_refused_with_the_length_that_it_needs
         plan(KINDS, 60, 609, 5, 1)
 
 
+def test_a_plan_of_two_kinds_is_possible_and_one_of_a_fault_that_changes_nothing_is_refused() -> None:
+    kinds = [fault.kind for fault in plan(["launcher", "kill"], 60, 610, 5, 1)]
+    assert Counter(kinds) == {"launcher": 30, "kill": 30}
+    with pytest.raises(UserError, match="launcher can be done once a start"):
+        plan(["launcher"], 3, 610, 5, 1)
+
+
 def victim_of(folder: Path, tmp_path: Path) -> tuple[Victim, Path]:
     """A run folder with three checkpoints, the newest of which is not committed."""
     for number in (5, 10, 15):
