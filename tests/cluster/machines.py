@@ -88,12 +88,8 @@ class Machines:
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "pid").unlink(missing_ok=True)
         _run("ip", "link", "del", self._port(name), check=False)
-        environment = {
-            "name": name,
-            "folder": str(self.folder),
-            "address": self.address(name),
-            "on_boot": self.on_boot,
-        }
+        environment = {"name": name, "folder": str(self.folder), "address": self.address(name)}
+        environment |= {"on_boot": self.on_boot, "cgroup": self.cgroup(name)}
         with open(self.folder / name / "init.log", "ab") as log:
             subprocess.Popen(
                 ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "bash", "-c", _INIT],
@@ -126,6 +122,10 @@ class Machines:
         """Undo every cut."""
         for chain in ("a", "b"):
             _run("nft", "flush", "chain", "bridge", self.bridge, chain)
+
+    def cgroup(self, name: str) -> str:
+        """A name for control groups of this machine alone."""
+        return self._port(name)
 
     def pid(self, name: str) -> int | None:
         """Its pid 1, as the host numbers it; None when it is off."""

@@ -38,7 +38,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n/slurmd.log
 MailProg=/bin/true
 MpiDefault=none
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -57,6 +57,15 @@ PartitionName=batch Nodes=ALL Default=YES State=UP OverSubscribe=NO
 """
 
 
+# As on real clusters, a job's processes are known by their cgroup: killed to the last one, whoever their parent is.
+_FREEZER = Path("/sys/fs/cgroup/freezer")
+_OWN_FREEZER = f"""
+if [ -d {_FREEZER} ]; then
+    mkdir -p "{_FREEZER}/$cgroup" && mount --bind "{_FREEZER}/$cgroup" {_FREEZER}
+fi
+"""
+
+
 def slurm_missing() -> str:
     """Why there can be no Slurm here; empty if there can."""
     absent = [tool for tool in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(tool) is None]
@@ -67,7 +76,7 @@ class SlurmCluster(Machines):
     """Machines with Slurm. `environment` holds SLURM_CONF, for sbatch and friends on the host."""
 
     def __init__(self, folder: Path, count: int, *, network: int = 78, timeout_s: int = 5) -> None:
-        super().__init__(folder, count, network=network, on_boot='slurmd -N "$name"')
+        super().__init__(folder, count, network=network, on_boot=_OWN_FREEZER + 'slurmd -N "$name"')
         self.timeout_s = timeout_s
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -82,10 +91,11 @@ class SlurmCluster(Machines):
                 slurmd_port=17001 + 2 * self.network,
                 folder=folder,
                 timeout=self.timeout_s,
+                proctrack="cgroup" if _FREEZER.is_dir() else "linuxproc",
                 nodes="\n".join(f"NodeName={name} NodeAddr={self.address(name)}" for name in self.names),
             )
         )
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named, so that no mount is looked for
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named: 22.05 has no other without systemd
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         for name in self.names:
@@ -102,6 +112,8 @@ class SlurmCluster(Machines):
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__()
+        for name in self.names:
+            _remove_cgroup(_FREEZER / self.cgroup(name))
         for daemon in ("slurmctld", "munged"):
             self.stop_daemon(daemon)
         os.environ.pop("SLURM_CONF", None)
@@ -137,6 +149,15 @@ class SlurmCluster(Machines):
 
     def _all_idle(self) -> bool:
         return self.slurm("sinfo", "--noheader", "-N", "--format=%T").split() == ["idle"] * len(self.names)
+
+
+def _remove_cgroup(folder: Path) -> None:
+    """The groups of a machine that is off: folders that only rmdir removes, the innermost first."""
+    for inner in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else []:
+        if inner.is_dir():
+            inner.rmdir()
+    if folder.is_dir():
+        folder.rmdir()
 
 
 def main() -> None:
