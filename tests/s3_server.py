@@ -148,6 +148,9 @@ def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
         "crash_dir": folder,
         "rgw_data": folder,
         "rgw_thread_pool_size": 64,
+        "rgw_gc_obj_min_wait": 5,  # not two hours: the memory is small
+        "rgw_gc_processor_period": 5,
+        "rgw_gc_processor_max_time": 5,
     }
     return "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
 
