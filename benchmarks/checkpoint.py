@@ -184,13 +184,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="torch's threads; memcpy has one")
     parser.add_argument("--smoke", action="store_true", help="a small model, 2 rounds, no judgement of times")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, may repeat")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--save", action="store_true", help="write a dated JSON file under benchmarks/results/")
     arguments = parser.parse_args()
     rounds = 2 if arguments.smoke else arguments.rounds
     hardware = f"{cpu()['model']}, {cpu()['usable_cores']} cores, {cpu()['memory_gb']} GB"
     torch.set_num_threads(arguments.threads)
-    settings = ["train.global_batch=1", "train.micro_batch=1", *(SMALL if arguments.smoke else [])]
+    settings = ["train.global_batch=1", "train.micro_batch=1", *(SMALL if arguments.smoke else []), *arguments.set]
     config = load_config(REPOSITORY / LARGE, settings)
     init_distributed()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
