@@ -103,15 +103,21 @@ def cases() -> list[Case]:
         **dict.fromkeys(("seq_len", "num_slots", "hidden"), "i32"),
     }
     norm = pointers | {
-        **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "summed_ptr", "weight_ptr"), "*bf16"),
+        **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
-        **dict.fromkeys(("mean_ptr", "inverse_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32"),
+        **dict.fromkeys(("mean_ptr", "variance_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32"),
         "row_ptr": "*i64",
         **dict.fromkeys(("num_tokens", "seq_len", "hidden", "step", "site_quads", "limit"), "i32"),
         **dict.fromkeys(("seed_low", "seed_high"), "i32"),
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
-    switches = {"WITH_TEMPERATURE": False, "DISALLOW_CORRECT": False, "WIDTH": 30592, "APPROXIMATE": True}
+    switches = {
+        "WITH_TEMPERATURE": False,
+        "DISALLOW_CORRECT": False,
+        "PAIR": False,
+        "WIDTH": 30592,
+        "APPROXIMATE": True,
+    }
     switches["BLOCK"] = mlm_head_triton.BLOCK
     tail_blocks = {"BLOCK_T": 2, "BLOCK_H": 1024}
     row_kernel, warps = mlm_head_triton.row_kernel, mlm_head_triton.NUM_WARPS
@@ -121,7 +127,14 @@ def cases() -> list[Case]:
         Case("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
         Case("head_evaluate", row_kernel, row, switches | _passes(True, False), ("stride",), warps),
         Case("sample", row_kernel, row, switches | _passes(False, False), ("stride",), warps),
-        Case("tail_forward", discriminator_tail_triton.tail_forward_kernel, tail, tail_blocks, shapes, tail_warps),
+        Case(
+            "tail_forward",
+            discriminator_tail_triton.tail_forward_kernel,
+            tail,
+            tail_blocks | {"PAIR": False},
+            shapes,
+            tail_warps,
+        ),
         Case("tail_backward", discriminator_tail_triton.tail_backward_kernel, tail, tail_blocks, shapes, tail_warps),
         Case("replace", replace_triton.replace_kernel, replace, {"BLOCK_S": 64, "BLOCK_N": 128}, shapes, 4),
         Case(
@@ -133,12 +146,13 @@ def cases() -> list[Case]:
             1,
         ),
         *(
-            Case(f"{name}_{width}", kernel, norm, {"DROP": True, "BLOCK_H": width}, shapes, 1 if width <= 256 else 4)
+            Case(f"{name}_{width}{suffix}", kernel, norm, {"DROP": drop, "BLOCK_H": width}, shapes, warps)
             for name, kernel in (
                 ("norm_fwd", dropout_add_norm_triton.norm_forward_kernel),
                 ("norm_bwd", dropout_add_norm_triton.norm_backward_kernel),
             )
-            for width in (256, 1024)
+            for width, warps in ((256, 1), (1024, 4))
+            for suffix, drop in (("", True), ("_p0", False))
         ),
     ]
 

@@ -43,7 +43,14 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-__device__ float gelu_cdf(float a) { return 0.5f * (1.0f + erff(a * 0.70710678f)); }
+// sigmoid(z) - label over the common denominator: a confident token keeps its gradient.
+__device__ float sigmoid_minus(float z, float label) {
+  const float small = expf(-fabsf(z));
+  const float numerator = z >= 0.0f ? fmaf(-label, small, 1.0f - label) : fmaf(1.0f - label, small, -label);
+  return numerator / (1.0f + small);
+}
+
+__device__ float gelu_cdf(float a) { return fmaf(erff(a * 0.70710678f), 0.5f, 0.5f); }
 
 template <typename T, int N>
 __global__ void tail_forward(const T* dense, const float* bias, const float* out_weight, const float* out_bias,
@@ -83,7 +90,7 @@ __global__ void tail_backward(const T* dense, const float* bias, const float* ou
     Pack<float, N> sum_b = {}, sum_w = {};
     float sum_out = 0.0f;
     for (int64_t t = blockIdx.x; t < tokens; t += gridDim.x) {
-      const float grad_logit = (1.0f / (1.0f + expf(-logits[t])) - label[t]) * mask[t] * upstream[t];
+      const float grad_logit = sigmoid_minus(logits[t], label[t]) * (mask[t] * upstream[t]);
       const auto x = *reinterpret_cast<const Pack<T, N>*>(dense + t * hidden + h);
       Pack<T, N> grad;
 #pragma unroll

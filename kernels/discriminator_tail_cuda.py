@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from electra_kernels.strips import sum_of_strips
 
 from electra_dist.errors import UserError
 
@@ -88,7 +89,7 @@ def backward_pass(
     mask_T: torch.Tensor,
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Gradients of the dense output, its bias, the output weight and the output bias."""
     blocks = min(NUM_BLOCKS, len(dense_TH))
     grad_dense_TH = torch.empty_like(dense_TH)
@@ -99,7 +100,8 @@ def backward_pass(
         *(grad_dense_TH, partial_bias_PH, partial_weight_PH, partial_out_bias_P),
     )
     _call(library().electra_tail_backward, dense_TH, tensors, blocks)
-    return grad_dense_TH, partial_bias_PH.sum(0), partial_weight_PH.sum(0), partial_out_bias_P.sum()
+    sums = (sum_of_strips(partial) for partial in (partial_bias_PH, partial_weight_PH, partial_out_bias_P))
+    return grad_dense_TH, *sums
 
 
 def _as_fp32(*tensors: torch.Tensor) -> list[torch.Tensor]:

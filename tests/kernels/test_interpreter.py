@@ -12,9 +12,8 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 
 def test_the_interpreted_kernels():
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 9) and numpy >= (2, 4):
-        pytest.skip("this Triton's interpreter fails on loops with numpy >= 2.4 (triton issue 9171): pin numpy < 2.4")
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 9):
+        pytest.skip("before Triton 3.9 the interpreter rounds a fused product and sum twice, which no GPU does")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(FOLDER)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

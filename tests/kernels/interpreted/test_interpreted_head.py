@@ -10,17 +10,20 @@ import triton.language as tl
 from electra_kernels import mlm_head_triton
 from electra_kernels.mlm_head import RowOptions, mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.mlm_head_triton import exponential, row_pass
+from electra_kernels.rounding_triton import fits_fp32
 from electra_kernels.sampling import gumbel_from_bits, sample
 
 from electra_dist.keyed_random import Purpose, bits_grid
 
-SHAPES = [
-    (1, 50, 64),
-    (13, 130, 256),
-    (2, 1000, 1024),
-    (3, 128, 128),
-    (3, 30522, 30592),
-]  # rows, tokens, padded tokens
+# rows, tokens, padded tokens, tokens at a time, draws
+CASES = [
+    (1, 50, 64, 64, 64),
+    (13, 130, 256, 256, 4),
+    (2, 1000, 1024, 1024, 24),
+    (3, 128, 128, 128, 16),
+    (4, 200, 256, 128, 12),
+    (3, 30522, 30592, 32768, 4),
+]
 
 
 def inputs(num_rows: int, vocab: int, padded: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -40,23 +43,58 @@ def exact_pass(logits, bias, target, weight, vocab):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("num_rows", "vocab", "padded"), SHAPES)
-def test_error_is_not_larger_than_the_references(assert_no_worse, dtype, num_rows, vocab, padded):
+@pytest.mark.parametrize(("num_rows", "vocab", "padded", "tile", "draws"), CASES)
+def test_error_is_not_larger_than_the_references(
+    monkeypatch, assert_no_worse, assert_rounded, dtype, num_rows, vocab, padded, tile, draws
+):
+    monkeypatch.setattr(mlm_head_triton, "_BLOCK_INTERPRETED", tile)
+    monkeypatch.setattr(mlm_head_triton, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
+    options = RowOptions(2**62 + 17, 2**31 + 5, vocab, 1.0, disallow_correct=False, with_gradient=True)
     losses, gradients = [], []
-    for _ in range(4 if num_rows < 10 and vocab < 30522 else 1):
-        logits, bias, target, weight, rows = inputs(num_rows, vocab, padded, dtype)
-        options = RowOptions(2**62 + 17, 2**31 + 5, vocab, 1.0, disallow_correct=False, with_gradient=True)
-        by_reference, by_kernel = logits.clone(), logits.clone()
-        reference = row_pass_reference(by_reference, bias, target, weight, rows, options)
-        kernel = row_pass(by_kernel, bias, target, weight, rows, options)
+    for draw in range(draws):
+        logits, bias, *others = inputs(num_rows, vocab, padded, dtype)
+        by_reference, by_kernel = (logits.to(torch.float32, copy=True) for _ in range(2))
+        reference = row_pass_reference(by_reference, bias.float(), *others, options)
+        kernel = row_pass(by_kernel, bias.float(), *others, options)
         assert torch.equal(kernel.best_M, reference.best_M)
         assert torch.equal(kernel.sampled_M, reference.sampled_M)
         assert not by_kernel[:, vocab:].any()
-        loss, gradient = exact_pass(logits, bias, target, weight, vocab)
+        loss, gradient = exact_pass(logits, bias, *others[:2], vocab)
         losses.append((kernel.loss_M, reference.loss_M, loss))
         gradients.append((by_kernel[:, :vocab], by_reference[:, :vocab], gradient))
-    assert_no_worse(losses, torch.float32)
-    assert_no_worse(gradients, dtype)
+        if dtype != torch.float32 and draw == 0:
+            for run, stats, values in (
+                (row_pass_reference, reference, by_reference),
+                (row_pass, kernel, by_kernel),
+            ):
+                stored = logits.clone()
+                for stat, expected in zip(run(stored, bias, *others, options), stats):
+                    assert torch.equal(stat, expected)
+                assert_rounded(stored, values)
+    assert_no_worse(losses)
+    assert_no_worse(gradients)
+
+
+def test_a_confident_row_keeps_its_loss_and_gradient():
+    """Where softmax is 1 but for 1e-9, which fp32 cannot tell from 1: no plain formula gets this."""
+    logits = torch.zeros(1, 128)
+    logits[0, 5] = 25.0
+    options = RowOptions(1, 2, 128, 1.0, disallow_correct=False, with_gradient=True)
+    weight, target = torch.ones(1), torch.tensor([5])
+    exact = torch.log1p(127 * torch.exp(torch.tensor(-25.0, dtype=torch.float64)))
+    stats = row_pass(logits, torch.zeros(128), target, weight, torch.arange(1), options)
+    assert stats.loss_M.item() == pytest.approx(exact.item(), rel=1e-5)
+    assert logits[0, 5].item() == pytest.approx(-exact.item(), rel=1e-2)
+
+
+def test_a_nan_is_not_swallowed():
+    for place in (5, 9):  # beside the target and on it
+        logits, bias, _, weight, rows = inputs(1, 100, 128, torch.float32)
+        logits[0, place] = math.nan
+        options = RowOptions(1, 2, 100, 1.0, disallow_correct=False, with_gradient=True)
+        stats = row_pass(logits, bias, torch.tensor([9]), weight, rows, options)
+        assert stats.loss_M.isnan().all()
+        assert logits[:, :100].isnan().all()
 
 
 def test_the_bits_are_the_keyed_grids():

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from electra_kernels import discriminator_tail_triton, dropout_add_norm_triton
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.discriminator_tail_triton import forward_pass
 from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.replace import replace_and_label
+from electra_kernels.rounding_triton import fits_fp32
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
@@ -44,53 +46,78 @@ def test_replace_and_label(num_rows, seq_len, num_slots):
 
 
 @DTYPES
-@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (200, 24), (29, 130), (5, 1024)])
-def test_tail_error_is_not_larger_than_the_references(assert_no_worse, dtype, num_tokens, hidden):
-    shapes = [(num_tokens, hidden), (hidden,), (hidden,), (1,)]
-
-    def run(tensors, label, mask, backend):
-        out = rtd_loss(*tensors, label, mask, backend=backend)
-        dense, *parameters = torch.autograd.grad(out.loss_sum, tensors)
-        return out[3:], [out.logits_T, dense, torch.cat(parameters)]
-
-    results, losses = [], []
-    for _ in range(16 if num_tokens == 1 else 4):
-        given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+@pytest.mark.parametrize(("num_tokens", "hidden", "draws"), [(1, 8, 80), (200, 24, 2), (29, 130, 10), (5, 1024, 12)])
+def test_tail_error_is_not_larger_than_the_references(
+    monkeypatch, assert_no_worse, assert_rounded, dtype, num_tokens, hidden, draws
+):
+    monkeypatch.setattr(discriminator_tail_triton, "NUM_PROGRAMS", 3)  # strips of several tiles
+    monkeypatch.setattr(discriminator_tail_triton, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
+    results = []
+    for draw in range(draws):
+        shapes = [(num_tokens, hidden), (hidden,), (hidden,), (1,)]
+        given = [(torch.randn(shape) * scale).to(dtype) for shape, scale in zip(shapes, (1, 1, hidden**-0.5, 1))]
         label, mask = torch.rand(num_tokens) > 0.7, torch.rand(num_tokens) > 0.2
         mask[0] = True
-        exactly = [t.detach().double().requires_grad_() for t in given]
-        _, exact = run(exactly, label, mask, "reference")
-        counts, by_reference = run(given, label, mask, "reference")
-        kernel_counts, by_kernel = run(given, label, mask, "triton")
-        assert counts == kernel_counts
-        results.append(list(zip(by_kernel, by_reference, exact)))
-        with torch.no_grad():
-            passes = [(forward_pass, given, torch.float32), (rtd_losses_reference, given, torch.float32)]
-            passes += [(rtd_losses_reference, exactly, torch.float64)]
-            losses.append([run_pass(*tensors, label.to(t), mask.to(t))[0] for run_pass, tensors, t in passes])
-    assert_no_worse(losses, torch.float32)
+
+        def run(precision, backend, given=given, label=label, mask=mask):
+            tensors = [t.to(precision, copy=True).requires_grad_() for t in given]
+            out = rtd_loss(*tensors, label, mask, backend=backend)
+            return out, torch.autograd.grad(out.loss_sum, tensors)
+
+        def losses(precision, run_pass, given=given, label=label, mask=mask):
+            return run_pass(*(t.to(precision) for t in given), label.to(precision), mask.to(precision))[0]
+
+        _, exact_grads = run(torch.float64, "reference")
+        exact = [run(torch.float64, "reference")[0].logits_T, losses(torch.float64, rtd_losses_reference)]
+        (out, grads), (ref_out, ref_grads) = run(torch.float32, "triton"), run(torch.float32, "reference")
+        assert out[3:] == ref_out[3:]
+        values = [out.logits_T, losses(torch.float32, forward_pass)]
+        references = [ref_out.logits_T, losses(torch.float32, rtd_losses_reference)]
+        results.append(
+            [
+                *zip(values, references, exact),
+                (grads[0], ref_grads[0], exact_grads[0]),
+                [torch.cat(parameters[1:]) for parameters in (grads, ref_grads, exact_grads)],
+            ]
+        )
+        if dtype != torch.float32 and draw == 0:
+            for backend, expected, expected_grads in (("triton", out, grads), ("reference", ref_out, ref_grads)):
+                stored, stored_grads = run(dtype, backend)
+                assert torch.equal(stored.logits_T, expected.logits_T)
+                for grad, value in zip(stored_grads, expected_grads):
+                    assert_rounded(grad, value)
     for triples in zip(*results):
-        assert_no_worse(list(triples), triples[0][0].dtype)
+        assert_no_worse(triples)
 
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("batch", "seq_len", "hidden", "probability"), [(1, 1, 4, 0.5), (2, 5, 36, 0.1), (2, 3, 256, 0.0)]
+    ("batch", "seq_len", "hidden", "probability", "draws"),
+    [(1, 1, 4, 0.5, 64), (2, 5, 36, 0.1, 8), (2, 3, 256, 0.0, 6), (1, 4, 1024, 0.1, 4)],
 )
-def test_norm_error_is_not_larger_than_the_references(assert_no_worse, dtype, batch, seq_len, hidden, probability):
-    dropout = DropoutKey(probability, seed=2**62 + 9, step=2**31 + 1, site=31)
+def test_norm_error_is_not_larger_than_the_references(
+    monkeypatch, assert_no_worse, assert_rounded, dtype, batch, seq_len, hidden, probability, draws
+):
+    monkeypatch.setattr(dropout_add_norm_triton, "NUM_PROGRAMS", 3)  # strips of several tokens
     rows = torch.arange(batch) + 2**32 - batch
-
-    def run(tensors, upstream, backend):
-        out = dropout_add_norm(*tensors, eps=1e-12, dropout=dropout, row_B=rows, backend=backend)
-        return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
-
     results = []
-    for _ in range(8 if batch == 1 else 3):
+    for draw in range(draws):
+        dropout = DropoutKey(probability, seed=2**62 + 9, step=2**31 + draw, site=31)
         shapes = [(batch, seq_len, hidden), (batch, seq_len, hidden), (hidden,), (hidden,)]
-        given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-        upstream = torch.randn(shapes[0]).to(dtype)
-        exact = run([t.detach().double().requires_grad_() for t in given], upstream.double(), "reference")
-        results.append(list(zip(run(given, upstream, "triton"), run(given, upstream, "reference"), exact)))
+        *given, upstream = [torch.randn(shape).to(dtype) for shape in [*shapes, shapes[0]]]
+
+        def run(precision, backend, given=given, upstream=upstream, dropout=dropout):
+            tensors = [t.to(precision, copy=True).requires_grad_() for t in given]
+            out = dropout_add_norm(*tensors, eps=1e-12, dropout=dropout, row_B=rows, backend=backend)
+            return [out.detach(), *torch.autograd.grad(out, tensors, upstream.to(precision))]
+
+        exact = run(torch.float64, "reference")
+        values, references = run(torch.float32, "triton"), run(torch.float32, "reference")
+        triples = list(zip(values, references, exact))
+        results.append([*triples[:3], [torch.cat(parameters) for parameters in zip(*triples[3:])]])
+        if dtype != torch.float32 and draw == 0:
+            for backend, expected in (("triton", values), ("reference", references)):
+                for stored, value in zip(run(dtype, backend), expected):
+                    assert_rounded(stored, value)
     for triples in zip(*results):
-        assert_no_worse(list(triples), dtype)
+        assert_no_worse(triples)
