@@ -210,8 +210,14 @@ class Killed(NamedTuple):
 
 def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Killed:
     """Start a run and kill -9 at a moment."""
+    starts = len(_starts(run_dir))
+
+    def is_due() -> bool:  # records of the start before do not count, and it may have come further
+        begun = _starts(run_dir)[starts:]
+        return bool(begun) and len(step_records(run_dir)) >= max(kill.step, begun[0]["step"] + 1)
+
     with started(config, ranks, run_dir.with_suffix(".log")) as process:
-        wait_until(lambda: len(step_records(run_dir)) >= kill.step, process)
+        wait_until(is_due, process)
         victims = session_pids(process.pid) if kill.victim is None else [rank_pid(process.pid, kill.victim)]
         before = unfinished_saves(run_dir)
         if kill.during_save:
@@ -221,6 +227,12 @@ def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Kil
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return Killed(process.wait(timeout=180), bool(unfinished_saves(run_dir) - before))
+
+
+def _starts(run_dir: Path) -> list[dict[str, Any]]:
+    ledger = run_dir / "ledger.jsonl"
+    lines = ledger.read_text().split("\n")[:-1] if ledger.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] in ("start", "resume")]
 
 
 def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:

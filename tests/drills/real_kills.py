@@ -160,6 +160,7 @@ def main() -> int:
         for stage in map(int, filter(None, args.stages.split(","))):
             kills = draw_kills(random.Random(f"{args.seed} {stage}"), args.kills)
             verdicts.append(killed_equals_uninterrupted(folder, corpus, stage, kills))
+            print(f"  {verdicts[-1].detail}", flush=True)
         if not args.no_elastic:
             steady_dir = folder / "steady"
             run_to_the_end(elastic_config(folder, steady_dir, corpus, 1), steady_dir, 1)
