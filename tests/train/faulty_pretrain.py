@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from electra_dist.data.loader import RowLoader
+from electra_dist.objectives.base import Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.guard import SkipList
 from launcher.pretrain import main
@@ -42,6 +43,11 @@ class NanGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
+def factors(of_losses: float) -> torch.Tensor:
+    """One factor for each sum: `of_losses` for the losses, 1 for the counts."""
+    return torch.tensor([of_losses if "loss" in name else 1.0 for name in Sums._fields])
+
+
 def with_faults(forward: Any) -> Any:
     def faulty(self: Any, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, *scales: Any) -> Any:
         out = forward(self, ids_BS, row_B, step, seed, *scales)
@@ -50,11 +56,9 @@ def with_faults(forward: Any) -> Any:
         if [RANK, step] in FAULTS.get("nan_gradient", []):
             out = out._replace(loss=NanGradient.apply(out.loss))
         if step in FAULTS.get("spike", []):
-            out = out._replace(
-                loss=out.loss * 100.0, sums=out.sums * torch.tensor([100.0, *[1.0] * 3, 100.0, *[1.0] * 5])
-            )
+            out = out._replace(loss=out.loss * 100.0, sums=out.sums * factors(100.0))
         if "poisoned_row" in FAULTS and (ids_BS == torch.tensor(FAULTS["poisoned_row"])).all(1).any():
-            out = out._replace(loss=out.loss * torch.nan, sums=out.sums * torch.tensor([torch.nan, *[1.0] * 9]))
+            out = out._replace(loss=out.loss * torch.nan, sums=out.sums * factors(torch.nan))
         return out
 
     return faulty
