@@ -2,6 +2,7 @@
 
     start-000007.json           node 0: the seventh start, on this port
     end-000007-node-1.json      node 1: my ranks of it have ended, with this code; `final`: and I end too
+    ../sessions                 a line for each session that began: whoever is of an earlier one was given up, and ends
 
 Guarantees: node 0 decides when there is another start; the others join one that they have not joined yet. A node
 whose ranks ended tells the others, so that ranks that would wait in a collective for minutes are ended in seconds. A
@@ -52,6 +53,7 @@ class Meeting:
             session: a word that all nodes of a job know and no other job has; empty: there is none.
         """
         self._folder, self._node, self._port = Path(run_dir) / MEETING_DIR / session, node, port
+        self._session, self._sessions = session, Path(run_dir) / MEETING_DIR / "sessions"
         self.number = 0
         self._next_look = 0.0
 
@@ -83,6 +85,8 @@ class Meeting:
         if time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + _POLL_S
+        if other := self.taken_over():
+            return f"job {other} has taken the run over"
         if self._node and max(self._starts(), default=0) > self.number:
             return "node 0 has begun a new start"
         failed = [end for end in self._others(since=self.number) if end.code not in (EXIT_DONE, EXIT_STOPPED)]
@@ -96,11 +100,22 @@ class Meeting:
                 return end.node, end.code if end.code in (EXIT_CRASH, EXIT_USER_ERROR) else EXIT_STOPPED
         return None
 
+    def taken_over(self) -> str:
+        """The session that has begun after this one: this node was cut off, given up, and must not start again."""
+        if not self._session or not self._sessions.exists():
+            return ""
+        begun = self._sessions.read_text().split()  # in an old view of the file this session may be missing
+        return begun[-1] if self._session in begun and begun[-1] != self._session else ""
+
     def superseded(self) -> bool:
         """Whether node 0 has moved on, so that this start's end says nothing."""
         return bool(self._node) and max(self._starts(), default=0) > self.number
 
     def _announce(self) -> int:
+        if self._session and not self.number:
+            self._sessions.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._sessions, "a", encoding="ascii") as sessions:
+                sessions.write(self._session + "\n")
         # The first number of a job leaves a gap: nobody who left an earlier job shall count as having left this one.
         self.number = max(self._starts(), default=0) + (1 if self.number else 2)
         port = _free_port() if self._port is None else self._port + self.number % _PORTS

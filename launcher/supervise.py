@@ -69,12 +69,16 @@ class Supervisor:
             Ranks(self._mark).close()
         while True:
             before = newest_checkpoint(read_ledger(self._run_dir))
-            port = self._meeting.start(lambda: bool(self._told.number), self._limits.setup_s)
+            port = self._meeting.start(
+                lambda: bool(self._told.number or self._meeting.taken_over()), self._limits.setup_s
+            )
             if port is None or self._told.number:
                 return self._end(self._unmet())
             end = self._one_start(port)
             if end.code != EXIT_CRASH or self._told.number:
                 return self._end(end)
+            if self._meeting.taken_over():
+                return self._end(self._unmet())
             restarts = 0 if newest_checkpoint(read_ledger(self._run_dir)) > before else restarts
             if self._placement.node == 0 and restarts == self._cluster.max_fruitless_restarts:
                 why = f"{restarts} restarts in a row without a new checkpoint; last {end.why}"
@@ -127,6 +131,8 @@ class Supervisor:
     def _unmet(self) -> Outcome:
         if self._told.number:
             return Outcome(code=EXIT_STOPPED, why=f"told {signal.Signals(self._told.number).name} between two starts")
+        if other := self._meeting.taken_over():
+            return Outcome(code=EXIT_STOPPED, why=f"job {other} has taken the run over")
         if left := self._meeting.left_by():
             return Outcome(code=left[1], why=f"node {left[0]} has ended for good")
         return Outcome(code=EXIT_CRASH, why=f"node 0 has begun no start for {self._limits.setup_s:.0f} s")

@@ -59,6 +59,7 @@ def test_a_whole_run_behind_a_cut_is_fenced_by_the_run_that_took_over(
     run.wait(400)
     print(f"done {time.monotonic() - taken_over:.1f} s after the take-over")
     assert run.nodes() == ["n1", "n2"]
+    assert [event["attempt"] for event in [*run.events("start"), *run.events("resume")]] == [1, 2]  # no tug of war
     records = step_records(run.folder)
     assert [record["step"] for record in records] == list(range(1, 901))
     pretrain(tiny_config("uncut", **settings), 1)
