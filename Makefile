@@ -47,8 +47,9 @@ lint: $(VENV)/ready-test
 typecheck: $(VENV)/ready-test build/typing/electra_kernels
 	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
 
+# Two at a time, a file to a worker: real runs spend much of their time starting up.
 test: lint typecheck
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
 
 cluster-test: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s tests/cluster
