@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, pipeline
+from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config_file import load_config
 from electra_dist.model.encoder import Noise
@@ -64,16 +64,17 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         theirs = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
         assert (theirs(ids).logits - detected).abs().max() <= 1e-5
         assert detected.std() > 0.01
-        filler = AutoModelForMaskedLM.from_pretrained(folders["generator"]).eval()
-        assert (filler(ids).logits - predicted).abs().max() <= 1e-5
+        filler = pipeline("fill-mask", model=str(folders["generator"]), device="cpu")
+        assert (filler.model(ids).logits - predicted).abs().max() <= 1e-5
 
-    answer = pipeline("fill-mask", model=str(folders["generator"]), device="cpu")(TEXT)
+    answer = filler(TEXT)
     probability, token = predicted[0, 3].softmax(-1).max(-1)
     assert answer[0]["token"] == token
     assert answer[0]["score"] == pytest.approx(probability.item(), rel=1e-4)
 
-    features = pipeline("feature-extraction", model=str(folders["discriminator"]), device="cpu")(TEXT)
-    assert (torch.tensor(features) - states).abs().max() <= 1e-5  # by AutoModel
+    if name != "large_25pct_mask":  # the same path with 1.3 GB more to read
+        features = pipeline("feature-extraction", model=str(folders["discriminator"]), device="cpu")(TEXT)
+        assert (torch.tensor(features) - states).abs().max() <= 1e-5  # by AutoModel
 
     del theirs, filler
     with torch.device("meta"):
