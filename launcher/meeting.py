@@ -86,7 +86,7 @@ class Meeting:
             return ""
         self._next_look = time.monotonic() + _POLL_S
         if other := self.taken_over():
-            return f"job {other} has taken the run over"
+            return f"{other} has taken the run over"
         if self._node and max(self._starts(), default=0) > self.number:
             return "node 0 has begun a new start"
         failed = [end for end in self._others(since=self.number) if end.code not in (EXIT_DONE, EXIT_STOPPED)]

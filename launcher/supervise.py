@@ -132,7 +132,7 @@ class Supervisor:
         if self._told.number:
             return Outcome(code=EXIT_STOPPED, why=f"told {signal.Signals(self._told.number).name} between two starts")
         if other := self._meeting.taken_over():
-            return Outcome(code=EXIT_STOPPED, why=f"job {other} has taken the run over")
+            return Outcome(code=EXIT_STOPPED, why=f"{other} has taken the run over")
         if left := self._meeting.left_by():
             return Outcome(code=left[1], why=f"node {left[0]} has ended for good")
         return Outcome(code=EXIT_CRASH, why=f"node 0 has begun no start for {self._limits.setup_s:.0f} s")

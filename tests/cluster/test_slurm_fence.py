@@ -46,9 +46,9 @@ def test_a_whole_run_behind_a_cut_is_fenced_by_the_run_that_took_over(
 ):
     """All ranks are on the cut node, so they train on, at full speed, beside their successors on another node."""
     slurm = cluster(2)
-    settings = {**SETTINGS, "train.num_steps": 900}
+    settings = {**SETTINGS, "train.global_batch": 64, "checkpoint.every_steps": 10}  # slow steps: both are at work
     run = submit(slurm, tiny_config("cut", **settings), "--nodes", "1", "--gpus-per-node", "0")
-    wait_for(lambda: len(step_records(run.folder)) >= 60, 120, run.log)
+    wait_for(lambda: len(step_records(run.folder)) > 20, 120, run.log)
     slurm.cut("n1")
     cut = time.monotonic()
     wait_for(lambda: run.events("resume"), 180, run.log)
@@ -61,6 +61,6 @@ def test_a_whole_run_behind_a_cut_is_fenced_by_the_run_that_took_over(
     assert run.nodes() == ["n1", "n2"]
     assert [event["attempt"] for event in [*run.events("start"), *run.events("resume")]] == [1, 2]  # no tug of war
     records = step_records(run.folder)
-    assert [record["step"] for record in records] == list(range(1, 901))
+    assert [record["step"] for record in records] == list(range(1, 301))
     pretrain(tiny_config("uncut", **settings), 1)
     assert read_losses(run.folder) == read_losses(run.folder.with_name("uncut"))

@@ -29,7 +29,7 @@ def test_ranks_of_a_job_that_was_given_up_are_told_to_end(tmp_path: Path):
     old = Meeting(tmp_path, 0, 7000, "7-0")
     old.start(never, 1)
     Meeting(tmp_path, 0, 7000, "9-0").start(never, 1)
-    assert old.news() == "job 9-0 has taken the run over"
+    assert old.news() == "9-0 has taken the run over"
 
 
 def test_a_restart_within_a_job_takes_nothing_back(tmp_path: Path):
