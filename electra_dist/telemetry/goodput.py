@@ -75,7 +75,6 @@ class _Start:
     """A start of the ranks and what is known of it. Times are Unix seconds."""
 
     began: float  # the process
-    ready: float  # its start event
     setup: Mapping[str, float]
     first_step: int
     repeated: int  # steps of earlier starts that this one repeats
@@ -199,7 +198,6 @@ def _starts(ledger: Sequence[Record]) -> list[_Start]:
         starts.append(
             _Start(
                 began=_time(event) - sum(setup.values()),
-                ready=_time(event),
                 setup=setup,
                 first_step=event["step"],
                 repeated=event.get("repeated", 0),

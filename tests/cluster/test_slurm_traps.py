@@ -53,7 +53,10 @@ def test_a_dead_node_is_left_behind(cluster: StartCluster, tiny_config: MakeConf
     run.wait_for_checkpoint(3)
     slurm.crash("n2")
     crashed = time.time()
+    wait_for(lambda: "PENDING" in run.queue(), 60, run.log)
+    print(run.status())
     wait_for(lambda: run.events("resume"), 60, run.log)
+    print(run.status())
     print(f"power loss to the next start without the node: {time.time() - crashed:.1f} s")
     assert run.nodes() == ["n1,n2", "n1,n3"]
     run.wait(60)
@@ -82,6 +85,7 @@ def test_crashes_without_progress_end_the_chain_after_three_restarts(cluster: St
     run = submit_fake(cluster(2), config, chain=2)
     run.wait(60)
     assert run.verdicts() == ["again", "again", "again", "stop"], run.log()
+    print(run.status())
     assert "4 starts in a row ended without a new checkpoint" in run.log()
 
 
@@ -101,6 +105,7 @@ def test_a_cancelled_job_saves_and_stays_away(cluster: StartCluster, tiny_config
     slurm.slurm("scancel", run.jobs[0])
     run.wait(30)
     assert run.verdicts() == ["leave"], run.log()
+    print(run.status())
     assert slurm.job_state(run.jobs[0]) == "CANCELLED"
     assert run.events("stop")
 
