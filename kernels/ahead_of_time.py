@@ -59,7 +59,7 @@ class Compiled(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Every kernel in the form that the large model launches."""
+    """Every kernel in the form that the large model launches, and two as fp32 takes them."""
     pointers = {
         "bias_ptr": "*bf16",
         "loss_ptr": "*fp32",
@@ -116,26 +116,32 @@ def cases() -> list[Case]:
         "DISALLOW_CORRECT": False,
         "PAIR": False,
         "WIDTH": 30592,
+        "BLOCK": mlm_head_triton.BLOCK,
         "APPROXIMATE": True,
     }
-    switches["BLOCK"] = mlm_head_triton.BLOCK
     tail_blocks = {"BLOCK_T": 2, "BLOCK_H": 1024}
     row_kernel, warps = mlm_head_triton.row_kernel, mlm_head_triton.NUM_WARPS
     tail_warps = discriminator_tail_triton.NUM_WARPS
+    tail_forward = discriminator_tail_triton.tail_forward_kernel
+    tail_backward = discriminator_tail_triton.tail_backward_kernel
     shapes = ("seq_len", "num_slots", "hidden", "num_tokens")
     return [
         Case("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
         Case("head_evaluate", row_kernel, row, switches | _passes(True, False), ("stride",), warps),
         Case("sample", row_kernel, row, switches | _passes(False, False), ("stride",), warps),
-        Case(
-            "tail_forward",
-            discriminator_tail_triton.tail_forward_kernel,
-            tail,
-            tail_blocks | {"PAIR": False},
-            shapes,
-            tail_warps,
+        Case("tail_forward", tail_forward, tail, tail_blocks | {"PAIR": False}, shapes, tail_warps),
+        Case("tail_backward", tail_backward, tail, tail_blocks, shapes, tail_warps),
+        *(
+            case._replace(
+                name=f"{case.name}_fp32",
+                types={name: kind.replace("bf16", "fp32") for name, kind in case.types.items()},
+                constants=case.constants | {"PAIR": True},
+            )
+            for case in (
+                Case("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
+                Case("tail_fwd", tail_forward, tail, tail_blocks, shapes, tail_warps),
+            )
         ),
-        Case("tail_backward", discriminator_tail_triton.tail_backward_kernel, tail, tail_blocks, shapes, tail_warps),
         Case("replace", replace_triton.replace_kernel, replace, {"BLOCK_S": 64, "BLOCK_N": 128}, shapes, 4),
         Case(
             "gather_backward",

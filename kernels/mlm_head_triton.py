@@ -97,19 +97,20 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """logit + bias in fp32, and what the rounding lost (PAIR) or None."""
-    if PAIR:
-        return two_sum(logit.to(tl.float32), bias.to(tl.float32))
-    return logit.to(tl.float32) + bias.to(tl.float32), None
+    """logit + bias in fp32, and what the rounding lost (PAIR) or 0."""
+    z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
+    return z, z_low if PAIR else 0.0
 
 
 @triton.jit
-def below(z, z_low, top, PAIR: tl.constexpr):
-    """z - top, and what roundings lost (PAIR) or None."""
+def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
+    """(scale + scale_low) * exp(z + z_low - top) as a sum of two."""
     if PAIR:
         difference, difference_low = two_sum(z, -top)
-        return difference, difference_low + z_low
-    return z - top, None
+        softmax, softmax_low = scaled_exp(difference, difference_low + z_low, scale, scale_low)
+    else:
+        softmax, softmax_low = scaled_exp(z - top, None, scale, scale_low)
+    return softmax, softmax_low
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "inverse_temperature"])
@@ -157,7 +158,7 @@ def row_kernel(
             z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
             higher = z > top
             decay = tl.exp(-tl.abs(z - top))
-            one = 1.0 + z_low if PAIR else 1.0
+            one = 1.0 + z_low
             total = tl.where(higher, total * decay + one, decay * one + total)
             top = tl.where(higher, z, top)
             top_index = tl.where(higher, index, top_index)
@@ -180,20 +181,20 @@ def row_kernel(
         gap, gap_low = two_sum(row_top, -z_target)
         loss, loss_low = two_sum(gap, log_total)
         loss_low += log_total_low + gap_low
-        tl.store(loss_ptr + m, loss + (loss_low - z_target_low if PAIR else loss_low))
+        tl.store(loss_ptr + m, loss + (loss_low - z_target_low))
     if WITH_GRADIENT:
         # No thread may overwrite the target's logit before every thread has read it.
         tl.debug_barrier()
         weight = tl.load(weight_ptr + m)
         scale, scale_low = precise_ratio(weight, row_total, row_total_low)
-        softmax, softmax_low = scaled_exp(*below(z_target, z_target_low, row_top, PAIR), scale, scale_low)
+        softmax, softmax_low = scaled_softmax(z_target, z_target_low, row_top, scale, scale_low, PAIR)
         target_gradient, target_gradient_low = two_sum(softmax, -weight)
         target_gradient += target_gradient_low + softmax_low
         for start in range(0, WIDTH, BLOCK):
             index = start + lane
             z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf"))
             z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
-            high, low = scaled_exp(*below(z, z_low, row_top, PAIR), scale, scale_low)
+            high, low = scaled_softmax(z, z_low, row_top, scale, scale_low, PAIR)
             gradient = tl.where(index == target, target_gradient, high + low)
             tl.store(logits_ptr + index, gradient.to(logits_ptr.dtype.element_ty), mask=index < WIDTH)
 

@@ -51,9 +51,10 @@ def scaled_exp(x, x_low, scale, scale_low):
     series = tl.fma(tl.fma(series, r, 0.1666652113199234), r, 0.4999999403953552)
     excess = tl.fma(r * r, series, r)
     high = scale * power
+    low = high * excess
     if scale_low is not None:
-        return high, tl.fma(high, excess, scale_low * power)
-    return high, high * excess
+        low = tl.fma(high, excess, scale_low * power)
+    return high, low
 
 
 @triton.jit
