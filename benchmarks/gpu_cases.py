@@ -67,10 +67,10 @@ def head_inputs(sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype) ->
     )
 
 
-def our_head(given: Head, vocab: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def our_head(given: Head, vocab: int, backend: str, chunk: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and sample."""
     row_M = torch.arange(len(given.x_MD), device=given.x_MD.device)
-    out = mlm_head_loss_and_sample(*given, seed=1, step=2, row_M=row_M, vocab_size=vocab, backend=backend)
+    out = mlm_head_loss_and_sample(*given, seed=1, step=2, row_M=row_M, vocab_size=vocab, chunk=chunk, backend=backend)
     return out.loss_sum, out.sampled_M
 
 
@@ -97,7 +97,8 @@ def rival_heads(vocab: int, with_compile: bool) -> dict[str, Callable[[Head], tu
     """The heads one could use instead, by name; only those that are installed here."""
     rivals: dict[str, Callable[[Head], Any]] = {"eager": lambda given: eager_head(given, vocab)}
     if with_compile:
-        compiled = torch.compile(lambda *tensors: eager_head(Head(*tensors), vocab))
+        # One compilation for each number of rows: shapes are static in training.
+        compiled = torch.compile(lambda *tensors: eager_head(Head(*tensors), vocab), dynamic=False)
         rivals["torch.compile"] = lambda given: compiled(*given)
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

@@ -14,6 +14,9 @@ def test_the_smoke_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("gpu-smoke-*.json")
     record = json.loads(file.read_text())
-    assert {row["operation"] for row in record["times"]} >= {"head M=24", "discriminator tail", "training step"}
-    assert all(row["right"] for row in record["correctness"])
+    times = [*record["heads"], *record["operations"], *record["step"]]
+    assert {row["operation"] for row in times} >= {"head M=24", "discriminator tail", "training step"}
+    assert all(row["ms"] > 0 for row in times)
+    assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
+    assert all(row["right"] for part in ("values", "integers", "chi_square") for row in record[part])
     assert "training step" in done.stdout
