@@ -80,6 +80,10 @@ class Supervised:
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_ledger(self.run_dir) if event["event"] == name]
 
+    def starts(self) -> int:
+        """How often ranks were started: a crash of one may come before rank 0's first line in the ledger."""
+        return sum("starting ranks" in line for line in self.log())
+
     def story(self) -> str:
         return "\n".join([*self.log(), self.output.read_text(errors="replace")[-6000:]])
 

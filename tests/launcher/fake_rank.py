@@ -38,9 +38,9 @@ def train(arguments: list[str]) -> int:
     stop = StopRequest(run, rank == 0)
     step = newest_checkpoint(read_ledger(run))
     attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # the same for all ranks
+    told = run / f"told-{attempt}"  # of this start only: a rank may be at its first step before another starts
     ledger = Ledger(run) if rank == 0 else None
     if ledger:
-        (run / "told").unlink(missing_ok=True)
         ledger.append("resume" if step else "start", step, attempt=attempt)
     pulse = Heartbeat(run, rank, attempt)
     while step < config.train.num_steps:
@@ -54,13 +54,13 @@ def train(arguments: list[str]) -> int:
             return int((run / f"exit-{rank}").read_text())
         step += 1
         if stop.wants_stop():
-            (run / "told").write_text(stop.reason)
-        told = (run / "told").exists() and not (run / "deaf").exists()
-        if ledger and (told or step % SAVE_EVERY == 0):
+            told.write_text(stop.reason)
+        stops = told.exists() and not (run / "deaf").exists()
+        if ledger and (stops or step % SAVE_EVERY == 0):
             ledger.append("checkpoint", step, attempt=attempt)
-        if told:
+        if stops:
             if ledger:
-                ledger.append("stop", step, why=(run / "told").read_text())
+                ledger.append("stop", step, why=told.read_text())
             pulse.close()
             return EXIT_STOPPED
     if ledger:

@@ -103,7 +103,7 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run_with_1(tiny_config:
     (run_dir / "crash").touch()
     with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
         assert run.end() == 1, run.story()
-        assert len(run.events("start")) == 4
+        assert run.starts() == 4
         assert "3 restarts in a row without a new checkpoint" in run.log()[-1]
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_ends_with_78_ends_the_run_with_78(tiny_config: MakeConfig, 
     (run_dir / "exit-1").write_text("78")
     with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
         assert run.end() == 78, run.story()
-        assert len(run.events("start")) == 1
+        assert run.starts() == 1
 
 
 def test_a_mistake_in_the_config_is_one_line_and_78_and_nothing_is_written(
@@ -149,7 +149,7 @@ def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
     monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
     with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
         assert run.end() == 69, run.story()
-        assert len(run.events("start")) == 1
+        assert run.starts() == 1
     (strike,) = read_strikes(run_dir)
     assert "GPU 1" in strike.device
 
