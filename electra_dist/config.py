@@ -222,7 +222,10 @@ class EngineConfig(Section):
 class CheckpointConfig(Section):
     """When to save, where, and what to keep."""
 
-    every_steps: Positive = Field(default=1000, description="steps between checkpoints")
+    every_steps: Positive | Literal["auto"] = Field(
+        default=1000,
+        description="steps between checkpoints; auto: what loses least, from the measured stall and interruptions",
+    )
     targets: tuple[str, ...] = Field(
         default=(),
         description="folders or s3:// prefixes; each checkpoint is written to all; default: checkpoints/ of the run",

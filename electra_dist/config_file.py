@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
@@ -109,11 +110,18 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
     return keys
 
 
+def _key_path(fault: ErrorDetails) -> list[str]:
+    """Where in the config, without pydantic's names of a union's members."""
+    parts = [str(part) for part in fault["loc"]]
+    return [part for part in parts if part.isidentifier() or part.isdigit()]
+
+
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]]) -> str:
     """One line for the first fault; how many more there are at its end."""
     faults = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a typo explains what it misses
     fault = faults[0]
-    location = [str(part) for part in fault["loc"]]
+    location = _key_path(fault)
+    here = [other for other in faults if _key_path(other) == location]  # a key of several types has a fault for each
     key = ".".join(location)
     where = next((name for name, layer in reversed(layers) if _contains(layer, location)), layers[-1][0])
     if fault["type"] == "extra_forbidden":
@@ -121,12 +129,12 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]]) -> str:
     elif fault["type"] == "missing":
         message = f"missing key `{key}` ({_field_description(location)}); add it or extend base.yaml"
     else:
-        reason = fault["msg"].removeprefix("Value error, ")
+        reason = " or ".join(other["msg"].removeprefix("Value error, ") for other in here)
         given = "" if isinstance(fault["input"], (dict, BaseModel)) else f", not {fault['input']!r}"
         described = _field_description(location)
         message = f"`{key}`: " if key else ""
         message += reason[0].lower() + reason[1:] + given + (f" ({described})" if described else "")
-    more = f" [and {len(faults) - 1} more]" if len(faults) > 1 else ""
+    more = f" [and {len(faults) - len(here)} more]" if len(faults) > len(here) else ""
     return f"{where}: {message}{more}"
 
 

@@ -88,6 +88,8 @@ def drill(config: Config, args: argparse.Namespace) -> int:
     reference, run_dir = base.with_name(f"{base.name}-reference"), base.with_name(f"{base.name}-chaos")
     if run_dir.exists() or marked_pids(mark_of(run_dir, 0)):
         raise UserError(f"{run_dir} is there already; delete it, or give another run_dir by --set run_dir=...")
+    if config.checkpoint.every_steps == "auto":
+        raise UserError("a drill plans its faults by the checkpoints; add --set checkpoint.every_steps=10")
     planned = plan(args.faults, args.count, config.train.num_steps, config.checkpoint.every_steps, args.seed)
     output = reference.with_name(f"{reference.name}.log")
     with output.open("ab") as out:

@@ -23,7 +23,6 @@ filled in from the times between events; the seconds after the last event are no
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -31,8 +30,7 @@ from datetime import datetime
 from electra_dist.telemetry.console import format_duration
 from electra_dist.telemetry.jsonl import Record
 
-_STARTS = ("start", "resume")
-_PRIOR_S = 24 * 3600.0  # a first guess of the time between interruptions, worth one interruption
+STARTS = ("start", "resume")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class _Start:
+class Start:
     """A start of the ranks and what is known of it. Times are Unix seconds."""
 
     began: float  # the process
@@ -84,10 +82,12 @@ class _Start:
 
     @property
     def num_steps(self) -> int:
+        """Steps that `spent` covers."""
         return max(0, self.last_step - self.first_step)
 
     @property
     def compile_s(self) -> float:
+        """What the first step took longer than the others do."""
         first, others = self.spent.get("first", 0.0), self.num_steps - 1
         return max(0.0, first - self.spent.get("step", 0.0) / others) if others > 0 else 0.0
 
@@ -100,10 +100,10 @@ class _Start:
 
 def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
     """The account of a run so far."""
-    starts = _starts(ledger)
+    starts = starts_of(ledger)
     if not starts:
         return Goodput()
-    step_s = _seconds_per_step(starts)
+    step_s = seconds_per_step(starts)
     gone = [_queue_and_boot(ledger, jobs, number, starts) for number in range(len(starts))]
     useful = lost = 0.0
     steps_lost = 0
@@ -141,7 +141,7 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
     """What a start says about itself once its start or resume event is in the ledger."""
-    starts = [event for event in ledger if event["event"] in _STARTS]
+    starts = [event for event in ledger if event["event"] in STARTS]
     event = starts[-1]
     said = f"restored step {event['step']:,}" if event["event"] == "resume" else f"start at step {event['step']:,}"
     saved = [e for e in ledger if e["event"] == "checkpoint" and e["step"] == event["step"]]
@@ -153,42 +153,9 @@ def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
     return said if fraction is None or len(starts) == 1 else f"{said}, goodput {100 * fraction:.1f} %"
 
 
-def interruptions(ledger: Sequence[Record]) -> int:
-    """Starts that came after an end without a save: crashes, kills, dead nodes; no stops, no rollbacks."""
-    count, ending = 0, ""
-    for event in ledger:
-        if event["event"] in _STARTS:
-            count += ending in ("crash", "unhealthy", "none")
-            ending = "none"
-        elif event["event"] in ("stop", "done", "crash", "unhealthy", "rollback"):
-            ending = event["event"]
-    return count
-
-
-def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Seconds of running per interruption, begun with a guess of a day that counts as one."""
-    running = sum(start.last - start.began for start in _starts(ledger))
-    return (running + _PRIOR_S) / (interruptions(ledger) + 1)
-
-
-def measured_stall_s(ledger: Sequence[Record]) -> float | None:
-    """Median seconds that the newest 20 checkpoints held the loop up; None before the first."""
-    stalls = [e.get("stall_s", 0.0) + e.get("wait_s", 0.0) for e in ledger if e["event"] == "checkpoint"]
-    return statistics.median(stalls[-20:]) if stalls else None
-
-
-def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
-    """Steps between checkpoints that lose the least: a save every sqrt(2 x stall x time between interruptions).
-
-    Young 1974, Daly 2006, first order. Clamped to [least, most]; `least` also guards a stall measured as nothing.
-    """
-    if step_s <= 0:
-        return most
-    return max(least, min(most, round(math.sqrt(2.0 * stall_s * interruption_s) / step_s)))
-
-
-def _starts(ledger: Sequence[Record]) -> list[_Start]:
-    numbers = [n for n, event in enumerate(ledger) if event["event"] in _STARTS]
+def starts_of(ledger: Sequence[Record]) -> list[Start]:
+    """What is known of each start, in order."""
+    numbers = [n for n, event in enumerate(ledger) if event["event"] in STARTS]
     starts = []
     for number, following in zip(numbers, [*numbers[1:], len(ledger)]):
         event, later = ledger[number], _own(ledger, number, following)
@@ -196,7 +163,7 @@ def _starts(ledger: Sequence[Record]) -> list[_Start]:
         told = [e for e in later if e["event"] in ("checkpoint", "stop", "done", "crash", "unhealthy", "rollback")]
         last = told[-1] if told else event
         starts.append(
-            _Start(
+            Start(
                 began=_time(event) - sum(setup.values()),
                 setup=setup,
                 first_step=event["step"],
@@ -223,16 +190,17 @@ def _guessed(event: Record, told: Sequence[Record]) -> dict[str, float]:
     return {"step": max(0.0, _time(told[-1]) - _time(event) - stall), "stall": stall}
 
 
-def _seconds_per_step(starts: Sequence[_Start]) -> float:
+def seconds_per_step(starts: Sequence[Start]) -> float:
+    """Mean of all steps, without compilation and waits; 0 before the first."""
     steps = sum(start.num_steps for start in starts)
     return sum(start.steps_s for start in starts) / steps if steps else 0.0
 
 
 def _queue_and_boot(
-    ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[_Start]
+    ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[Start]
 ) -> tuple[float, float]:
     """Seconds before a start that its jobs waited for nodes, and then took to bring the process up."""
-    at = [n for n, event in enumerate(ledger) if event["event"] in _STARTS]
+    at = [n for n, event in enumerate(ledger) if event["event"] in STARTS]
     before = starts[number - 1].last if number else -math.inf
     begins = [
         job
@@ -254,7 +222,7 @@ def _first_submission(jobs: Sequence[Record]) -> float:
     return min((t for t in times if t is not None), default=math.inf)
 
 
-def _total(starts: Sequence[_Start], which: str, name: str) -> float:
+def _total(starts: Sequence[Start], which: str, name: str) -> float:
     return math.fsum(getattr(start, which).get(name, 0.0) for start in starts)
 
 

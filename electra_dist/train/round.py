@@ -29,6 +29,7 @@ from electra_dist.train.evaluate import Evaluator
 from electra_dist.train.guard import Guard, SkipList, first_to_skip
 from electra_dist.train.preparation import Corpus, Inputs
 from electra_dist.train.reporter import Ending, Reporter
+from electra_dist.train.save_schedule import SaveSchedule
 from electra_dist.train.schedule import learning_rate
 from electra_dist.train.step import Signs, StepResult, TrainStep, outlier
 from electra_dist.train.stopping import StopRequest
@@ -77,6 +78,7 @@ class Round:
             self.reporter = Reporter(config, engine, corpus, self.restored)
             self.reporter.began(self.memory.attempt, self.restored, set_aside, self.clock.setup_s)
             self.memory.writer.on_commit = self._committed
+        self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.progress.step)
 
     def run(self) -> int | None:
         """An exit code, or None: go back to a checkpoint."""
@@ -128,7 +130,7 @@ class Round:
                 self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
                 if signs.sick:
                     return EXIT_UNHEALTHY
-                if last or signs.stop or signs.save or _due(done, config.checkpoint.every_steps):
+                if last or signs.stop or signs.save or self.schedule.due(done):
                     self._save()
                 if signs.stop and not last:
                     return self._stop()
@@ -168,6 +170,8 @@ class Round:
         self.clock.stalled(timing.wait_s + timing.stall_s)
         if self.reporter and timing.wait_s > 1.0:
             self.reporter.note(f"waited {timing.wait_s:.1f} s for the previous checkpoint to be written")
+        if self.schedule.saved(self.progress.step) and self.reporter:
+            self.reporter.note(f"checkpoints every {self.schedule.every_steps:,} steps from here on")
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
         """Rank 0's writing thread has committed a checkpoint."""

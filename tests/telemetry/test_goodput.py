@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.telemetry.goodput import (
-    goodput,
+from electra_dist.telemetry.goodput import goodput, start_line
+from electra_dist.telemetry.jsonl import Record
+from electra_dist.telemetry.save_interval import (
+    automatic_steps,
     interruptions,
     mean_time_between_interruptions_s,
     measured_stall_s,
-    start_line,
     young_daly_steps,
 )
-from electra_dist.telemetry.jsonl import Record
 
 EVERY = 10  # steps between checkpoints
 STEP, DATA, COMPILE, STALL = 0.5, 0.03125, 7.0, 0.25  # seconds; powers of two, so that sums are exact
@@ -190,3 +190,17 @@ def test_the_time_between_interruptions_begins_with_a_guess_of_a_day():
     run.job(20, "stop")
     assert mean_time_between_interruptions_s(run.ledger) == pytest.approx((day + 3 * running) / 2, abs=1)
     assert measured_stall_s(run.ledger) == STALL
+
+
+def test_the_automatic_interval_follows_stalls_and_interruptions():
+    run = Simulation()
+    assert automatic_steps([]) == 100  # nothing measured yet
+    run.job(40, "stop")
+    calm = automatic_steps(run.ledger)
+    between = mean_time_between_interruptions_s(run.ledger)
+    assert calm == round(math.sqrt(2 * STALL * between) / STEP)
+    for _ in range(5):
+        run.job(25, "kill")
+    assert 10 <= automatic_steps(run.ledger) < 0.6 * calm  # six times as often: sqrt(6) times shorter
+    slow = [{**event, "stall_s": 3600.0} if event["event"] == "checkpoint" else event for event in run.ledger]
+    assert automatic_steps(slow) == round(3600 / STEP)  # never more than an hour
