@@ -5,7 +5,8 @@ Slurm's own parser in an #SBATCH line; what that parser cannot carry is refused 
 
 What the script does, on the first node of the job, outside any container:
   1. notes the job in RUN/slurm/jobs.jsonl (`launcher.job begin`),
-  2. starts one task on each node (`srun`): `launcher.supervise`, which starts and watches the ranks of that node,
+  2. starts one task on each node (`srun`): `launcher.supervise`, which checks that node, then starts and watches its
+     ranks,
   3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75,
   4. asks `launcher.job end` for a verdict, which reads the ledger and the exit code of every node, and does what it
      says: cancel what is left of the chain, leave out a node, requeue, or replace a link that crashed.
@@ -160,7 +161,7 @@ def _start_ranks(request: SubmitRequest) -> str:
         '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
         f"        --nodes {request.num_nodes} --gpus-per-node {ranks} "
         '--master-addr "$master_addr" --master-port "$master_port" \\\n'
-        '        --session "${state##*/}"'
+        '        --session "${state##*/}" --preflight'
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.telemetry.gpu import GpuProbe
-from electra_dist.telemetry.strikes import add_strike, node_name
+from electra_dist.telemetry.strikes import Strike, add_strike, node_name
 from launcher.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.gpu_checks import judge_gpus
 from launcher.storage_checks import check_storage
@@ -45,6 +46,19 @@ def check_gpus(node: str) -> list[Finding]:
         return judge_gpus(probe.health(), node)
     finally:
         probe.close()
+
+
+def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
+    """This check as a process of its own; its exit code. One that is not over within `limit_s` seconds hangs in a
+    driver, where nothing may be able to end it: it is left behind, and the node gets its strike here."""
+    process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        reason = f"the checks before the start were not over within {limit_s:.0f} s"
+        add_strike(run_dir, Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight"))
+        return EXIT_UNHEALTHY
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,11 +35,12 @@ from launcher.findings import exit_code, strike_of
 from launcher.meeting import Meeting
 from launcher.outcome import Outcome, StartEnd, awaits_ledger, newest_checkpoint, outcome
 from launcher.placement import Placement
-from launcher.preflight import check_gpus
+from launcher.preflight import check_gpus, preflight
 from launcher.ranks import Ranks, mark_of, marked_pids
 from launcher.supervise_log import Log
 from launcher.watch import Told, Watch
 
+_PREFLIGHT_S = 600.0
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
 
@@ -60,6 +61,12 @@ class Supervisor:
         self._told = Told()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._told.handle)
+
+    def check(self) -> int:
+        """Whether this node is fit, before anything is started on it: 0, or the exit code that it has then ended with;
+        the findings are on stdout."""
+        code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
+        return self._end(Outcome(code=code, why="preflight")) if code else code
 
     def run(self) -> int:
         """Until the run is done, stopped or beyond help here; returns the exit code."""
@@ -157,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             port=args.master_port,
             hostfile=args.hostfile,
         )
-        return Supervisor(config, placement, arguments, args.session).run()
+        supervisor = Supervisor(config, placement, arguments, args.session)
+        return (args.preflight and supervisor.check()) or supervisor.run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
@@ -173,6 +181,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--master-addr", help="address of node 0; needed with several nodes")
     parser.add_argument("--master-port", type=int, help="first of 64 ports; default: 29500, alone: any free one")
     parser.add_argument("--session", default="", help="the same word on all nodes, another in each job")
+    parser.add_argument("--preflight", action="store_true", help="check this node first (launcher/preflight.py)")
     parser.add_argument("--hostfile", type=Path, help="DeepSpeed's: HOST slots=N a line; default: as the options say")
     return parser.parse_args(argv)
 

@@ -14,7 +14,8 @@ import pytest
 from real_runs import free_port, read_losses
 from supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
-from electra_dist.telemetry.strikes import read_strikes
+from electra_dist.telemetry.strikes import node_name, read_strikes
+from launcher.preflight import preflight
 
 MakeConfig = Callable[..., Path]
 FAKE_NVML = Path(__file__).resolve().parent.parent / "fake_nvml"
@@ -152,6 +153,24 @@ def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
         assert run.starts() == 1
     (strike,) = read_strikes(run_dir)
     assert "GPU 1" in strike.device
+
+
+def test_a_node_that_fails_its_preflight_starts_no_ranks(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), tmp_path / "run", *TWO, "--preflight") as run:
+        assert run.end() == 69, run.story()
+        assert run.starts() == 0
+    assert [strike.device for strike in read_strikes(tmp_path / "run")] == ["GPU 1"]
+
+
+def test_a_preflight_that_hangs_is_a_strike_against_the_node(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert preflight(tmp_path / "run", ["--config", str(tiny_config())], limit_s=0.01) == 69
+    (strike,) = read_strikes(tmp_path / "run")
+    assert strike.node == node_name() and "not over within" in strike.reason
 
 
 def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job
     trap '' USR1 USR2 TERM
     apptainer exec --nv --bind '/shared/it'"'"'s a run,/home/ada/electra' electra.sif "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
         --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port" \
-        --session "${state##*/}"
+        --session "${state##*/}" --preflight
     code=$?
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"

@@ -25,7 +25,7 @@ if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job
     trap '' USR1 USR2 TERM
     "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
         --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port" \
-        --session "${state##*/}"
+        --session "${state##*/}" --preflight
     code=$?
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
