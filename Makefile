@@ -56,6 +56,7 @@ cluster-test: $(VENV)/ready-test
 
 # Each ends with a table and fails if one line of it does; docs/drills.md says what it proves.
 drills: $(VENV)/ready-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m drill
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
 	$(BIN)/python tests/drills/save_kills.py --target both --seed 1 --count 200
 	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10

@@ -114,7 +114,9 @@ SETTINGS = {
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "bf16"), pytest.param(2, "bf16", marks=pytest.mark.drill), (3, "fp32")]
+)
 def test_run_that_the_guard_stopped_equals_a_run_told_to_skip_these_steps(
     tiny_config: MakeConfig, pretrain: Callable, losses: Losses, tmp_path: Path, stage: int, precision: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_accumulating_four_micro_batches_equals_one_large_batch(
     assert worst_difference(losses(tmp_path / "micro4"), losses(tmp_path / "micro16")) <= 2e-6
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.drill)])
 def test_killed_at_a_step_and_in_a_save_and_typed_again_equals_uninterrupted(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, stage: int
 ) -> None:
