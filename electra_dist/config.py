@@ -217,6 +217,20 @@ class EngineConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="ZeRO stage")
     offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory (stages 1 to 3)")
+    activation_checkpointing: bool = Field(
+        default=False, description="keep only what goes in between layers, and compute it again in the backward pass"
+    )
+    early_generator: bool = Field(
+        default=False,
+        description="make the generator's gradients before the discriminator runs, so that the activations of both "
+        "are never in memory together (stages 0 to 2)",
+    )
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> EngineConfig:
+        if self.early_generator and self.zero_stage == 3:
+            raise ValueError("early_generator needs whole parameters; with zero_stage 3 use activation_checkpointing")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -335,6 +349,11 @@ class Config(Section):
             raise ValueError(
                 f"train.micro_batch {self.train.micro_batch} does not divide "
                 f"train.global_batch {self.train.global_batch}"
+            )
+        if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
+            raise ValueError(
+                f"engine.early_generator: objective {self.objective.name} has no generator whose loss is all that it "
+                f"learns by; leave it out"
             )
         return self
 

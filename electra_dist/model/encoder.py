@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
 
@@ -146,10 +147,14 @@ class Encoder(nn.Module):
         if width != tower.hidden_size:
             self.embeddings_project = nn.Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
+        self.recompute = False  # keep only what goes in between layers; `engine.activation_checkpointing`
 
     def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:
         """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
         hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
         for layer in self.layers:
-            hidden = layer(hidden, bias_B1SS, noise)
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, bias_B1SS, noise, use_reentrant=False)
+            else:
+                hidden = layer(hidden, bias_B1SS, noise)
         return hidden

@@ -34,7 +34,7 @@ class AllTokensMlm(CorruptingObjective):
     ) -> StepOutput:
         """See `Objective.forward`; the second scale is of real tokens."""
         batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch)
+        corruption = self.corrupt(batch, mlm_scale)
         head = self.towers.token_head
         hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)
         softmax_T, best_T = token_log_probs(
@@ -46,10 +46,7 @@ class AllTokensMlm(CorruptingObjective):
         log_prob_T = torch.logaddexp(copied_T, F.logsigmoid(-gate_T) + softmax_T)
         weight_T = batch.layout.is_real_BS.flatten().to(log_prob_T.dtype)
         token_loss_sum = -(log_prob_T * weight_T).sum()
-        loss = (
-            self.objective.mlm_weight * mlm_scale * corruption.loss_sum
-            + self.objective.token_weight * rtd_scale * token_loss_sum
-        )
+        loss = corruption.loss + self.objective.token_weight * rtd_scale * token_loss_sum
         sums = {
             "token_loss_sum": token_loss_sum,
             "token_weight": weight_T.sum(),

@@ -20,6 +20,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
+from electra_dist.objectives.early import with_gradients_now
 from electra_dist.objectives.fixed_generator import FixedGenerator
 from electra_dist.objectives.masking import Masking, mask_rows
 
@@ -30,7 +31,7 @@ class Corruption(NamedTuple):
     masking: Masking
     corrupted_BS: torch.Tensor  # int64
     label_BS: torch.Tensor  # bool, True where the id differs from the original
-    loss_sum: torch.Tensor  # the generator's, with gradient; 0 without a network
+    loss: torch.Tensor  # the generator's, weighted and scaled, with gradient; 0 without a network
     sums: dict[str, torch.Tensor]
 
 
@@ -48,20 +49,24 @@ class CorruptingObjective(Objective):
         """`fixed_generator` stands in for the generator's network."""
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
+        self.early_generator = False  # `engine.early_generator`
 
-    def corrupt(self, batch: Batch) -> Corruption:
+    def corrupt(self, batch: Batch, mlm_scale: float | torch.Tensor) -> Corruption:
         """Mask the rows, fill the masks, put the samples in."""
         masking = self.mask(batch)
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         if self.fixed_generator is not None:
             sampled = self.fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
-            loss_sum = masking.weight_BN.new_zeros(())
+            loss = masking.weight_BN.new_zeros(())
             sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
         else:
             mlm = self.fill(batch, masking, self.generator_states(batch, masking))
-            sampled, loss_sum, sums = mlm.sampled_M, mlm.loss_sum, mlm_sums(mlm)
+            sampled, sums = mlm.sampled_M, mlm_sums(mlm)
+            loss = self.objective.mlm_weight * mlm_scale * mlm.loss_sum
+            if self.early_generator and loss.requires_grad:
+                loss = with_gradients_now(loss, list(self.parameters()))
         corrupted_BS, label_BS = self.replace(batch, masking, sampled)
-        return Corruption(masking, corrupted_BS, label_BS, loss_sum, sums)
+        return Corruption(masking, corrupted_BS, label_BS, loss, sums)
 
     def mask(self, batch: Batch) -> Masking:
         """The slots of each row and the generator's input."""

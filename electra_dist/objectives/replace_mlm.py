@@ -27,12 +27,9 @@ class ReplaceMlm(CorruptingObjective):
     ) -> StepOutput:
         """See `Objective.forward`; both scales are of masked slots."""
         batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch)
+        corruption = self.corrupt(batch, mlm_scale)
         tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))
-        loss = (
-            self.objective.mlm_weight * mlm_scale * corruption.loss_sum
-            + self.objective.token_weight * rtd_scale * tokens.loss_sum
-        )
+        loss = corruption.loss + self.objective.token_weight * rtd_scale * tokens.loss_sum
         sums = {
             "token_loss_sum": tokens.loss_sum,
             "token_weight": tokens.weight_sum,

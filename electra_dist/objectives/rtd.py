@@ -30,12 +30,9 @@ class ReplacedTokenDetection(CorruptingObjective):
     ) -> StepOutput:
         """See `Objective.forward`."""
         batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch)
+        corruption = self.corrupt(batch, mlm_scale)
         rtd = self.detect(batch, corruption, batch.layout.is_real_BS)
-        loss = (
-            self.objective.mlm_weight * mlm_scale * corruption.loss_sum
-            + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
-        )
+        loss = corruption.loss + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)
 
     def detect(self, batch: Batch, corruption: Corruption, weight_BS: torch.Tensor) -> RtdOutput:

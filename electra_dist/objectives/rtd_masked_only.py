@@ -27,13 +27,10 @@ class MaskedOnlyDetection(ReplacedTokenDetection):
     ) -> StepOutput:
         """See `Objective.forward`; both scales are of masked slots."""
         batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch)
+        corruption = self.corrupt(batch, mlm_scale)
         slots = corruption.masking
         weight_BS = torch.zeros(ids_BS.shape, device=ids_BS.device)
         weight_BS = weight_BS.scatter_add(1, slots.position_BN, slots.weight_BN)
         rtd = self.detect(batch, corruption, weight_BS)
-        loss = (
-            self.objective.mlm_weight * mlm_scale * corruption.loss_sum
-            + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
-        )
+        loss = corruption.loss + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)

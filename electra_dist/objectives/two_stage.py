@@ -37,9 +37,9 @@ class TwoStageDetection(ReplacedTokenDetection):
         batch = self.batch(ids_BS, row_B, step, seed)
         generator_only = self.training and step < self.objective.generator_only_steps
         with torch.set_grad_enabled(torch.is_grad_enabled() and generator_only):
-            corruption = self.corrupt(batch)
+            corruption = self.corrupt(batch, mlm_scale)
         if generator_only:
-            loss = self.objective.mlm_weight * mlm_scale * corruption.loss_sum
+            loss = corruption.loss
             return self.output(batch, loss, corruption.sums)
         rtd = self.detect(batch, corruption, batch.layout.is_real_BS)
         loss = self.objective.rtd_weight * rtd_scale * rtd.loss_sum

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.store import replacing
 from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.engine import Engine, init_distributed
@@ -83,7 +85,13 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
 
 def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
     counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
-    return build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
+    objective = build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
+    for module in objective.modules():
+        if isinstance(module, Encoder):
+            module.recompute = config.engine.activation_checkpointing
+    if isinstance(objective, CorruptingObjective):
+        objective.early_generator = config.engine.early_generator
+    return objective
 
 
 def _make_run_folder(config: Config, corpus: Corpus) -> None:

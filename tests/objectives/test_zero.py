@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective
 from electra_dist.train.engine import init_distributed
@@ -85,6 +86,24 @@ def test_fp32_losses_equal_plain_torch(stage: int, plain_losses: Any) -> None:
     losses = under_deepspeed(objective, stage, "fp32", ids)
     assert losses == pytest.approx(expected, abs=2e-5)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_generator_that_makes_its_gradients_early_gives_the_same_losses(stage: int, plain_losses: Any) -> None:
+    objective, ids, expected = plain_losses
+    early = copy.deepcopy(objective)
+    early.early_generator = True
+    assert under_deepspeed(early, stage, "fp32", ids) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_computed_again_give_the_same_losses(stage: int, plain_losses: Any) -> None:
+    objective, ids, expected = plain_losses
+    again = copy.deepcopy(objective)
+    for module in again.modules():
+        if isinstance(module, Encoder):
+            module.recompute = True
+    assert under_deepspeed(again, stage, "fp32", ids) == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
