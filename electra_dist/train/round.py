@@ -128,7 +128,8 @@ class Round:
                 self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
                 if signs.sick:
                     return EXIT_UNHEALTHY
-                if last or signs.stop or signs.save or _due(done, config.checkpoint.every_steps):
+                wanted = done in config.checkpoint.keep_steps or _due(done, config.checkpoint.every_steps)
+                if last or signs.stop or signs.save or wanted:
                     self._save()
                 if signs.stop and not last:
                     return self._stop()
