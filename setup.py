@@ -35,6 +35,7 @@ setup(
         "electra_dist",
         "electra_dist.checkpoint",
         "electra_dist.cli",
+        "electra_dist.compare",
         "electra_dist.corpus",
         "electra_dist.data",
         "electra_dist.finetune",

@@ -249,6 +249,9 @@ class CheckpointConfig(Section):
     keep_every_steps: NonNegative = Field(
         default=0, description="checkpoints of steps that this divides are kept for ever; 0: none"
     )
+    keep_steps: tuple[Positive, ...] = Field(
+        default=(), description="steps that are saved besides, and whose checkpoints are kept for ever"
+    )
     keep_best: NonNegative = Field(default=0, description="checkpoints of the lowest held-out RTD loss kept")
 
 

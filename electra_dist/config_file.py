@@ -9,16 +9,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from electra_dist.config import Config
+from electra_dist.config import Config, Section
 from electra_dist.errors import UserError
 
 Tree = dict[str, Any]
+S = TypeVar("S", bound=Section)
+
+_COLLECTIONS: tuple[Any, ...] = (dict, tuple)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -35,6 +38,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(merged)
     except ValidationError as error:
         raise UserError(_explain(error, layers)) from None
+
+
+def load_section(path: Path, kind: type[S]) -> S:
+    """A YAML file of another kind than a run's config.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    tree = _read_yaml(path)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, [(str(path), tree)], kind)) from None
 
 
 def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -111,12 +127,12 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Where in the config, without pydantic's names of a union's members."""
+    """Where in the config, without pydantic's names of the types that a key may have."""
     parts = [str(part) for part in fault["loc"]]
-    return [part for part in parts if part.isidentifier() or part.isdigit()]
+    return [part for part in parts if not part.startswith(("constrained-", "literal["))]
 
 
-def _explain(error: ValidationError, layers: list[tuple[str, Tree]]) -> str:
+def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
     """One line for the first fault; how many more there are at its end."""
     faults = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a typo explains what it misses
     fault = faults[0]
@@ -125,13 +141,15 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]]) -> str:
     key = ".".join(location)
     where = next((name for name, layer in reversed(layers) if _contains(layer, location)), layers[-1][0])
     if fault["type"] == "extra_forbidden":
-        message = f"unknown key `{key}`{_nearest(location)}"
+        message = f"unknown key `{key}`{_nearest(root, location)}"
     elif fault["type"] == "missing":
-        message = f"missing key `{key}` ({_field_description(location)}); add it or extend base.yaml"
+        message = f"missing key `{key}` ({_field_description(root, location)}); add it" + " or extend base.yaml" * (
+            root is Config
+        )
     else:
         reason = " or ".join(other["msg"].removeprefix("Value error, ") for other in here)
         given = "" if isinstance(fault["input"], (dict, BaseModel)) else f", not {fault['input']!r}"
-        described = _field_description(location)
+        described = _field_description(root, location)
         message = f"`{key}`: " if key else ""
         message += reason[0].lower() + reason[1:] + given + (f" ({described})" if described else "")
     more = f" [and {len(faults) - len(here)} more]" if len(faults) > len(here) else ""
@@ -146,8 +164,8 @@ def _contains(layer: Any, location: Sequence[str]) -> bool:
     return True
 
 
-def _nearest(location: Sequence[str]) -> str:
-    section = _section(location[:-1])
+def _nearest(root: type[BaseModel], location: Sequence[str]) -> str:
+    section = _section(root, location[:-1])
     valid = list(section.model_fields) if section else []
     near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
     if near:
@@ -155,10 +173,15 @@ def _nearest(location: Sequence[str]) -> str:
     return f"; valid here: {', '.join(valid)}" if valid else ""
 
 
-def _section(location: Sequence[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Config
+def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
+    """The section at `location` below `root`; numbers and names in a list or mapping of sections are passed over."""
+    section, is_name = root, False
     for part in location:
+        if is_name:
+            is_name = False
+            continue
         field = section.model_fields.get(part)
+        is_name = field is not None and get_origin(field.annotation) in _COLLECTIONS
         kinds = [field.annotation, *get_args(field.annotation)] if field else []
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not inner:
@@ -167,7 +190,7 @@ def _section(location: Sequence[str]) -> type[BaseModel] | None:
     return section
 
 
-def _field_description(location: Sequence[str]) -> str:
-    section = _section(location[:-1]) if location else None
+def _field_description(root: type[BaseModel], location: Sequence[str]) -> str:
+    section = _section(root, location[:-1]) if location else None
     field = section.model_fields.get(location[-1]) if section else None
     return (field.description or "") if field else ""

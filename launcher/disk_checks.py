@@ -59,6 +59,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     keep = config.checkpoint
     num_kept = keep.keep_last + 1 + keep.keep_best  # + 1: the one that is being written
     num_for_ever = config.train.num_steps // keep.keep_every_steps if keep.keep_every_steps else 0
+    num_for_ever += len(keep.keep_steps)
     found = [
         Need(
             folder=run_dir / "tensorboard",

@@ -67,8 +67,12 @@ def load_newest(
     return None, [f"{text}; no other one is left" for _, text in bad]
 
 
-def assemble(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """The newest checkpoint's fp32 master weights, verified, whole, outside any process group (for export).
+
+    Args:
+        targets: where checkpoints are, the preferred one first.
+        step: take those after so many steps only.
 
     Returns:
         Its state; parameter name -> weight; one line for each newer checkpoint that is damaged.
@@ -77,7 +81,9 @@ def assemble(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor
         UserError: there is no checkpoint, none is good, or one cannot be read.
     """
     faults: list[str] = []
-    for _, _, number, folder in _newest_first(targets):
+    for found_step, _, number, folder in _newest_first(targets):
+        if step not in (None, found_step):
+            continue
         target = targets[number]
         try:
             manifest = read_manifest(target, folder)
@@ -94,7 +100,8 @@ def assemble(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor
         else:
             return manifest.state, weights, faults
     where = " and ".join(target.url for target in targets)
-    what = f"none is good ({'; '.join(faults)})" if faults else "there is none yet"
+    missing = "there is none yet" if step is None else f"there is none of step {step:,}"
+    what = f"none is good ({'; '.join(faults)})" if faults else missing
     raise UserError(f"{where}: no checkpoint to read: {what}; train on, or name another run")
 
 

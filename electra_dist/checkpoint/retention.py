@@ -21,11 +21,11 @@ class Kept:
 def superfluous(checkpoints: Sequence[Kept], policy: CheckpointConfig) -> list[Kept]:
     """What to delete, oldest first.
 
-    Kept are the newest `keep_last`, all whose step `keep_every_steps` divides, and the `keep_best` of lowest held-out
-    loss (of equal ones the newer). The newest of all is kept whatever the policy says.
+    Kept are the newest `keep_last`, all whose step `keep_every_steps` divides or `keep_steps` names, and the
+    `keep_best` of lowest held-out loss (of equal ones the newer). The newest of all is kept whatever the policy says.
     """
     ordered = sorted(checkpoints)
-    keep = set(ordered[-max(1, policy.keep_last) :])
+    keep = set(ordered[-max(1, policy.keep_last) :]) | {c for c in ordered if c.step in policy.keep_steps}
     if policy.keep_every_steps:
         keep |= {c for c in ordered if c.step % policy.keep_every_steps == 0}
     judged = [(c.eval_rtd_loss, -c.step, -c.attempt, c) for c in ordered if c.eval_rtd_loss is not None]

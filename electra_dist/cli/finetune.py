@@ -75,7 +75,7 @@ def finetune(
     device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
-    with _bar(out) as progress:
+    with progress_bar(out) as progress:
         results = run_all(encoder, work, range(seeds), folder, device, probe, progress, out.print)
     summaries = [summarize([r for r in results if r.task == each.name]) for each in tasks]
     _write_json(
@@ -107,7 +107,7 @@ def minimal_pairs(
 
     encoder = load_pretrained(model, tower.value, vocab)
     out = Console(highlight=False, soft_wrap=True)
-    with _bar(out) as progress:
+    with progress_bar(out) as progress:
         scores = score_minimal_pairs(encoder, pairs, device_of_choice(), progress)
     table = Table("phenomenon", "pairs", "accuracy", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)")
     for score in scores:
@@ -141,7 +141,7 @@ def _default_output(model: str) -> Path:
 
 
 @contextmanager
-def _bar(out: Console) -> Iterator[Report]:
+def progress_bar(out: Console) -> Iterator[Report]:
     """A progress bar on a terminal; nothing where there is none."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(

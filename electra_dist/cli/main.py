@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from electra_dist.cli.checkpoint import app as checkpoint_app
+from electra_dist.cli.compare import compare
 from electra_dist.cli.finetune import finetune, minimal_pairs
 from electra_dist.cli.flops import flops
 from electra_dist.cli.status import status
@@ -27,6 +28,7 @@ app.add_typer(checkpoint_app, name="checkpoint", help="What a run has saved: lis
 app.command()(submit)
 app.command()(status)
 app.command()(finetune)
+app.command()(compare)
 app.command()(flops)
 app.command("minimal-pairs")(minimal_pairs)
 app.command("verify")(verify_command)

@@ -2,8 +2,10 @@
 
 A discriminator is asked for its logit at the word that differs: the wrong form must look more replaced than the right
 one. A masked language model is asked for the pseudo-log-likelihood of both sentences: the sum over the words of
-log p(word | all others), each word masked in turn. A tie is a miss. No training, so it reads a model as pretraining
-left it; chance is 50 %.
+log p(word | all others), each word masked in turn. A large tower that predicts tokens but never saw [MASK] (Replace
+MLM, All-Tokens MLM) is asked for log p(the original is this word | the sentence as it stands) at the word that
+differs, copying counted where it can copy. A tie is a miss. No training, so it reads a model as pretraining left it;
+chance is 50 %.
 
 Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator, some 17,000 for an MLM.
 
@@ -12,7 +14,7 @@ Source of the pseudo-log-likelihood: Salazar et al., "Masked language model scor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,11 +54,13 @@ def score_minimal_pairs(
     special = encoder.special
     sentences = [words for pair in pairs for words in (pair.good, pair.bad)]
     ids = [[special.cls, *(ids_of[word] for word in words), special.sep] for words in sentences]
-    if "layer_norm.weight" in encoder.head_state():
+    positions = [1 + pair.position for pair in pairs for _ in range(2)]
+    if "layer_norm.weight" not in encoder.head_state():
+        natural = -replaced_logits(encoder, ids, positions, device, progress)
+    elif encoder.reads_masks:
         natural = pseudo_log_likelihood(encoder, ids, device, progress)
     else:
-        positions = [1 + pair.position for pair in pairs for _ in range(2)]
-        natural = -replaced_logits(encoder, ids, positions, device, progress)
+        natural = kept_log_probs(encoder, ids, positions, device, progress)
     right = (natural[0::2] > natural[1::2]).tolist()
     scores = []
     for name, found in by_phenomenon.items():
@@ -76,31 +80,38 @@ def replaced_logits(
         hidden_BSH = F.gelu(F.linear(backbone(ids_BS), head["dense.weight"], head["dense.bias"]))
         return F.linear(hidden_BSH, head["out.weight"], head["out.bias"]).squeeze(-1).float()
 
-    found = torch.empty(len(ids))
-    for rows, logit_BS in predict(logits, ids, encoder.special.pad, _BATCH, device, progress):
-        at = torch.tensor([positions[row] for row in rows], device=logit_BS.device)
-        found[rows] = logit_BS.gather(1, at[:, None])[:, 0].cpu()
-    return found
+    return _at_positions(logits, encoder, ids, positions, device, progress)
+
+
+def kept_log_probs(
+    encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
+) -> torch.Tensor:
+    """[N] fp32: log p(the original of each row's token at its position is that token), with the copy gate if any."""
+    token_log_probs = _token_log_probs(encoder, device)
+    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    backbone = encoder.backbone().to(device).eval()
+
+    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+        state_BSH = backbone(ids_BS)
+        logp_BS = token_log_probs(state_BSH).gather(2, ids_BS[..., None]).squeeze(-1)
+        if "copy_gate.weight" not in head:
+            return logp_BS
+        gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
+        return torch.logaddexp(F.logsigmoid(gate_BS), F.logsigmoid(-gate_BS) + logp_BS)
+
+    return _at_positions(log_probs, encoder, ids, positions, device, progress)
 
 
 def pseudo_log_likelihood(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
     """[N] fp32: natural logarithm, summed over all tokens of a row but its first and its last."""
-    head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
-    backbone = encoder.backbone().to(device).eval()
-    model, mask = encoder.model, encoder.special.mask
-    table_VE = backbone.embeddings.word.weight[: model.vocab_size]
+    token_log_probs = _token_log_probs(encoder, device)
+    backbone, mask = encoder.backbone().to(device).eval(), encoder.special.mask
     masked = [(row, at) for row in range(len(ids)) for at in range(1, len(ids[row]) - 1)]
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        state_BH = backbone(ids_BS)[ids_BS == mask]  # one masked token a row, so one state a row
-        dense_BE = F.gelu(F.linear(state_BH, head["dense.weight"], head["dense.bias"]))
-        shape = dense_BE.shape[-1:]
-        normed_BE = F.layer_norm(
-            dense_BE, shape, head["layer_norm.weight"], head["layer_norm.bias"], model.layer_norm_eps
-        )
-        return F.linear(normed_BE, table_VE, head["bias"]).float().log_softmax(-1)
+        return token_log_probs(backbone(ids_BS)[ids_BS == mask])  # one masked token a row, so one state a row
 
     copies = [[*ids[row][:at], mask, *ids[row][at + 1 :]] for row, at in masked]
     total = torch.zeros(len(ids))
@@ -109,6 +120,35 @@ def pseudo_log_likelihood(
         found = logp_BV.gather(1, original[:, None])[:, 0].cpu()
         total.index_add_(0, torch.tensor([masked[n][0] for n in rows]), found)
     return total
+
+
+def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """States [..., H] -> fp32 log-probabilities [..., V] by the pretraining head, tied to the token table."""
+    head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
+    table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
+
+    def function(state: torch.Tensor) -> torch.Tensor:
+        dense = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
+        norm = head["layer_norm.weight"], head["layer_norm.bias"], encoder.model.layer_norm_eps
+        return F.linear(F.layer_norm(dense, dense.shape[-1:], *norm), table_VE, head["bias"]).float().log_softmax(-1)
+
+    return function
+
+
+def _at_positions(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    encoder: Pretrained,
+    ids: Ids,
+    positions: Sequence[int],
+    device: torch.device,
+    progress: Progress,
+) -> torch.Tensor:
+    """[N]: of each row, what `function` says ([B, S]) at its position."""
+    found = torch.empty(len(ids))
+    for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
+        at = torch.tensor([positions[row] for row in rows], device=value_BS.device)
+        found[rows] = value_BS.gather(1, at[:, None])[:, 0].cpu()
+    return found
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 
-from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config_file import load_config
 from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 from electra_dist.errors import UserError
@@ -66,6 +66,7 @@ class Pretrained:
     state: dict[str, torch.Tensor]  # fp32, on the host
     tokenizer: WordPieceTokenizer
     vocabulary: Vocabulary
+    reads_masks: bool = True  # whether a tower that predicts tokens was trained on [MASK], or on replaced tokens
 
     @classmethod
     def from_state(
@@ -76,6 +77,7 @@ class Pretrained:
         vocabulary: Vocabulary,
         lowercase: bool,
         tower: TowerName = "discriminator",
+        reads_masks: bool = True,
     ) -> Pretrained:
         """One tower out of a state with the names of ElectraTowers (or of an objective around them)."""
         if vocabulary.size != model.vocab_size:
@@ -92,6 +94,7 @@ class Pretrained:
             state=kept,
             tokenizer=WordPieceTokenizer(vocabulary, lowercase),
             vocabulary=vocabulary,
+            reads_masks=reads_masks,
         )
 
     @property
@@ -122,13 +125,16 @@ class Pretrained:
         return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
 
 
-def load_pretrained(spec: str, tower: TowerName = "discriminator", vocab: Path | None = None) -> Pretrained:
+def load_pretrained(
+    spec: str, tower: TowerName = "discriminator", vocab: Path | None = None, step: int | None = None
+) -> Pretrained:
     """The model that `spec` names: a run's folder, a Hugging Face folder, or `random:CONFIG.yaml`.
 
     Args:
         spec: as given to --model.
         tower: of a run or of `random:`; a Hugging Face folder holds one only.
         vocab: vocab.txt for `random:`; default: that of the config's corpus.
+        step: which checkpoint of a run; default: the newest.
 
     Raises:
         UserError: there is nothing such, or a part of it is missing.
@@ -137,7 +143,7 @@ def load_pretrained(spec: str, tower: TowerName = "discriminator", vocab: Path |
         return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
     folder = Path(spec)
     if (folder / "config.yaml").exists():
-        return _from_run(folder, tower)
+        return _from_run(folder, tower, step)
     if (folder / "config.json").exists():
         return _from_hugging_face(folder)
     raise UserError(
@@ -164,7 +170,8 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
             own = {key: v if key.startswith("layer_norm") else v + embeddings[key] for key, v in own.items()}
         embeddings = own
     if tower == "discriminator":
-        encoder, head = part("discriminator"), part("discriminator_head") or part("token_head")
+        gate = {f"copy_gate.{key}": weight for key, weight in part("copy_gate").items()}
+        encoder, head = part("discriminator"), part("discriminator_head") or part("token_head") | gate
     else:
         encoder, head = (
             part("generator") or part("discriminator"),
@@ -183,10 +190,15 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
         raise UserError(f"{path}: no such vocabulary; give the vocab.txt of {file} by --vocab")
     weights = build_towers(config.model, config.seed, config.objective).state_dict()
     vocabulary = Vocabulary.read(path)
-    return Pretrained.from_state(f"{_RANDOM}{file}", weights, config.model, vocabulary, config.corpus.lowercase, tower)
+    lowercase, reads_masks = config.corpus.lowercase, _reads_masks(config.objective, tower)
+    return Pretrained.from_state(f"{_RANDOM}{file}", weights, config.model, vocabulary, lowercase, tower, reads_masks)
 
 
-def _from_run(run: Path, tower: TowerName) -> Pretrained:
+def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
+    return tower == "generator" or objective.name == "mlm"
+
+
+def _from_run(run: Path, tower: TowerName, step: int | None) -> Pretrained:
     from electra_dist.checkpoint.load import assemble
     from electra_dist.checkpoint.targets import open_targets
     from electra_dist.data.manifest import TokenizerEntry
@@ -194,12 +206,13 @@ def _from_run(run: Path, tower: TowerName) -> Pretrained:
 
     config = load_config(run / CONFIG_FILE)
     entry = TokenizerEntry.model_validate_json((run / TOKENIZER_FILE).read_text())
-    reached, weights, damaged = assemble(open_targets(config.model_copy(update={"run_dir": str(run)})))
+    reached, weights, damaged = assemble(open_targets(config.model_copy(update={"run_dir": str(run)})), step)
     for line in damaged:
         print(line, file=sys.stderr)
     vocabulary = Vocabulary.read(run / VOCAB_FILE)
     name = f"{run} at step {reached.step:,}"
-    return Pretrained.from_state(name, weights, config.model, vocabulary, entry.lowercase, tower)
+    reads_masks = _reads_masks(config.objective, tower)
+    return Pretrained.from_state(name, weights, config.model, vocabulary, entry.lowercase, tower, reads_masks)
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:

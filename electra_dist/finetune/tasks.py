@@ -123,13 +123,16 @@ GLUE = {
 class TextTask(Task):
     """Classification or regression of one text or a pair; see `TextSpec`."""
 
-    def __init__(self, spec: TextSpec, data: Path) -> None:
-        """Reads all files of the task below `data`."""
+    def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None) -> None:
+        """Reads all files of the task below `data`; of the training examples at most `max_train` are taken."""
         self.spec, self.name, self.metric = spec, spec.name, spec.metric
         self.train = self._read(data, "train")
         self.dev = {prefix: self._read(data, stem) for prefix, stem in spec.dev_files}
         files = [self.train, *self.dev.values()]
         content = "".join(texts.sha256 for texts in files) + repr(spec)
+        if max_train is not None:
+            self.train = self.train.sample(max_train)
+            content += f", {max_train} training examples"
         self.digest = hashlib.sha256(content.encode()).hexdigest()
         self.notes = [
             f"{texts.file}: {texts.skipped} lines with too few columns are left out"

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from electra_dist.corpus.tokenizer import WordPieceTokenizer
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
@@ -32,6 +34,18 @@ class Texts(NamedTuple):
     skipped: int  # lines with too few columns
     file: Path
     sha256: str
+
+    def sample(self, size: int) -> Texts:
+        """`size` of the examples in their order, always the same ones; all where there are no more."""
+        if size >= len(self.a):
+            return self
+        rows = np.sort(np.random.default_rng(0).permutation(len(self.a))[:size]).tolist()
+        return self._replace(
+            a=[self.a[row] for row in rows],
+            b=None if self.b is None else [self.b[row] for row in rows],
+            label=[self.label[row] for row in rows],
+            line=[self.line[row] for row in rows],
+        )
 
 
 def find_file(places: Sequence[Path]) -> Path:

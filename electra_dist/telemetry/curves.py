@@ -132,8 +132,7 @@ def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
     """Both losses, the accuracies and the AUC of a run as one picture (1500 x 900 pixels, light)."""
     records = read_metrics(Path(run_dir))
-    style = {key: _PRINT.get(value, value) if isinstance(value, str) else value for key, value in _style().items()}
-    with matplotlib.rc_context(style | {"font.size": 9, "axes.titlesize": 10}):
+    with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)
         for axes, panel in zip(figure.subplots(2, 2).flat, PANELS[:4], strict=True):
@@ -220,6 +219,12 @@ def _scale(axes: Axes, scale: str) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
+
+
+def print_style() -> dict[str, object]:
+    """matplotlib's settings for a PNG on white."""
+    style = {key: _PRINT.get(value, value) if isinstance(value, str) else value for key, value in _style().items()}
+    return style | {"font.size": 9, "axes.titlesize": 10}
 
 
 def _style() -> dict[str, object]:

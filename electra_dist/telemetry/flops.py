@@ -60,13 +60,28 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
     return TokenFlops(discriminator, generator)
 
 
-def run_flops(config: Config) -> float:
-    """Training FLOPs of a whole run, every row counted as full."""
-    objective, seq_len, num_steps = config.objective, config.data.seq_len, config.train.num_steps
-    first = min(objective.generator_only_steps, num_steps)
-    step_tokens = config.train.global_batch * seq_len
+def run_flops(config: Config, num_steps: int | None = None) -> float:
+    """Training FLOPs of a run's first `num_steps` steps (default: all), every row counted as full."""
+    num_steps = config.train.num_steps if num_steps is None else num_steps
+    first = min(config.objective.generator_only_steps, num_steps)
+    before, after = _step_flops(config)
+    return first * before + (num_steps - first) * after
+
+
+def steps_of_flops(config: Config, flops: float) -> int:
+    """The number of steps, at least 1, whose FLOPs are nearest to `flops`."""
+    before, after = _step_flops(config)
+    first = config.objective.generator_only_steps
+    exact = flops / before if flops <= first * before else first + (flops - first * before) / after
+    return max(1, round(exact))
+
+
+def _step_flops(config: Config) -> tuple[float, float]:
+    """Training FLOPs of a step while the generator trains alone, if it ever does, and of one after that."""
+    objective, seq_len = config.objective, config.data.seq_len
     before, after = (token_flops(config.model, seq_len, objective, step).total for step in (0, None))
-    return step_tokens * (first * before + (num_steps - first) * after)
+    tokens = config.train.global_batch * seq_len
+    return tokens * before, tokens * after
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:

@@ -35,7 +35,7 @@ class SaveSchedule:
     def due(self, step: int) -> bool:
         """Whether `step`, just done, is to be saved."""
         kept = self._config.keep_every_steps
-        if kept and step % kept == 0:
+        if (kept and step % kept == 0) or step in self._config.keep_steps:
             return True
         if self._config.every_steps == "auto":
             return step >= self._last + self.every_steps

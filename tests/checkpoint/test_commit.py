@@ -182,11 +182,11 @@ def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: P
 
 
 def test_retention_on_a_target_keeps_the_last_the_multiples_and_the_best(target: Store, tmp_path: Path) -> None:
-    policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_best=1)
+    policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_steps=(40,), keep_best=1)
     losses = {10: 0.9, 20: 0.3, 30: 0.8, 40: 0.4, 50: 0.5, 60: 0.6, 70: 0.7, 80: None}
     for step, loss in losses.items():
         small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_rtd_loss": loss})
-    assert [step for step, _, _ in committed(target)] == [20, 30, 60, 70, 80]
+    assert [step for step, _, _ in committed(target)] == [20, 30, 40, 60, 70, 80]
     assert {key.partition("/")[0] for key in target.list("step-")} == {f for _, _, f in committed(target)}
 
 
@@ -210,10 +210,16 @@ CHECKPOINTS = st.lists(
 @given(
     found=CHECKPOINTS,
     policy=st.builds(
-        lambda last, every, best: {"keep_last": last, "keep_every_steps": every, "keep_best": best},
+        lambda last, every, best, steps: {
+            "keep_last": last,
+            "keep_every_steps": every,
+            "keep_best": best,
+            "keep_steps": steps,
+        },
         st.integers(1, 5),
         st.integers(0, 12),
         st.integers(0, 4),
+        st.lists(st.integers(1, 40), max_size=3),
     ),
 )
 def test_retention_keeps_exactly_what_the_policy_names(
@@ -228,6 +234,7 @@ def test_retention_keeps_exactly_what_the_policy_names(
         better = sum(other < rank for other in judged)
         wanted = (
             newer < policy["keep_last"]
+            or c.step in policy["keep_steps"]
             or (policy["keep_every_steps"] > 0 and c.step % policy["keep_every_steps"] == 0)
             or (c.eval_rtd_loss is not None and better < policy["keep_best"])
         )

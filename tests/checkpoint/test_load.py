@@ -226,6 +226,17 @@ def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> 
         assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
 
 
+def test_the_checkpoint_of_a_step_is_assembled_and_no_other(target: Store, tmp_path: Path) -> None:
+    for step in (10, 20):
+        small.save([target], tmp_path / "staging", step)
+    state, weights, _ = assemble([target], 10)
+    assert state.step == 10
+    name, shape = next(iter(small.SHAPES.items()))
+    assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
+    with pytest.raises(UserError, match="there is none of step 15"):
+        assemble([target], 15)
+
+
 def test_assemble_without_a_checkpoint_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is none yet"):
         assemble([open_store(str(tmp_path))])

@@ -7,11 +7,17 @@ import dataclasses
 import pytest
 import torch
 
+from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.errors import UserError
 from electra_dist.finetune import minimal_pairs
 from electra_dist.finetune.agreement import NOUNS, TEMPLATES, THINGS, make_pairs
-from electra_dist.finetune.minimal_pairs import score_minimal_pairs
+from electra_dist.finetune.minimal_pairs import kept_log_probs, score_minimal_pairs
 from electra_dist.finetune.pretrained import Pretrained
+from electra_dist.model.init import build_towers
+from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.corruption import CorruptingObjective
 
 CPU = torch.device("cpu")
 SINGULAR = {"is", "was", "has", "this", "that", *(noun for noun, _ in (*NOUNS, *THINGS))}
@@ -79,6 +85,42 @@ def test_the_form_that_looks_more_replaced_is_taken_for_the_wrong_one(
 
     monkeypatch.setattr(minimal_pairs, "replaced_logits", lambda model, ids, *rest: torch.zeros(len(ids)))
     assert score_minimal_pairs(encoder, 10, CPU)[-1].accuracy == 0.0  # a tie is a miss
+
+
+def test_a_tower_that_never_saw_masks_is_asked_what_it_learnt(model: ModelConfig, vocabulary: Vocabulary) -> None:
+    """All-Tokens MLM's own loss of a text without replacements is minus what `kept_log_probs` says of its tokens."""
+    quiet = model.model_copy(update={"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    objective = ObjectiveConfig(name="all_tokens_mlm", mlm_weight=0.0)
+    special = SpecialIds.from_tokens(vocabulary.special)
+    module = build_objective(quiet, objective, special, seed=5)
+    assert isinstance(module, CorruptingObjective)
+    with torch.no_grad():
+        module.towers.copy_gate.bias.fill_(-2.0)
+        ids = torch.tensor([[2, 60, 61, 62, 63, 3], [2, 70, 71, 72, 73, 3]])
+        batch = module.batch(ids, torch.arange(2), 0, 1)
+        unchanged = module.corrupt(batch, 1.0)._replace(corrupted_BS=ids, label_BS=torch.zeros_like(ids).bool())
+        module.corrupt = lambda batch: unchanged  # type: ignore[method-assign]
+        loss = module(ids, torch.arange(2), 0, 1, 0.0, 1.0).loss
+    encoder = Pretrained.from_state("run", module.state_dict(), quiet, vocabulary, True, reads_masks=False)
+    rows = [row for row in ids.tolist() for _ in row]
+    found = kept_log_probs(encoder, rows, [*range(6)] * 2, CPU)
+    assert found.sum().item() == pytest.approx(-loss.item(), rel=1e-5)
+    no_gate = {name: value for name, value in encoder.state.items() if "copy_gate" not in name}
+    softmax_only = kept_log_probs(dataclasses.replace(encoder, state=no_gate), rows, [*range(6)] * 2, CPU)
+    assert (softmax_only < found).all()
+
+
+def test_each_objective_is_asked_in_its_own_way(encoder: Pretrained, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("replaced_logits", "pseudo_log_likelihood", "kept_log_probs"):
+        monkeypatch.setattr(
+            minimal_pairs, name, lambda _, ids, *rest, name=name: (asked.append(name), torch.zeros(len(ids)))[1]
+        )
+    for objective, reads_masks in (("rtd", False), ("mlm", True), ("all_tokens_mlm", False), ("replace_mlm", False)):
+        state = build_towers(encoder.model, 1, ObjectiveConfig(name=objective)).state_dict()  # type: ignore[arg-type]
+        towers = Pretrained.from_state("x", state, encoder.model, encoder.vocabulary, True, reads_masks=reads_masks)
+        score_minimal_pairs(towers, 5, CPU)
+    assert asked == ["replaced_logits", "pseudo_log_likelihood", "kept_log_probs", "kept_log_probs"]
 
 
 def test_a_random_model_is_near_chance_and_one_without_a_head_is_refused(encoder: Pretrained) -> None:

@@ -52,6 +52,20 @@ def test_mrpc_is_found_below_glue_without_its_byte_order_mark_and_trained_in_bot
     assert len(task.examples(encoder, FinetuneConfig(both_orders=False)).ids) == 2
 
 
+def test_a_limit_takes_always_the_same_training_examples_in_their_order(tmp_path: Path) -> None:
+    lines = "".join(f"text {number}\t{'ab'[number % 2]}\n" for number in range(40))
+    both(tmp_path, f"text\tkind\n{lines}")
+    whole, some, same = (TextTask(CUSTOM, tmp_path, limit) for limit in (None, 10, 10))
+    numbers = [int(text.split()[1]) for text in some.train.a]
+    assert numbers == sorted(set(numbers)) and len(numbers) == len(some.train_target) == 10
+    assert numbers != list(range(10)) and some.train.a == same.train.a
+    assert [line - 2 for line in some.train.line] == numbers
+    assert some.train.label == ["ab"[number % 2] for number in numbers]
+    assert len(some.dev[""].a) == 40
+    assert some.digest == same.digest != whole.digest == TextTask(CUSTOM, tmp_path).digest
+    assert TextTask(CUSTOM, tmp_path, 40).train.a == whole.train.a
+
+
 def test_sts_labels_are_scaled_to_the_unit_interval(tmp_path: Path) -> None:
     both(tmp_path / "STS-B", "sentence1\tsentence2\tscore\nx\ty\t5.000\nx\tz\t1.25\n")
     assert TextTask(GLUE["stsb"], tmp_path).train_target[:, 0].tolist() == [1.0, 0.25]

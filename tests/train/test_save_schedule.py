@@ -31,8 +31,8 @@ def due_steps(schedule: SaveSchedule, first: int, last: int) -> list[int]:
 
 
 def test_a_fixed_interval_is_by_the_step_number_and_what_is_kept_for_ever_is_saved(tmp_path: Path) -> None:
-    schedule = SaveSchedule(CheckpointConfig(every_steps=20, keep_every_steps=50), tmp_path, 13)
-    assert due_steps(schedule, 14, 100) == [20, 40, 50, 60, 80, 100]
+    schedule = SaveSchedule(CheckpointConfig(every_steps=20, keep_every_steps=50, keep_steps=(33,)), tmp_path, 13)
+    assert due_steps(schedule, 14, 100) == [20, 33, 40, 50, 60, 80, 100]
     assert not schedule.saved(100)
 
 

@@ -1,0 +1,1 @@
+"""Objectives at equal training FLOPs on one corpus: runs, evaluations along the way, one table and one picture."""

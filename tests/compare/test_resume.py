@@ -1,0 +1,125 @@
+"""Interrupted anywhere, a comparison does nothing twice and ends in the same results. Pretraining is pretended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from electra_dist.compare import run, scoring
+from electra_dist.compare.config import CompareConfig
+from electra_dist.compare.plan import Cell
+from electra_dist.compare.run import Comparison
+from electra_dist.compare.scoring import TaskMeasure
+from electra_dist.config_file import load_section
+from electra_dist.finetune.pretrained import Pretrained, load_pretrained
+
+MakeComparison = Callable[..., Path]
+
+
+class Pretence:
+    """Runs that finish at once, with the initial weights of another seed for each step; what was done is listed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.saved: dict[str, set[int]] = {}
+        self.broken: dict[str, int] = {}  # run -> how many of its checkpoints it reaches before it fails
+        self.interrupt_at = -1
+        score = TaskMeasure.score
+
+        def scored(measure: TaskMeasure, encoder: Pretrained, progress: Any) -> Any:
+            self._event(f"{encoder.name} {measure.name}")
+            return score(measure, encoder, progress)
+
+        monkeypatch.setattr(run, "pretrain", self.pretrain)
+        monkeypatch.setattr(run, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
+        monkeypatch.setattr(scoring, "load_pretrained", self.load)
+        monkeypatch.setattr(TaskMeasure, "score", scored)
+
+    def _event(self, what: str) -> None:
+        if len(self.done) == self.interrupt_at:
+            self.interrupt_at = -1
+            raise KeyboardInterrupt
+        self.done.append(what)
+
+    def pretrain(self, cell: Cell, ranks: int, progress: Any) -> str:
+        if cell.marks[-1] in self.saved.get(cell.name, set()):
+            return ""
+        self._event(cell.name)
+        reached = self.broken.pop(cell.name, len(cell.marks))
+        self.saved[cell.name] = set(cell.marks[:reached])
+        return "" if reached == len(cell.marks) else "it ended with exit code 1: no space (a log)"
+
+    def load(self, spec: str, vocab: Path, step: int | None) -> Pretrained:
+        file = Path(spec.removeprefix("random:") if step is None else f"{spec}.yaml")
+        text = file.read_text()
+        if step is not None:
+            file = vocab.parent / "moved.yaml"
+            file.write_text(text.replace("seed: 1", f"seed: {100 + step}"))
+        encoder = load_pretrained(f"random:{file}", vocab=vocab)
+        return Pretrained(**{**vars(encoder), "name": f"{Path(spec).stem} at {step or 0}"})
+
+
+def results(folder: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((folder / "compare.json").read_text())
+    for each in tree["scores"]:
+        del each["seconds"]
+    return tree
+
+
+def compare(file: Path) -> bool:
+    return Comparison(load_section(file, CompareConfig), file, None).run(lambda *_: None, lambda _: None)
+
+
+def test_cut_between_runs_and_between_scores(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_comparison()
+    with monkeypatch.context() as patch:
+        uncut = Pretence(patch)
+        assert compare(file)
+    expected, everything = results(tmp_path / "out"), list(uncut.done)
+    assert len(everything) == 2 + 2 * (1 + 2 * 2)  # a baseline, then runs, checkpoints, tasks
+    (tmp_path / "out").rename(tmp_path / "uncut")
+    pretence = Pretence(monkeypatch)
+    for moment in (1, 2, 4, 7, 9):
+        pretence.interrupt_at = moment
+        with pytest.raises(KeyboardInterrupt):
+            compare(file)
+    assert compare(file)
+    assert pretence.done == everything  # in the same order, none twice
+    assert results(tmp_path / "out") == expected
+    assert compare(file) and pretence.done == everything
+    assert {s["entry"] for s in expected["scores"]} == {"random", "rtd", "mlm"}
+    assert (tmp_path / "out" / "compare.png").exists()
+
+
+def test_a_run_that_fails_is_named_its_checkpoints_scored_and_it_is_tried_again(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, pretence = make_comparison(), Pretence(monkeypatch)
+    pretence.broken["rtd-seed1"] = 1
+    assert not compare(file)
+    failed = [failure for failure in results(tmp_path / "out")["failures"] if "exit code" in failure["what"]]
+    assert [(f["entry"], f["seed"]) for f in failed] == [("rtd", 1)]
+    assert "* rtd seed 1: it ended with exit code 1: no space" in (tmp_path / "out" / "compare.md").read_text()
+    rows = [(row["entry"], row["step"]) for row in results(tmp_path / "out")["table"]]
+    assert [entry for entry, _ in rows] == ["random", "rtd", "mlm", "mlm"]  # rtd's second checkpoint is missing
+    assert compare(file)
+    assert pretence.done.count("rtd-seed1") == 2
+    assert [row["entry"] for row in results(tmp_path / "out")["table"]] == ["random", "rtd", "rtd", "mlm", "mlm"]
+
+
+def test_a_score_of_other_settings_is_another_score(
+    make_comparison: MakeComparison, words_task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretence = Pretence(monkeypatch)
+    task: dict[str, Any] = {"data": str(words_task), "text_a": "text", "label": "answer", "set": {"max_length": 16}}
+    compare(make_comparison(tasks={"words": task}))
+    before = len(pretence.done)
+    compare(make_comparison(tasks={"words": {**task, "max_train": 50}}))
+    scored = [what.split()[-1] for what in pretence.done[before:]]
+    assert scored == ["words"] * 5  # everything is scored again, nothing is trained again
