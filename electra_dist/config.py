@@ -174,6 +174,20 @@ class TrainConfig(Section):
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(), description="steps (from 0) that are passed over: their rows are not used, nothing is updated"
     )
+    init_from: str | None = Field(
+        default=None,
+        description="begin with the weights of a run, an export or a Hugging Face ELECTRA folder, at step 0 with "
+        "new moments; read until the run has a checkpoint of its own",
+    )
+    init_generator_from: str | None = Field(
+        default=None, description="with a Hugging Face folder in init_from: the one of its generator"
+    )
+
+    @model_validator(mode="after")
+    def _generator_of_something(self) -> TrainConfig:
+        if self.init_generator_from and not self.init_from:
+            raise ValueError("init_generator_from needs init_from, the folder of the discriminator")
+        return self
 
 
 class GuardConfig(Section):
@@ -363,13 +377,14 @@ class Config(Section):
     def identity(self) -> dict[str, Any]:
         """What defines the trajectory of a run. All else (ranks, ZeRO stage, logging) may change at a restart."""
         tree = self.model_dump(mode="json")
+        origin = [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
         return {
             "seed": tree["seed"],
             "model": tree["model"],
             "objective": tree["objective"],
             "optimizer": {k: v for k, v in tree["optimizer"].items() if k != "implementation"},
             "data": {k: tree["data"][k] for k in ("seq_len", "shuffle_window_shards")},
-            "train": {k: tree["train"][k] for k in ("num_steps", "global_batch", "precision")},
+            "train": {k: tree["train"][k] for k in ("num_steps", "global_batch", "precision", *origin)},
         }
 
     def identity_sha256(self) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from electra_dist.checkpoint.manifest import committed
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.compare.plan import Cell
-from electra_dist.errors import EXIT_DONE
 from electra_dist.telemetry.heartbeat import read_heartbeats
 from launcher.ranks import mark_of, marked_pids
 
@@ -45,17 +44,15 @@ def pretrain(cell: Cell, ranks: int, progress: Progress) -> str:
         progress("pretraining", beat.step if beat else 0, last)
         time.sleep(_LOOK_S)
 
-    if last in saved_steps(cell):
-        return ""
-    while marked_pids(mark_of(run_dir, 0)):
-        look()
-    if last in saved_steps(cell):
-        return ""
-    code = _supervised(cell, ranks, look)
-    if last in saved_steps(cell):
-        return ""
-    reason = "it ended early" if code == EXIT_DONE else f"it ended with exit code {code}"
-    return f"{reason}: {_last_words(_log(cell))} ({_log(cell)})"
+    code: int | None = None  # of our own start
+    while last not in saved_steps(cell):
+        if marked_pids(mark_of(run_dir, 0)):
+            look()
+        elif code is None:
+            code = _supervised(cell, ranks, look)
+        else:
+            return f"it ended with exit code {code}: {_last_words(_log(cell))} ({_log(cell)})"
+    return ""
 
 
 def _supervised(cell: Cell, ranks: int, look: Callable[[], None]) -> int:

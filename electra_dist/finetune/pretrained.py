@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
@@ -32,6 +31,7 @@ from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary, WordPieceToken
 from electra_dist.errors import UserError
 from electra_dist.model.encoder import Encoder, Noise, SharedEmbeddings
 from electra_dist.model.hf import State, from_hf_discriminator, from_hf_generator
+from electra_dist.model.hf_load import read_weights
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds, attention_bias, derive
 
@@ -218,7 +218,7 @@ def _from_run(run: Path, tower: TowerName, step: int | None) -> Pretrained:
 def _from_hugging_face(folder: Path) -> Pretrained:
     tree = json.loads((folder / "config.json").read_text())
     model = _model_config(folder, tree)
-    weights = _hugging_face_weights(folder)
+    weights = read_weights(folder)
     tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
     try:
         state = (from_hf_generator if tower == "generator" else from_hf_discriminator)(weights, model)
@@ -251,18 +251,6 @@ def _model_config(folder: Path, tree: dict[str, Any]) -> ModelConfig:
         )
     except (KeyError, ValidationError) as error:
         raise UserError(f"{folder}/config.json: no shape of an ELECTRA model: {error}".replace("\n", " ")) from None
-
-
-def _hugging_face_weights(folder: Path) -> dict[str, torch.Tensor]:
-    if (folder / "model.safetensors").exists():
-        weights = load_file(folder / "model.safetensors")
-    elif (folder / "pytorch_model.bin").exists():
-        weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    else:
-        raise UserError(f"{folder}: neither model.safetensors nor pytorch_model.bin; copy the whole folder")
-    if any(key.startswith("embeddings.") for key in weights):  # an ElectraModel without a head
-        weights = {f"electra.{key}": value for key, value in weights.items()}
-    return weights
 
 
 def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:

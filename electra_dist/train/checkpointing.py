@@ -34,6 +34,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.model.init import build_towers
 from electra_dist.train.engine import Engine
 from electra_dist.train.guard import Guard, SkipList
+from electra_dist.train.init_from import load_source
 from electra_dist.train.step import StepResult
 
 
@@ -128,6 +129,8 @@ class RunMemory:
     def _initialise(self, fragments: list[Fragment]) -> None:
         """Back to the beginning: after a rollback, and where a damaged checkpoint was half read."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
+        if self._config.train.init_from:
+            load_source(towers, self._config.train)
         dtype = next(self._module.parameters()).dtype  # the engine's masters began as its parameters: rounded
         start = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
         for fragment in fragments:

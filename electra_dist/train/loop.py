@@ -23,6 +23,7 @@ from electra_dist.store import replacing
 from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.engine import Engine, init_distributed
 from electra_dist.train.guard import SkipList
+from electra_dist.train.init_from import begin_with_source
 from electra_dist.train.last_words import another_rank_told, tell_once
 from electra_dist.train.preparation import (
     CONFIG_FILE,
@@ -67,15 +68,17 @@ def run(config: Config) -> int:
 
 def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     stop = StopRequest(Path(config.run_dir), dist.get_rank() == 0)
+    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    module = _build_module(config, inputs, special)
+    notes = begin_with_source(module.towers, config)  # before the folder: other weights may be refused
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
     watch = Watch(Path(config.run_dir), config.cluster)
-    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    engine = Engine(_build_module(config, inputs, special), config)
+    engine = Engine(module, config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
     build_s = {"import": import_s, "build": time.perf_counter() - begin}
-    code = Round(config, inputs, engine, special, skips, stop, watch, build_s).run()
+    code = Round(config, inputs, engine, special, skips, stop, watch, build_s, notes).run()
     while code is None:  # a rollback is a restart that keeps the process
         code = Round(config, inputs, engine, special, skips, stop, watch, None).run()
     watch.close()

@@ -15,11 +15,13 @@ import torch
 from electra_kernels.backend import resolve
 
 from electra_dist.config import Config
+from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build import check_objective
 from electra_dist.store import Store, open_store
 from electra_dist.train.engine import check_world_size
+from electra_dist.train.init_from import check_source, needs_source
 from electra_dist.train.optimizer import check_optimizer
 
 CONFIG_FILE = "config.yaml"
@@ -56,6 +58,11 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
     resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
     corpus = _open_corpus(config, "corpus", config.data.corpus)
     check_run_folder(config, run_identity(config, corpus.manifest))
+    if needs_source(config):
+        vocab_file = corpus.manifest.tokenizer.vocab_file
+        check_source(
+            config.train, Vocabulary(corpus.store.read(vocab_file).decode(), f"{config.data.corpus}/{vocab_file}")
+        )
     heldout = _open_corpus(config, "heldout", config.data.heldout) if config.data.heldout else None
     if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,11 +58,13 @@ class Round:
         stop: StopRequest,
         watch: Watch,
         build_s: dict[str, float] | None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Restore. Collective.
 
         Args:
             build_s: seconds of the start so far; None after a rollback, when nothing had to be built.
+            notes: what there is to say of the initial weights.
         """
         begin = time.perf_counter()
         self.config, self.inputs, self.engine, self.special = config, inputs, engine, special
@@ -77,6 +80,8 @@ class Round:
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, engine, corpus, self.restored)
             self.reporter.began(self.memory.attempt, self.restored, set_aside, self.clock.setup_s)
+            for note in notes:
+                self.reporter.note(f"init_from: {note}")
             self.memory.writer.on_commit = self._committed
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.progress.step)
 
