@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import deepspeed_command, read_losses, write_corpus, write_tiny_config
+from real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,7 +42,7 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
         config: Path, ranks: int, *overrides: str, check: bool = True, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            deepspeed_command(config, ranks, *overrides),
+            quick_command(config, ranks, *overrides),
             capture_output=True,
             text=True,
             timeout=300,

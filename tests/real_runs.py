@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -149,6 +150,17 @@ def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
     for override in overrides:
         command += ["--set", override]
     return command
+
+
+def quick_command(config: Path, ranks: int, *overrides: str) -> list[str]:
+    """What `deepspeed_command` comes to, without the wrappers that only import DeepSpeed to start the next program."""
+    *_, script, option, file = deepspeed_command(config, ranks)
+    arguments = [script, option, file, *(part for override in overrides for part in ("--set", override))]
+    if ranks == 1:
+        return [sys.executable, *arguments]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    launch = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return [*launch, "--master_addr=127.0.0.1", f"--master_port={free_port()}", *arguments]
 
 
 @contextlib.contextmanager
