@@ -9,6 +9,7 @@ Where it stops: what the end means is outcome.py's; killing is ranks.py's.
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +129,9 @@ class Watch:
             if rank in alive and now - since > _LEAVE_S
         ]
         working = [beat for beat in beats if beat.rank in here]
-        return hung(working, now, self._limits, started=self._ranks.started, ranks=here) + stuck
+        everyone = functools.partial(read_heartbeats, self._run_dir)
+        silent = hung(working, now, self._limits, started=self._ranks.started, ranks=here, everyone=everyone)
+        return silent + stuck
 
     def _show(self, silent: Sequence[Hung]) -> None:
         first, stopped = silent[0], self._ranks.stopped()

@@ -154,7 +154,7 @@ def _account(account: Goodput) -> str:
 def _silent(seen: Facts) -> list[str]:
     attempt = max((beat.attempt for beat in seen.beats), default=0)
     newest = [beat for beat in seen.beats if beat.attempt == attempt]
-    silent = hung(newest, seen.now, hang_limits(seen.config.cluster))
+    silent = hung(newest, seen.now, hang_limits(seen.config.cluster), everyone=lambda: newest)
     return [f"  silent      rank {h.rank} on {h.host}: {h.phase} {h.step:,}, {h.quiet_s:.0f} s" for h in silent[:4]]
 
 

@@ -20,7 +20,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,17 +139,17 @@ class HangLimits:
     eval_s: float = 600.0
 
     def of(self, beat: Beat) -> float:
-        """The limit of the phase that a rank is in.
-
-        The first step after another phase waits in its first collective for ranks that are still in that phase, as
-        rank 0 may be while an earlier checkpoint is being written.
-        """
+        """The limit of the phase that a rank is in."""
         if beat.phase == "step" and beat.step_s is not None:
-            learned = max(self.step_floor_s, self.step_factor * beat.step_s)
-            return learned if beat.time > beat.phase_since else max(learned, self.checkpoint_s, self.eval_s)
+            return max(self.step_floor_s, self.step_factor * beat.step_s)
         return {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}.get(
             beat.phase, self.setup_s
         )
+
+    def of_its_collective(self, beat: Beat) -> float:
+        """The same for who cannot see the other ranks, one of which may still be in the phase before (see `hung`)."""
+        first_after_another = beat.phase == "step" and beat.time == beat.phase_since and beat.step_s is not None
+        return max(self.of(beat), self.checkpoint_s, self.eval_s) if first_after_another else self.of(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
@@ -182,19 +182,28 @@ def hung(
     *,
     started: float = 0.0,
     ranks: Iterable[int] = (),
+    everyone: Callable[[], Iterable[Beat]] = tuple,
 ) -> list[Hung]:
     """The hung ranks, the likely culprit first: fewest steps done, then longest silent (the others wait for it).
 
+    The first step after another phase waits in its first collective for ranks that are still in that phase, as rank 0
+    may be while an earlier checkpoint is being written: as long as there is one, its limit counts.
+
     Args:
+        everyone: reads the beats of all nodes' ranks; asked only about such a first step.
         now: Unix time.
         started: when the ranks were started; older beats are of an earlier start and do not count.
         ranks: ranks that must exist; one that has not beaten since `started` is in setup since then.
     """
     current = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    silent = [
-        Hung(rank=b.rank, host=b.host, phase=b.phase, step=b.step, quiet_s=now - b.time, limit_s=limits.of(b))
-        for b in current.values()
-    ]
+    silent = []
+    for b in current.values():
+        since, limit_s = b.time, limits.of(b)
+        if b.phase == "step" and b.time == b.phase_since and now - since > limit_s:
+            others = [other for other in everyone() if other.attempt == b.attempt]
+            since = max([since, *(other.phase_since for other in others)])
+            limit_s = max([limit_s, *(limits.of(other) for other in others if other.phase in ("checkpoint", "eval"))])
+        silent.append(Hung(rank=b.rank, host=b.host, phase=b.phase, step=b.step, quiet_s=now - since, limit_s=limit_s))
     silent += [
         Hung(rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s)
         for rank in ranks

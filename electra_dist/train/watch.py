@@ -62,7 +62,7 @@ class Watch:
     def beat(self, phase: Phase, step: int) -> None:
         """Say where this rank is; `step` steps are done."""
         self._heartbeat.beat(phase, step)
-        limit_s = min(_COLLECTIVE_FACTOR * self._limits.of(self._heartbeat.last), _LONGEST_COLLECTIVE_S)
+        limit_s = min(_COLLECTIVE_FACTOR * self._limits.of_its_collective(self._heartbeat.last), _LONGEST_COLLECTIVE_S)
         if abs(limit_s - self._collective_limit_s) > 0.1 * self._collective_limit_s:
             self._collective_limit_s = limit_s
             for group in list(c10d._world.pg_map):  # DeepSpeed has its own beside the default one

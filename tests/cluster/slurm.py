@@ -47,7 +47,7 @@ SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,bf_interval=2
 ReturnToService=2
 SlurmdTimeout={timeout}
 MessageTimeout={timeout}
-KillWait=5
+KillWait=30
 UnkillableStepTimeout=30
 JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none

@@ -23,9 +23,9 @@ def test_a_run_folder_with_a_space_a_quote_and_a_percent_sign(cluster: StartClus
 
 
 def test_time_limit_then_requeue(cluster: StartCluster, tiny_config: MakeConfig):
-    config = tiny_config("run", **{"train.num_steps": 100})
+    config = tiny_config("run", **{"train.num_steps": 800})  # 40 s: the signal may come 30 s late
     run = submit_fake(cluster(2), config, time_limit="1", signal_ahead_s=50)
-    print(f"done after {run.wait(200):.1f} s, 11 s of it for each requeue")
+    print(f"done after {run.wait(400):.1f} s, 11 s of it for each requeue")
     *before, last = run.verdicts()
     assert before and set(before) == {"next"} and last == "done", run.log()
     assert run.events("stop")[0]["why"] == "SIGUSR1"

@@ -175,6 +175,18 @@ def test_each_phase_is_hung_just_after_its_own_limit(phase: str, step_s: float |
     assert found == Hung(rank=0, host="n1", phase=phase, step=100, quiet_s=limit_s + 0.5, limit_s=limit_s)  # type: ignore[arg-type]
 
 
+def test_the_first_step_after_a_save_waits_for_who_still_saves_and_for_nobody_else():
+    first = beat(rank=1, step_s=0.1, phase_since=1000.0)
+    saving = beat(rank=0, phase="checkpoint", step_s=0.1, time=990.0, phase_since=990.0)
+    assert hung([first], 1059.0, LIMITS, everyone=lambda: [first, saving]) == []
+    assert [h.limit_s for h in hung([first], 1061.0, LIMITS, everyone=lambda: [first, saving])] == [60.0]
+    late = beat(rank=0, step_s=0.1, time=1030.0, phase_since=1030.0)  # its save took until then
+    assert hung([first], 1039.0, LIMITS, everyone=lambda: [first, late]) == []
+    assert [h.limit_s for h in hung([first], 1041.0, LIMITS, everyone=lambda: [first, late])] == [10.0]
+    another = beat(rank=0, attempt=2, phase="checkpoint", step_s=0.1)
+    assert hung([first], 1011.0, LIMITS, everyone=lambda: [first, another]) != []
+
+
 def test_a_rank_that_is_done_is_never_hung():
     assert hung([beat(phase="done")], 1e12, LIMITS) == []
 
