@@ -31,7 +31,16 @@ WINDOW_SHARDS = 64
 SHARES = (0.0, 0.1, 0.5, 0.99, 1000.5)  # of an epoch
 
 
-def write_corpus(url: str, endpoint_url: str | None, num_shards: int, rows_per_shard: int, num_distinct: int) -> Store:
+def write_corpus(
+    url: str,
+    num_shards: int,
+    rows_per_shard: int,
+    num_distinct: int,
+    *,
+    endpoint_url: str | None = None,
+    seq_len: int = SEQ_LEN,
+    vocab_size: int = VOCAB,
+) -> Store:
     """A corpus of random ids at `url`, unless it is there; on a local disk only `num_distinct` shards are files."""
     store = open_store(url, endpoint_url)
     if store.exists("corpus.json"):
@@ -45,14 +54,17 @@ def write_corpus(url: str, endpoint_url: str | None, num_shards: int, rows_per_s
             entries.append(entries[number % num_distinct].model_copy(update={"name": name}))
             continue
         file = io.BytesIO()
-        write_shard(file, rng.integers(5, VOCAB, (rows_per_shard, SEQ_LEN), dtype=np.uint16), 1024)
+        write_shard(file, rng.integers(5, vocab_size, (rows_per_shard, seq_len), dtype=np.uint16), 1024)
         data = file.getvalue()
         store.write(name, data)
-        digest, tokens = hashlib.sha256(data).hexdigest(), rows_per_shard * SEQ_LEN
+        digest, tokens = hashlib.sha256(data).hexdigest(), rows_per_shard * seq_len
         entries.append(ShardEntry(name=name, rows=rows_per_shard, tokens=tokens, bytes=len(data), sha256=digest))
     special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
-    tokenizer = TokenizerEntry(sha256="0" * 64, vocab_size=VOCAB, lowercase=True, special=special)
-    write_manifest(store, CorpusManifest(seq_len=SEQ_LEN, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
+    vocab = "".join(f"{token}\n" for token in [*special, *range(5, vocab_size)]).encode()
+    store.write("vocab.txt", vocab)
+    digest = hashlib.sha256(vocab).hexdigest()
+    tokenizer = TokenizerEntry(sha256=digest, vocab_size=vocab_size, lowercase=True, special=special)
+    write_manifest(store, CorpusManifest(seq_len=seq_len, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
     return store
 
 

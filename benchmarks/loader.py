@@ -134,14 +134,14 @@ def main(argv: Sequence[str] | None = None) -> Json:
     many = 200 if arguments.smoke else SHARDS_OF_33B
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         folder = Path(name)
-        store = write_corpus(str(folder / "corpus"), None, shards, rows_per_shard, shards)
+        store = write_corpus(str(folder / "corpus"), shards, rows_per_shard, shards)
         rates = compare(store, folder, arguments.rounds)
         missing = [name for name in WAYS if name not in rates]
         lines = [report_rates(rates, missing)]
         if arguments.s3:
-            large = write_corpus(arguments.s3, arguments.endpoint_url, shards, rows_per_shard, shards)
+            large = write_corpus(arguments.s3, shards, rows_per_shard, shards, endpoint_url=arguments.endpoint_url)
         else:
-            large = write_corpus(str(folder / "large"), None, many, rows_per_shard, shards)
+            large = write_corpus(str(folder / "large"), many, rows_per_shard, shards)
         entries = read_manifest(large).shards
         window = min(WINDOW_SHARDS, len(entries))
         num_rows = sum(entry.rows for entry in entries)
