@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from first_batch import WINDOW_SHARDS, time_positions, write_corpus
-from loader_rivals import BATCH, WAYS, Way, is_installed
+from loader_rivals import BATCH, WAYS, Way, is_usable
 from measure import Json, Line, alternate, finish, installed, parser, print_table, ratio, summary, told
 
 from electra_dist.data.manifest import read_manifest
@@ -45,7 +45,7 @@ def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
 
 def compare(store: Store, folder: Path, rounds: int) -> Json:
     """An epoch of each reader that is installed, in turn."""
-    ways = {name: way for name, way in WAYS.items() if is_installed(way)}
+    ways = {name: way for name, way in WAYS.items() if is_usable(way)}
     for name, way in ways.items():
         way.write(store, folder / name)
     read = {name: digest(way.read(store, folder / name)) for name, way in ways.items()}
@@ -97,10 +97,10 @@ def report_rates(found: Json, missing: Sequence[str]) -> Line:
         ]
         for name, way in found.items()
     ]
-    rows += [[name, "not installed", "", "", ""] for name in missing]
+    rows += [[name, "not usable here", "", "", ""] for name in missing]
     print_table(["", "rows / s core", "CPU us a row", "rows/s", "CPU / ours"], rows)
     rivals = [f"{way['ratio']['median']:.1f} x {name}" for name, way in found.items() if name != "ours"]
-    rivals += [f"{name} not installed" for name in missing]
+    rivals += [f"{name} not usable here" for name in missing]
     value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"
     return Line(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
 

@@ -9,13 +9,13 @@ arrays, in this process (no workers), so that CPU time is all of its work:
     mosaicml-streaming   MDS, one row a sample, shuffled by its default algorithm
     litdata              token chunks and TokensLoader, shuffled
 
-None checks what it reads but ours. Who is not installed is named by `measure.installed`.
+None checks what it reads but ours. Who is not installed, or cannot be imported, is named in the table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,8 +45,13 @@ class Way(NamedTuple):
     read: Callable[[Store, Path], Batches]
 
 
-def is_installed(way: Way) -> bool:
-    return importlib.util.find_spec(way.module) is not None
+def is_usable(way: Way) -> bool:
+    """Whether it can be imported: a package that is there may want others that do not fit this torch."""
+    try:
+        importlib.import_module(way.module)
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
 
 
 def _rows(store: Store) -> Iterator[np.ndarray]:

@@ -112,7 +112,7 @@ def finish(
 
     `name`: the script's, and behind a hyphen which of its subjects this is.
     """
-    given = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--save"]
+    given = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("--save", str(arguments.save))]
     date = datetime.now(UTC)
     record: Json = {
         "benchmark": name,

@@ -6,11 +6,10 @@ Both are started by `deepspeed --num_gpus 1`, in turn, on the same model and set
 shards and checkpoint by their digests, and keeps ledger, metrics and report; `restart_rival.py` does none of it. The
 parts, in seconds (ours from the ledger's setup_s and spent_s):
 
-    launch        the command until the rank's process exists
-    import        the interpreter and its imports
-    build         inputs, process group, model, engine
-    restore       the checkpoint (fresh: looking for one)
-    first step    until it is done, its wait for data included
+    launch and import    the launcher, the rank's interpreter and its imports
+    build                inputs, process group, model, engine
+    restore              the checkpoint (fresh: looking for one)
+    first step           until it is done, its wait for data included
 
 Where it stops: one rank, one machine, a warm page cache.
 """
@@ -35,7 +34,7 @@ from measure import REPOSITORY, TOY, Json, Line, finish, parser, print_table, ra
 from electra_dist.config_file import load_config
 from electra_dist.telemetry.ledger import read_ledger
 
-PARTS = ("launch", "import", "build", "restore", "first step")
+PARTS = ("launch and import", "build", "restore", "first step")
 SAVED, LAST = 2, 4  # steps: the fresh start is resumed from the first
 
 
@@ -54,9 +53,14 @@ def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
     ledger = read_ledger(run_dir)
     start = [event for event in ledger if event["event"] in ("start", "resume")][-1]
     spent = [event["spent_s"] for event in ledger if "spent_s" in event][-1]
-    seconds = {**start["setup_s"], "first step": spent["first"]}
+    seconds = {
+        "build": start["setup_s"]["build"],
+        "restore": start["setup_s"]["restore"],
+        "first step": spent["first"],
+    }
     ready = datetime.fromisoformat(start["time"]).timestamp() - begin
-    seconds["launch"] = ready - sum(start["setup_s"].values())
+    # One part, because the kernel tells a process's start to a second only.
+    seconds["launch and import"] = ready - seconds["build"] - seconds["restore"]
     for folder in (run_dir / "checkpoints").glob("step-*"):
         if int(folder.name.partition("-")[2].split("-")[0]) > SAVED:
             shutil.rmtree(folder)
@@ -67,7 +71,7 @@ def theirs(launcher: Sequence[str], config: Path, folder: Path) -> Json:
     """One start of the plain script."""
     begin, said = run(launcher, "benchmarks/restart_rival.py", "--config", config, "--folder", folder)
     told_by_it = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("{")))
-    seconds = {"launch": told_by_it["started"] - begin, **told_by_it["seconds"]}
+    seconds = {"launch and import": told_by_it["imported"] - begin, **told_by_it["seconds"]}
     return {"resumed": told_by_it["resumed"], "seconds": seconds, "total_s": told_by_it["first_step_done"] - begin}
 
 

@@ -14,7 +14,6 @@ import json
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
 from electra_dist.config_file import load_config
@@ -32,7 +31,7 @@ def main() -> None:
     parse.add_argument("--folder", type=Path, required=True)
     parse.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parse.parse_args()
-    times = [psutil.Process().create_time(), time.time()]
+    times = [time.time()]
     config = load_config(arguments.config, [])
     init_distributed()
     special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -52,9 +51,9 @@ def main() -> None:
             times.append(time.time())
     if not is_there:
         engine.deepspeed.save_checkpoint(str(arguments.folder))
-    names = ("import", "build", "restore", "first step")
+    names = ("build", "restore", "first step")
     spent = {name: end - begin for name, begin, end in zip(names, times, times[1:])}
-    print(json.dumps({"started": times[0], "first_step_done": times[-1], "resumed": is_there, "seconds": spent}))
+    print(json.dumps({"imported": times[0], "first_step_done": times[-1], "resumed": is_there, "seconds": spent}))
 
 
 if __name__ == "__main__":

@@ -133,15 +133,15 @@ def main(argv: Sequence[str] | None = None) -> Json:
     facts = f"{config.data.seq_len} tokens x {BATCH} rows, {arguments.threads} thread(s)"
     if arguments.packed:
         return report_packing(compare_packing(config, arguments), facts, arguments, argv)
-    found, lines = {}, []
+    found, lines, spent = {}, [], {}
     for precision in arguments.precision:
         found[precision] = compare(config, precision, arguments.rounds)
         lines.append(report(found[precision], precision, facts))
         if arguments.profile:
-            spent = profile(config, precision, steps=3)
-            print_table(["where our step goes", "ms"], [[kind, f"{ms:.1f}"] for kind, ms in spent.items()])
-            found[precision]["profile_ms"] = spent
-    return finish("step", arguments, argv, lines, threads=arguments.threads, ways=found)
+            spent[precision] = profile(config, precision, steps=3)
+            rows = [[kind, f"{ms:.1f}"] for kind, ms in spent[precision].items()]
+            print_table(["where our step goes", "ms"], rows)
+    return finish("step", arguments, argv, lines, threads=arguments.threads, ways=found, profile_ms=spent)
 
 
 def report(found: Json, precision: str, facts: str) -> Line:
