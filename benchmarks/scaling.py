@@ -5,7 +5,7 @@
 Each rank is a machine of its own (`tests/cluster/machines.py`: network namespaces on a bridge), whose link `tc` limits
 with a token bucket. The prediction is that of `telemetry/scaling.py`: the step without a limit at the same number of
 ranks (they share this machine's cores, so compute is measured and not divided), plus bytes_on_wire over the bandwidth.
-The bytes that the interface sent stand beside those predicted; they have some 5 % of TCP and Ethernet headers.
+The bytes that the interface sent stand beside those predicted; TCP and Ethernet headers come on top.
 
 Where it stops: one kernel, no latency on the links; gloo, not NCCL.
 """
