@@ -62,7 +62,7 @@ class Text:
 
 
 def build(text: Text, folder: Path, num_workers: int) -> int:
-    """Our build; text tokens."""
+    """Our build; text tokens, those held out with them."""
     shutil.rmtree(folder, ignore_errors=True)
     request = BuildRequest(
         inputs=text.files,
@@ -75,7 +75,8 @@ def build(text: Text, folder: Path, num_workers: int) -> int:
     )
     with open(os.devnull, "w") as nowhere:
         console = BuildConsole(text.num_bytes, Console(file=nowhere))
-        return int(build_corpus(request, console).manifest.totals["text_tokens"])
+        built = build_corpus(request, console)
+    return sum(manifest.totals["text_tokens"] for manifest in (built.manifest, built.heldout) if manifest)
 
 
 def encoder(text: Text) -> tokenizers.Tokenizer:
