@@ -7,7 +7,7 @@ RANKS ?= 2
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test cluster-test drills chaos lint typecheck clean help
+.PHONY: pretrain test cluster-test drills chaos bench lint typecheck clean help
 
 help:
 	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
@@ -15,6 +15,7 @@ help:
 	@echo "make cluster-test   a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills     kills, damages, S3 faults at length (docs/drills.md; about half an hour)"
 	@echo "make chaos      60 random faults against an uninterrupted run (about 20 minutes)"
+	@echo "make bench      all CPU benchmarks, and README's table from their results (under 15 minutes)"
 	@echo "make clean      remove build products (keeps runs/ and corpora/)"
 
 # torch first and alone: a range met by an installed torch never pulls another one over it.
@@ -64,6 +65,18 @@ drills: $(VENV)/ready-test
 
 chaos: $(VENV)/ready-test
 	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1
+
+# One after another, on a machine that does nothing else. Rivals beyond transformers and webdataset are in the extra
+# `bench`, which is not installed here: they pin other packages. benchmarks/scaling.py needs root.
+bench: $(VENV)/ready-test
+	$(BIN)/python benchmarks/step.py --rounds 5 --save
+	$(BIN)/python benchmarks/step.py --packed --save
+	$(BIN)/python benchmarks/head.py --save
+	$(BIN)/python benchmarks/loader.py --shards 3 --save
+	$(BIN)/python benchmarks/builder.py --save
+	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
+	$(BIN)/python benchmarks/restart.py --save
+	$(BIN)/python benchmarks/table.py
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

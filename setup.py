@@ -6,7 +6,8 @@ EXTRAS = {
     "s3": ["boto3>=1.36"],
     "export": ["transformers>=4.50,<6"],
     "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
-    "bench": ["transformers>=4.50,<6"],
+    # Rivals; a benchmark names those that are not installed and goes on without them.
+    "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",

@@ -9,15 +9,14 @@ on the CPU and measures the four in turn, round after round, in one process:
     torch.save  of the same fp32 state to one file (neither syncs nor hashes)
 
 It prints medians and spread, and how much resident memory each adds at its peak, and fails if our median is more than
-1.5 of memcpy's. It needs 18 GB of memory and 12 GB of disk. `--smoke` does the same with a small model in seconds.
+1.5 of memcpy's. It needs 18 GB of memory and 12 GB of disk; `--config configs/base_size.yaml` a third of it. `--smoke`
+does the same with a small model in seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
 import os
 import shutil
 import statistics
@@ -25,17 +24,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
+from measure import REPOSITORY, TOY, Line, finish, parser, print_table
 
 from electra_dist.checkpoint.fragments import owned_fragments, parameter_shapes
 from electra_dist.checkpoint.manifest import RunState, committed
@@ -44,18 +42,10 @@ from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.model.init import build_towers
 from electra_dist.store import open_store
-from electra_dist.telemetry.hardware import cpu
 from electra_dist.train.engine import Engine, init_distributed
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).parent / "results"
 LARGE = "configs/large_25pct_mask.yaml"
 MOST = 1.5  # of memcpy's time
-SMALL = [
-    "model.embedding_size=64",
-    "model.discriminator={hidden_size: 64, num_layers: 2, num_heads: 2, intermediate_size: 256}",
-    "model.generator={hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 128}",
-]
 
 
 @contextlib.contextmanager
@@ -179,20 +169,17 @@ def measure(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads; memcpy has one")
-    parser.add_argument("--smoke", action="store_true", help="a small model, 2 rounds, no judgement of times")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, may repeat")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--save", action="store_true", help="write a dated JSON file under benchmarks/results/")
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parse = parser(__doc__, rounds=7)
+    parse.add_argument("--threads", type=int, default=1, help="torch's threads; memcpy has one")
+    parse.add_argument("--config", default=LARGE, help="whose model")
+    parse.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, may repeat")
+    parse.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    arguments = parse.parse_args(argv)
     rounds = 2 if arguments.smoke else arguments.rounds
-    hardware = f"{cpu()['model']}, {cpu()['usable_cores']} cores, {cpu()['memory_gb']} GB"
     torch.set_num_threads(arguments.threads)
-    settings = ["train.global_batch=1", "train.micro_batch=1", *(SMALL if arguments.smoke else []), *arguments.set]
-    config = load_config(REPOSITORY / LARGE, settings)
+    settings = ["train.global_batch=1", "train.micro_batch=1", *(TOY if arguments.smoke else []), *arguments.set]
+    config = load_config(REPOSITORY / arguments.config, settings)
     init_distributed()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(config, Path(folder))
@@ -202,38 +189,40 @@ def main() -> int:
         bench.engine.close()
     dist.destroy_process_group()
     ratios = {name: row["median_s"] / found["memcpy"]["median_s"] for name, row in found.items()}
-    print(
-        f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state, ZeRO-1 bf16, 1 rank, "
-        f"{arguments.threads} thread(s), {rounds} rounds\n{hardware}, torch {torch.__version__}, "
-        f"deepspeed {deepspeed.__version__}\n"
-    )
-    print(f"{'':10} {'median s':>9} {'least':>8} {'most':>8} {'x memcpy':>9} {'x ours':>8} {'extra peak GB':>14}")
-    for name, row in found.items():
-        low, high, memory = min(row["seconds"]), max(row["seconds"]), row["extra_peak_bytes"] / 1e9
-        of_ours = row["median_s"] / found["ours"]["median_s"]
-        spread = f"{row['median_s']:9.3f} {low:8.3f} {high:8.3f}"
-        print(f"{name:10} {spread} {ratios[name]:9.2f} {of_ours:8.2f} {memory:14.2f}")
+    facts = f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state"
+    print(f"{facts}, ZeRO-1 bf16, 1 rank, {arguments.threads} thread(s), {rounds} rounds\n")
+    report(found, ratios)
     print(f"ours, behind the training: hashed, written, synced and committed after {write_s:.2f} s (median)")
     good = ratios["ours"] <= MOST
     print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {'good' if good else 'BAD'}")
-    if arguments.save:
-        date = datetime.now(UTC)
-        record = {
-            "benchmark": "checkpoint",
-            "date": date.isoformat(timespec="seconds"),
-            "hardware": hardware,
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__,
-            "parameters": num_parameters,
-            "state_bytes": bench.num_bytes,
-            "ways": found,
-            "ratio_to_memcpy": ratios,
-            "write_behind_s": write_s,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"checkpoint-{date:%Y%m%d}.json").write_text(json.dumps(record, indent=1) + "\n")
+    of_ours = {name: row["median_s"] / found["ours"]["median_s"] for name, row in found.items()}
+    line = Line(
+        f"save, stall of the training, {facts}",
+        f"{found['ours']['median_s']:.2f} s, {ratios['ours']:.2f} x memcpy of the same bytes",
+        f"{of_ours['DeepSpeed']:.1f} x DeepSpeed's save, {of_ours['torch.save']:.1f} x torch.save",
+    )
+    finish(
+        "checkpoint",
+        arguments,
+        argv,
+        [line],
+        threads=arguments.threads,
+        parameters=num_parameters,
+        state_bytes=bench.num_bytes,
+        ways=found,
+        ratio_to_memcpy=ratios,
+        write_behind_s=write_s,
+    )
     return 0 if good or arguments.smoke else 1
+
+
+def report(found: dict[str, dict[str, Any]], ratios: dict[str, float]) -> None:
+    rows = []
+    for name, row in found.items():
+        of_ours = row["median_s"] / found["ours"]["median_s"]
+        times = [f"{s:.3f}" for s in (row["median_s"], min(row["seconds"]), max(row["seconds"]))]
+        rows.append([name, *times, f"{ratios[name]:.2f}", f"{of_ours:.2f}", f"{row['extra_peak_bytes'] / 1e9:.2f}"])
+    print_table(["", "median s", "least", "most", "x memcpy", "x ours", "extra peak GB"], rows)
 
 
 if __name__ == "__main__":

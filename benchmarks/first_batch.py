@@ -1,27 +1,22 @@
-"""How long the first batch takes at any position, and what storage, digest and order cost after it.
+"""How long the first batch takes at any position of a corpus of 33 B tokens, and what the order of its rows costs.
 
-    python benchmarks/first_batch.py                  # order of 64 M rows; then shards of 16 MB on the local disk
-    python benchmarks/first_batch.py --s3 s3://bucket/prefix --endpoint-url http://host:9000      # shards on S3
-
-Prints a table and one line of JSON. The S3 corpus is written by the script and stays there.
+Part of `loader.py`. The manifest is real in all but its bytes: thousands of names on the local disk are hard links to
+the same few shards, so that each is opened, hashed and mapped as any other, and 66 GB need not be written. On S3 the
+corpus has as many shards as were asked for; it is written by the script and stays there.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import hashlib
 import io
-import json
 import os
-import platform
-import shutil
-import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
+from measure import Json
 
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import RowLoader
@@ -30,97 +25,84 @@ from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import write_shard
 from electra_dist.store import Store, open_store
 
-SEQ_LEN, ROWS, BLOCK = 512, 16_384, 1_024  # a shard of 16.8 MB
-GLOBAL_BATCH = 2_048
-POSITIONS = (0, 12_345_678, 63_000_000, 640_000_123, 64_000_000_000)
+SEQ_LEN, VOCAB = 512, 30_522
+GLOBAL_BATCH, RANKS = 2_048, 8  # a rank reads 256 rows a step
+WINDOW_SHARDS = 64
+SHARES = (0.0, 0.1, 0.5, 0.99, 1000.5)  # of an epoch
 
 
-def time_order(num_rows: int) -> list[dict[str, float]]:
-    """A new order object for each position, as after a restart."""
-    found = []
-    for position in POSITIONS:
-        start = time.perf_counter()
-        order = RowOrder([ROWS] * (num_rows // ROWS), seed=42, window_shards=64)
-        order.locate(np.arange(position, position + GLOBAL_BATCH))
-        first_ms = 1e3 * (time.perf_counter() - start)
-        start = time.perf_counter()
-        order.locate(np.arange(position + GLOBAL_BATCH, position + 2 * GLOBAL_BATCH))
-        found.append({"position": position, "first_ms": first_ms, "next_ms": 1e3 * (time.perf_counter() - start)})
-    return found
-
-
-def build(store: Store, num_shards: int) -> None:
-    """A corpus of random ids, unless it is there already."""
+def write_corpus(
+    url: str,
+    num_shards: int,
+    rows_per_shard: int,
+    num_distinct: int,
+    *,
+    endpoint_url: str | None = None,
+    seq_len: int = SEQ_LEN,
+    vocab_size: int = VOCAB,
+) -> Store:
+    """A corpus of random ids at `url`, unless it is there; on a local disk only `num_distinct` shards are files."""
+    store = open_store(url, endpoint_url)
     if store.exists("corpus.json"):
-        return
-    rng = np.random.default_rng(0)
-    entries = []
+        return store
+    rng, entries = np.random.default_rng(0), []
     for number in range(num_shards):
+        name = f"shard-{number:06d}.tar"
+        path, original = store.local_path(name), store.local_path(f"shard-{number % num_distinct:06d}.tar")
+        if number >= num_distinct and path is not None and original is not None:
+            os.link(original, path)
+            entries.append(entries[number % num_distinct].model_copy(update={"name": name}))
+            continue
         file = io.BytesIO()
-        write_shard(file, rng.integers(0, 30_522, (ROWS, SEQ_LEN), dtype=np.uint16), BLOCK)
-        data, name = file.getvalue(), f"shard-{number:06d}.tar"
+        write_shard(file, rng.integers(5, vocab_size, (rows_per_shard, seq_len), dtype=np.uint16), 1024)
+        data = file.getvalue()
         store.write(name, data)
-        digest = hashlib.sha256(data).hexdigest()
-        entries.append(ShardEntry(name=name, rows=ROWS, tokens=ROWS * SEQ_LEN, bytes=len(data), sha256=digest))
-    special = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}
-    tokenizer = TokenizerEntry(sha256="0" * 64, vocab_size=30_522, lowercase=True, special=special)
-    write_manifest(store, CorpusManifest(seq_len=SEQ_LEN, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
+        digest, tokens = hashlib.sha256(data).hexdigest(), rows_per_shard * seq_len
+        entries.append(ShardEntry(name=name, rows=rows_per_shard, tokens=tokens, bytes=len(data), sha256=digest))
+    special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    vocab = "".join(f"{token}\n" for token in [*special, *range(5, vocab_size)]).encode()
+    store.write("vocab.txt", vocab)
+    digest = hashlib.sha256(vocab).hexdigest()
+    tokenizer = TokenizerEntry(sha256=digest, vocab_size=vocab_size, lowercase=True, special=special)
+    write_manifest(store, CorpusManifest(seq_len=seq_len, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
+    return store
 
 
-def time_loader(store: Store, folder: Path, position: int, num_steps: int, window_shards: int) -> dict[str, float]:
-    """Open everything anew, as after a restart, and read on from a position."""
-    start = time.perf_counter()
-    with contextlib.closing(ShardCache(store, read_manifest(store), folder)) as cache:
+def time_order(rows_per_shard: list[int], share: float) -> Json:
+    """A new order, as after a restart: milliseconds to a step's rows and to the next step's, and its peak memory."""
+    position = int(share * sum(rows_per_shard))
+    positions = np.arange(position, position + GLOBAL_BATCH)
+    begin = time.perf_counter()
+    order = RowOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS)
+    order.locate(positions)
+    middle = time.perf_counter()
+    order.locate(positions + GLOBAL_BATCH)
+    end = time.perf_counter()
+    tracemalloc.start()  # apart: it slows what it watches
+    RowOrder(rows_per_shard, seed=42, window_shards=WINDOW_SHARDS).locate(positions)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"order_ms": 1e3 * (middle - begin), "next_ms": 1e3 * (end - middle), "order_peak_bytes": peak_bytes}
+
+
+def time_first_batch(store: Store, cache_folder: Path, share: float, window_shards: int) -> float:
+    """Seconds from nothing but an open store to the first batch of one rank, as after a restart."""
+    begin = time.perf_counter()
+    with contextlib.closing(ShardCache(store, read_manifest(store), cache_folder)) as cache:
         order = RowOrder([entry.rows for entry in cache.manifest.shards], 42, window_shards)
-        loader = RowLoader(cache, order, GLOBAL_BATCH, 0, 8, position // GLOBAL_BATCH)
+        step = int(share * order.rows_per_epoch) // GLOBAL_BATCH
+        loader = RowLoader(cache, order, GLOBAL_BATCH, rank=0, world_size=RANKS, start_step=step)
         loader.next()
-        first_s = time.perf_counter() - start
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            loader.next()
-        step_ms = 1e3 * (time.perf_counter() - start) / num_steps
+        seconds = time.perf_counter() - begin
         loader.close()
-    return {"position": position, "first_s": first_s, "step_ms": step_ms}
+    return seconds
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=int, default=16, help="shards of 16.8 MB to read")
-    parser.add_argument("--steps", type=int, default=50, help="steps to read on, of 256 rows for this rank")
-    parser.add_argument("--s3", help="read through S3 instead of a local folder")
-    parser.add_argument("--endpoint-url")
-    args = parser.parse_args()
-    order = time_order(64_000_000)
-    print("position         order, first ms   order, next ms   (2,048 rows of 64 M in 3,906 shards)")
-    for row in order:
-        print(f"{row['position']:<16,d} {row['first_ms']:>10.2f} {row['next_ms']:>16.2f}")
-    folder = Path(tempfile.mkdtemp(prefix="first-batch-"))
-    try:
-        store = open_store(args.s3 or str(folder / "corpus"), args.endpoint_url)
-        build(store, args.shards)
-        loader = []
-        for number, position in enumerate(POSITIONS):
-            cache = folder / f"cache-{number}"
-            cold = time_loader(store, cache, position, args.steps, args.shards // 2)
-            warm = time_loader(store, cache, position, args.steps, args.shards // 2)
-            loader.append({**cold, "again_s": warm["first_s"]})
-            shutil.rmtree(cache, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder)
-    megabytes = args.shards // 2 * ROWS * SEQ_LEN * 2 / 1e6
-    print(f"position         first batch s    again s   next steps ms   (256 rows; windows of {megabytes:.0f} MB)")
-    for row in loader:
-        print(f"{row['position']:<16,d} {row['first_s']:>10.3f} {row['again_s']:>12.3f} {row['step_ms']:>12.2f}")
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{os.cpu_count()} x {platform.machine()}",
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "storage": "s3" if args.s3 else "local",
-    }
-    print(json.dumps({**facts, "order": order, "loader": loader}))
-
-
-if __name__ == "__main__":
-    main()
+def time_positions(store: Store, folder: Path, window_shards: int) -> list[Json]:
+    """Each position cold (which on a local disk is no different) and again from the warm cache."""
+    rows_per_shard = [entry.rows for entry in read_manifest(store).shards]
+    found = []
+    for share in SHARES:
+        cold_s, warm_s = (time_first_batch(store, folder, share, window_shards) for _ in range(2))
+        found.append({"epochs": share, "first_s": cold_s, "again_s": warm_s, **time_order(rows_per_shard, share)})
+    return found

@@ -7,24 +7,21 @@ growth of the process's resident memory over its inputs. `--width 64` gives the 
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.nn.functional as F
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
+from measure import Line, finish, parser
 
 VOCAB, PADDED = 30522, 30592
-RESULTS = Path(__file__).parent / "results"
 
 
 class Inputs(NamedTuple):
@@ -62,14 +59,6 @@ def eager(given: Inputs) -> float:
     return loss.item()
 
 
-def cpu_name() -> str:
-    """The processor's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def measure(name: str, num_rows: int, width: int) -> dict[str, float]:
     """Run one head once in this process; memory in bytes above the inputs."""
     given = inputs(num_rows, width)
@@ -79,13 +68,14 @@ def measure(name: str, num_rows: int, width: int) -> dict[str, float]:
     return {"loss": loss, "extra_peak_bytes": peak - before, "seconds": time.perf_counter() - started}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=8192, help="masked rows")
-    parser.add_argument("--width", type=int, default=1024, help="features of a row")
-    parser.add_argument("--only", choices=["ours", "eager"], help="measure one head in this process and print JSON")
-    parser.add_argument("--save", action="store_true", help="write a dated JSON file under benchmarks/results/")
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parse = parser(__doc__)
+    parse.add_argument("--rows", type=int, default=8192, help="masked rows")
+    parse.add_argument("--width", type=int, default=1024, help="features of a row")
+    parse.add_argument("--only", choices=["ours", "eager"], help="measure one head in this process and print JSON")
+    arguments = parse.parse_args(argv)
+    if arguments.smoke:
+        arguments.rows, arguments.width = 2048, 32  # fewer rows would drown in what the process holds anyway
     if arguments.only:
         print(json.dumps(measure(arguments.only, arguments.rows, arguments.width)))
         return
@@ -102,22 +92,25 @@ def main() -> None:
         gigabytes = row["extra_peak_bytes"] / 1e9
         print(f"{name:<6} extra peak {gigabytes:6.2f} GB   {row['seconds']:7.1f} s   loss {row['loss']:.2f}")
     print(f"ours / eager: memory {ratio:.3f} (at most 0.333), loss differs by {loss_error:.1e} (at most 1e-05)")
-    if arguments.save:
-        date = datetime.now(UTC)
-        record = {
-            "benchmark": "head",
-            "date": date.isoformat(timespec="seconds"),
-            "hardware": cpu_name(),
-            "threads": threads,
-            "torch": torch.__version__,
-            "rows": arguments.rows,
-            "width": arguments.width,
-            "vocab": VOCAB,
-            "heads": found,
-            "memory_ratio": ratio,
-            "loss_relative_difference": loss_error,
-        }
-        (RESULTS / f"head-{date:%Y%m%d}.json").write_text(json.dumps(record, indent=1) + "\n")
+    line = Line(
+        f"generator head, {arguments.rows:,} masked rows x {arguments.width}, vocabulary {VOCAB:,}, fp32",
+        f"{found['ours']['extra_peak_bytes'] / 1e9:.2f} GB at its peak",
+        f"{ratio:.3f} of plain PyTorch's memory, "
+        f"{found['ours']['seconds'] / found['eager']['seconds']:.2f} of its time",
+    )
+    finish(
+        "head",
+        arguments,
+        argv,
+        [line],
+        threads=threads,
+        rows=arguments.rows,
+        width=arguments.width,
+        vocab=VOCAB,
+        heads=found,
+        memory_ratio=ratio,
+        loss_relative_difference=loss_error,
+    )
     if ratio > 1 / 3 or loss_error > 1e-5:
         sys.exit("the head's promise on memory or loss does not hold")
 

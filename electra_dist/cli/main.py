@@ -14,6 +14,7 @@ from electra_dist.cli.checkpoint import app as checkpoint_app
 from electra_dist.cli.compare import compare
 from electra_dist.cli.finetune import finetune, minimal_pairs
 from electra_dist.cli.flops import flops
+from electra_dist.cli.plan import plan
 from electra_dist.cli.status import status
 from electra_dist.cli.submit import submit
 from electra_dist.cli.verify import verify_command
@@ -30,6 +31,7 @@ app.command()(status)
 app.command()(finetune)
 app.command()(compare)
 app.command()(flops)
+app.command()(plan)
 app.command("minimal-pairs")(minimal_pairs)
 app.command("verify")(verify_command)
 
@@ -54,14 +56,6 @@ def config(
             value = value[part] if isinstance(value, dict) else value
         table.add_row(key, str(value), where, *([_description(key)] if describe else []))
     Console().print(table)
-
-
-@app.command()
-def plan(file: ConfigFile, overrides: Overrides = None) -> None:
-    """What a run would take: parameters, tokens, memory, FLOPs, days (the same as pretrain.py --dry-run)."""
-    from electra_dist.telemetry.plan import print_plan
-
-    print_plan(load_config(file, overrides or ()))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.telemetry.budget import PARTS, Budget, make_budget, state_layout
 from electra_dist.telemetry.console import format_count, format_duration
+from electra_dist.telemetry.scaling import ASSUMPTIONS, Cluster, scale
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,24 @@ class Section:
     prose: bool = True  # the last column is text, not numbers
 
 
-def print_plan(config: Config, corpus: CorpusManifest | None = None, stream: TextIO | None = None) -> None:
-    """Print the plan of a run on `stream` (default stdout)."""
+def print_plan(
+    config: Config,
+    corpus: CorpusManifest | None = None,
+    stream: TextIO | None = None,
+    cluster: Cluster | None = None,
+) -> None:
+    """Print the plan of a run on `stream` (default stdout); with `cluster` also how it scales over nodes."""
     stream = stream or sys.stdout
+    sections = [*plan_sections(config, corpus), *([scaling_section(config, cluster)] if cluster else [])]
     if stream.isatty():
-        Console(file=stream, highlight=False).print(_tables(plan_sections(config, corpus)))
+        Console(file=stream, highlight=False).print(_tables(sections))
     else:
-        print(plan_text(config, corpus), file=stream, flush=True)
+        print(_text(sections), file=stream, flush=True)
 
 
 def plan_text(config: Config, corpus: CorpusManifest | None = None) -> str:
     """The plan as plain text."""
-    return "\n\n".join(_plain(section) for section in plan_sections(config, corpus))
+    return _text(plan_sections(config, corpus))
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[Section]:
@@ -63,6 +70,45 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
         _compute(config, budget),
         _world_sizes(config, budget),
     ]
+
+
+def scaling_section(config: Config, cluster: Cluster) -> Section:
+    """The run on growing numbers of nodes.
+
+    Raises:
+        UserError: the batch does not go into the nodes, or the GPU is not known.
+    """
+    rows = []
+    for scaled in scale(config, cluster):
+        price = cluster.gpu_hour_price
+        cost = [] if price is None else [f"{scaled.gpu_hours * price:,.0f}"]
+        rows.append([
+            str(scaled.nodes),
+            str(scaled.ranks),
+            str(scaled.micro_batches),
+            f"{scaled.wire_bytes / 1e9:.2f}",
+            f"{scaled.compute_s:.3g}",
+            f"{scaled.communication_s:.3g}",
+            f"{scaled.step_s:.3g}",
+            f"{scaled.efficiency:.1%}",
+            format_count(scaled.tokens_per_s),
+            f"{scaled.days:,.2f}",
+            f"{scaled.gpu_hours:,.0f}",
+            *cost,
+        ])  # fmt: skip
+    measured = cluster.gpu_tokens_per_s
+    rate = (
+        f"{format_count(measured)} tok/s a GPU, given" if measured else f"plan.utilisation {config.plan.utilisation}"
+    )
+    note = f"ZeRO-{config.engine.zero_stage}, {config.train.precision}; compute: {rate}; {'; '.join(ASSUMPTIONS)}"
+    header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "step s", "efficiency", "tok/s"]
+    header += ["days", "GPU-hours", *([] if cluster.gpu_hour_price is None else ["cost"])]
+    title = f"Scaling on {cluster.gpu}, {8 * cluster.fabric_bytes_per_s / 1e9:g} Gb/s a node"
+    return Section(title, rows, header=header, note=note, prose=False)
+
+
+def _text(sections: list[Section]) -> str:
+    return "\n\n".join(_plain(section) for section in sections)
 
 
 def _model(config: Config, budget: Budget) -> Section:

@@ -1,0 +1,173 @@
+"""Readers of the same rows in `loader.py`: ours, and three libraries in their own formats and at their fastest.
+
+Each way writes its data set once and then gives an iterator over one shuffled epoch of [BATCH, seq_len] integer
+arrays, in this process (no workers), so that CPU time is all of its work:
+
+    ours                 RowLoader over a local corpus: digests, window shuffle, receipts included
+    webdataset           tars of one row a sample, as its users write them: shuffle buffer, batches
+    webdataset, blocks   our shards through its pipeline: blocks of 1,024 rows, rows, shuffle buffer, batches
+    mosaicml-streaming   MDS, one row a sample, shuffled by its default algorithm
+    litdata              token chunks and TokensLoader, shuffled
+
+None checks what it reads but ours. Who is not installed, or cannot be imported, is named in the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from first_batch import WINDOW_SHARDS
+
+from electra_dist.data.cache import ShardCache
+from electra_dist.data.loader import RowLoader
+from electra_dist.data.manifest import read_manifest
+from electra_dist.data.order import RowOrder
+from electra_dist.data.shard import Shard
+from electra_dist.store import Store
+
+BATCH = 256
+BUFFER_ROWS = 10_000  # of webdataset's shuffle
+Batches = Iterator[np.ndarray]
+
+
+class Way(NamedTuple):
+    """A reader: the package it needs, the module that tells whether it is there, how it reads."""
+
+    package: str
+    module: str
+    write: Callable[[Store, Path], None]
+    read: Callable[[Store, Path], Batches]
+
+
+def is_usable(way: Way) -> bool:
+    """Whether it can be imported: a package that is there may want others that do not fit this torch."""
+    try:
+        importlib.import_module(way.module)
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _rows(store: Store) -> Iterator[np.ndarray]:
+    """All rows of the corpus, a shard at a time."""
+    manifest = read_manifest(store)
+    for entry in manifest.shards:
+        path = store.local_path(entry.name)
+        assert path is not None
+        shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
+        yield shard.rows(np.arange(shard.num_rows))
+        shard.close()
+
+
+def _nothing(store: Store, folder: Path) -> None:
+    """Our shards are there."""
+
+
+def _read_ours(store: Store, folder: Path) -> Batches:
+    with contextlib.closing(ShardCache(store, read_manifest(store), folder)) as cache:
+        order = RowOrder([entry.rows for entry in cache.manifest.shards], 42, WINDOW_SHARDS)
+        loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
+        for _ in range(order.rows_per_epoch // BATCH):
+            yield loader.next().ids
+        loader.close()
+
+
+def _write_webdataset(store: Store, folder: Path) -> None:
+    import webdataset
+
+    folder.mkdir()
+    for number, block in enumerate(_rows(store)):
+        with webdataset.TarWriter(str(folder / f"{number:06d}.tar")) as writer:
+            for index, row in enumerate(block):
+                writer.write({"__key__": f"{index:08d}", "npy": row})
+
+
+def _read_webdataset(store: Store, folder: Path) -> Batches:
+    def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
+        for sample in samples:
+            yield np.load(io.BytesIO(sample["npy"]))
+
+    return _webdataset(sorted(map(str, folder.glob("*.tar"))), rows)
+
+
+def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
+    def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
+        for sample in samples:
+            yield from np.load(io.BytesIO(sample["rows.npy"]))
+
+    return _webdataset([str(store.local_path(entry.name)) for entry in read_manifest(store).shards], rows)
+
+
+def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Iterator[np.ndarray]]) -> Batches:
+    import webdataset
+
+    return iter(
+        webdataset.DataPipeline(
+            webdataset.SimpleShardList(paths),
+            webdataset.shuffle(len(paths)),
+            webdataset.tarfile_to_samples(),
+            rows,
+            webdataset.shuffle(BUFFER_ROWS, initial=BUFFER_ROWS),
+            webdataset.batched(BATCH, collation_fn=np.stack),
+        )
+    )
+
+
+def _write_streaming(store: Store, folder: Path) -> None:
+    from streaming import MDSWriter
+
+    seq_len = read_manifest(store).seq_len
+    with MDSWriter(out=str(folder), columns={"ids": f"ndarray:uint16:{seq_len}"}, size_limit=1 << 24) as writer:
+        for block in _rows(store):
+            for row in block:
+                writer.write({"ids": row})
+
+
+def _read_streaming(store: Store, folder: Path) -> Batches:
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+    from torch.utils.data import DataLoader
+
+    clean_stale_shared_memory()
+    dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
+    return iter(DataLoader(dataset, BATCH, collate_fn=lambda samples: np.stack([sample["ids"] for sample in samples])))
+
+
+def _write_litdata(store: Store, folder: Path) -> None:
+    import torch
+    from litdata.streaming.cache import Cache
+    from litdata.streaming.item_loader import TokensLoader
+
+    seq_len = read_manifest(store).seq_len
+    cache = Cache(str(folder), chunk_bytes=1 << 24, item_loader=TokensLoader(seq_len))
+    number = 0
+    for block in _rows(store):
+        for row in torch.from_numpy(block):
+            cache._add_item(number, row)
+            number += 1
+    cache.done()
+    cache.merge()
+
+
+def _read_litdata(store: Store, folder: Path) -> Batches:
+    import litdata
+    from litdata.streaming.item_loader import TokensLoader
+
+    loader = TokensLoader(read_manifest(store).seq_len)
+    dataset = litdata.StreamingDataset(str(folder), item_loader=loader, shuffle=True)
+    return (batch.numpy() for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0))
+
+
+WAYS = {
+    "ours": Way("electra-dist", "electra_dist", _nothing, _read_ours),
+    "webdataset": Way("webdataset", "webdataset", _write_webdataset, _read_webdataset),
+    "webdataset, blocks": Way("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
+    "mosaicml-streaming": Way("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
+    "litdata": Way("litdata", "litdata", _write_litdata, _read_litdata),
+}

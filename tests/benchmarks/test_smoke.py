@@ -1,0 +1,104 @@
+"""Every CPU benchmark at toy size: that it runs, that both sides do the same work, what it records. Never times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import builder
+import loader
+import pytest
+import restart
+import scaling
+import step
+from machines import missing
+
+from electra_dist.corpus.build import build_corpus
+from electra_dist.telemetry.scaling import bytes_on_wire
+
+
+def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Its record, which must be the one that it saved."""
+    record = benchmark.main(["--smoke", "--save", str(folder), *arguments])
+    (file,) = folder.glob(f"{record['benchmark']}-2*.json")
+    saved = json.loads(file.read_text())
+    assert saved == json.loads(json.dumps(record))
+    assert saved["smoke"]
+    assert saved["command"].startswith(f"python benchmarks/{benchmark.__name__}.py --smoke")
+    assert {"hardware", "versions", "date"} <= saved.keys()
+    assert saved["lines"]
+    return saved
+
+
+def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
+    record = _run(step, tmp_path, "--rounds", "1", "--profile")
+    ways = record["ways"]
+    for precision, tolerance in (("fp32", 1e-4), ("bf16", 3e-2)):
+        ours, *rivals = ways[precision].values()
+        assert len(rivals) == 2
+        for kind in ("mlm", "rtd"):
+            exact = ours["losses_without_dropout"][kind]
+            assert exact > 0
+            assert all(
+                rival["losses_without_dropout"][kind] == pytest.approx(exact, rel=tolerance) for rival in rivals
+            )
+    assert {"matrix products", "optimizer", "GELU"} <= record["profile_ms"]["fp32"].keys()
+
+
+def test_packed_rows_hold_more_real_tokens(tmp_path: Path) -> None:
+    ways = _run(step, tmp_path, "--packed", "--rounds", "1")["ways"]
+    assert ways["packed"]["real_share"] > 0.95 > ways["padded"]["real_share"] > 0.5
+
+
+def test_readers_read_the_same_rows(tmp_path: Path) -> None:
+    record = _run(loader, tmp_path, "--rounds", "1")
+    ways = record["ways"]
+    assert {"ours", "webdataset", "webdataset, blocks"} <= ways.keys()
+    assert {(way["rows"], way["digest"]) for way in ways.values()} == {(2048, ways["ours"]["digest"])}
+    assert set(record["packages"]) == {"electra-dist", "webdataset", "mosaicml-streaming", "litdata"}
+    assert [row["epochs"] for row in record["positions"]] == [0.0, 0.1, 0.5, 0.99, 1000.5]
+    assert all(0 < row["order_peak_bytes"] < 10e6 for row in record["positions"])
+    assert record["gets_per_million_rows"] == pytest.approx(1e6 / 1024)
+
+
+def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
+    rows = loader.np.arange(60, dtype=loader.np.uint16).reshape(6, 10)
+    exact = loader.digest(iter([rows]))
+    assert loader.digest(iter([rows[3:], rows[:3]])) == exact
+    assert loader.digest(iter([rows[:, ::-1]])) != exact
+    assert loader.digest(iter([rows[[0, 0, 2, 3, 4, 5]]])) != exact
+
+
+def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_only: list[int] = []
+    monkeypatch.setattr(builder, "WORKERS", (1,))  # a second worker is a second start of Python
+    monkeypatch.setattr(builder, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
+    record = _run(builder, tmp_path)
+    assert record["text_tokens"] > 10_000
+    assert {"ours", "tokenizers"} <= record["workers"]["1"].keys()
+    assert len(one_only) == 2  # the count and one timed round
+
+
+def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "build", lambda *given: 7)
+    with pytest.raises(SystemExit, match="not the same work"):
+        builder.main(["--smoke"])
+
+
+@pytest.mark.multiproc
+def test_restarts_are_fresh_then_resumed(tmp_path: Path) -> None:
+    starts = _run(restart, tmp_path, "--rounds", "1")["starts"]
+    for kind, by in starts.items():
+        for begun in (start for who in ("ours", "DeepSpeed") for start in by[who]):
+            assert begun["resumed"] == (kind == "resume")
+            assert begun["total_s"] == pytest.approx(sum(begun["seconds"].values()), abs=0.5)
+            assert begun["seconds"].keys() == set(restart.PARTS)
+            assert min(begun["seconds"].values()) >= 0
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_limited_links_carry_the_predicted_bytes(tmp_path: Path) -> None:
+    record = _run(scaling, tmp_path, "--rounds", "1", "--ranks", "2", "--rates", "100Mbit")
+    [run] = record["runs"]
+    assert run["sent_bytes"] == pytest.approx(run["predicted_bytes"], rel=0.15)  # headers come on top
+    assert run["predicted_bytes"] == pytest.approx(bytes_on_wire(191_821, 1, "fp32", 2), rel=0.01)
