@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/demo_cpu.yaml
 RANKS ?= 2
+CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
@@ -53,7 +54,7 @@ test: lint typecheck
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
 
 cluster-test: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s tests/cluster
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s $(CLUSTER_TESTS)
 
 # Each ends with a table and fails if one line of it does; docs/drills.md says what it proves.
 drills: $(VENV)/ready-test

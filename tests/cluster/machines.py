@@ -38,7 +38,20 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "needs root (network namespaces)"
     absent = [tool for tool in ("ip", "nft", "unshare", "nsenter") if shutil.which(tool) is None]
-    return f"not installed: {', '.join(absent)}" if absent else ""
+    if absent:
+        return f"not installed: {', '.join(absent)} (iproute2, nftables, util-linux)"
+    trial = [
+        "unshare",
+        "--net",
+        "--mount",
+        "--pid",
+        "--fork",
+        "sh",
+        "-c",
+        "ip link add trial0 type bridge && nft list tables",
+    ]
+    done = subprocess.run(trial, capture_output=True, text=True, check=False)
+    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else ""
 
 
 class Machines:
