@@ -23,8 +23,8 @@ def test_a_run_folder_with_a_space_a_quote_and_a_percent_sign(cluster: StartClus
 
 
 def test_time_limit_then_requeue(cluster: StartCluster, tiny_config: MakeConfig):
-    config = tiny_config("run", **{"train.num_steps": 800})  # 40 s: the signal may come 30 s late
-    run = submit_fake(cluster(2), config, time_limit="1", signal_ahead_s=50)
+    config = tiny_config("run", **{"train.num_steps": 300})  # 100 s
+    run = submit_fake(cluster(2), config, time_limit="2", signal_ahead_s=45)  # which Slurm may give a minute early
     print(f"done after {run.wait(400):.1f} s, 11 s of it for each requeue")
     *before, last = run.verdicts()
     assert before and set(before) == {"next"} and last == "done", run.log()
@@ -100,10 +100,10 @@ def test_a_mistake_that_only_a_person_can_mend_cancels_the_chain(cluster: StartC
 
 def test_a_cancelled_job_saves_and_stays_away(cluster: StartCluster, tiny_config: MakeConfig):
     slurm = cluster(2)
-    run = submit_fake(slurm, tiny_config("run"))
+    run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 300}))
     run.wait_for_checkpoint(3)
     slurm.slurm("scancel", run.jobs[0])
-    run.wait(30)
+    run.wait(60)
     assert run.verdicts() == ["leave"], run.log()
     print(run.status())
     assert slurm.job_state(run.jobs[0]) == "CANCELLED"

@@ -53,7 +53,7 @@ def test_tail_error_is_not_larger_than_the_references(
     monkeypatch.setattr(discriminator_tail_triton, "NUM_PROGRAMS", 3)  # strips of several tiles
     monkeypatch.setattr(discriminator_tail_triton, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
     results = []
-    for draw in range(draws):
+    for draw in range(draws if dtype == torch.float32 else draws // 2):  # 16-bit inputs: the same arithmetic
         shapes = [(num_tokens, hidden), (hidden,), (hidden,), (1,)]
         given = [(torch.randn(shape) * scale).to(dtype) for shape, scale in zip(shapes, (1, 1, hidden**-0.5, 1))]
         label, mask = torch.rand(num_tokens) > 0.7, torch.rand(num_tokens) > 0.2
