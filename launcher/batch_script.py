@@ -142,10 +142,19 @@ def _node_part(request: SubmitRequest) -> str:
             prefix = ours = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, image]) + " "
     return f"""
 if [ "${{1:-}}" = node ]; then # one task per node; the lines below it are the job's own
-    # Ignored signals stay ignored across exec: only the supervisor and the ranks, which install handlers, act on them.
-    trap '' USR1 USR2 TERM
-    {prefix}{_start_ranks(request)}
+    (   # Ignored signals stay ignored across exec: only the supervisor and the ranks, with handlers, act on them.
+        trap '' USR1 USR2 TERM
+        exec {prefix}{_start_ranks(request)}
+    ) &
+    supervisor=$!
+    # Where Slurm tracks processes by cgroup it signals this shell and none of its children.
+    for signal in USR1 USR2 TERM; do trap "kill -$signal $supervisor" "$signal"; done
+    wait "$supervisor"
     code=$?
+    while [[ " 138 140 143 " = *" $code "* ]]; do # a trap has ended the wait, not the supervisor
+        wait "$supervisor"
+        code=$?
+    done
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
@@ -159,9 +168,9 @@ def _start_ranks(request: SubmitRequest) -> str:
     ranks = max(1, request.gpus_per_node)
     return (
         '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
-        f"        --nodes {request.num_nodes} --gpus-per-node {ranks} "
+        f"            --nodes {request.num_nodes} --gpus-per-node {ranks} "
         '--master-addr "$master_addr" --master-port "$master_port" \\\n'
-        '        --session "${state##*/}" --preflight'
+        '            --session "${state##*/}" --preflight'
     )
 
 

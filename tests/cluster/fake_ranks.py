@@ -1,8 +1,8 @@
 """A run that does nothing, as the Slurm tests need it by the dozen: the ledger of a run, its signals, its exit codes.
 
-Node 0 writes the ledger: a checkpoint every third of a second, `done` at the last step. USR1 stops all nodes as real
-ranks stop. What else happens is said by files in RUN: `exit-NODE` holds a code that a node ends with, once, at step 2
-of a start; `crash-always` ends every start before its first checkpoint.
+Node 0 writes the ledger: a checkpoint every third of a second, `done` at the last step. USR1 and TERM stop all nodes
+as real ranks stop. What else happens is said by files in RUN: `exit-NODE` holds a code that a node ends with, once,
+at step 2 of a start; `crash-always` ends every start before its first checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> int:
     config = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     run, num_steps = Path(config["run_dir"]), config["train"]["num_steps"]
     told: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: told.append(number))
     events = read_ledger(run)
     step = max((e["step"] for e in events if e["event"] == "checkpoint"), default=0)
     ledger = Ledger(run) if first else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,33 @@ def test_the_script_is_the_golden_one(name: str, request_: SubmitRequest, exclud
         file.write_text(text)
     assert text == file.read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+SUPERVISOR = """#!/bin/bash
+trap 'sleep 0.2; exit 75' {signal}
+echo ready
+for i in $(seq 100); do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor(tmp_path: Path, number: signal.Signals):
+    """As Slurm sends it where it tracks processes by cgroup."""
+    python = tmp_path / "supervisor"
+    python.write_text(SUPERVISOR.format(signal=number.name))
+    python.chmod(0o755)
+    request = dataclasses.replace(REQUEUED, run_dir=str(tmp_path), python=str(python))
+    script = tmp_path / "script.sh"
+    # A shell that is told to ignore a signal cannot trap it again; Python can, and stands here for it.
+    script.write_text(batch_script(request).replace("trap '' USR1 USR2 TERM", ":"))
+    state = tmp_path / "slurm" / "job-7-0"
+    state.mkdir(parents=True)
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    with subprocess.Popen(["bash", str(script), "node"], env=environment, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout and shell.stdout.readline() == b"ready\n"
+        shell.send_signal(number)
+        assert shell.wait(10) == 75
+    assert (state / "exit-n1").read_text() == "75\n"
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)

@@ -21,12 +21,21 @@ export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 export PYTHONUNBUFFERED=1
 
 if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job's own
-    # Ignored signals stay ignored across exec: only the supervisor and the ranks, which install handlers, act on them.
-    trap '' USR1 USR2 TERM
-    "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
-        --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port" \
-        --session "${state##*/}" --preflight
+    (   # Ignored signals stay ignored across exec: only the supervisor and the ranks, with handlers, act on them.
+        trap '' USR1 USR2 TERM
+        exec "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
+            --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port" \
+            --session "${state##*/}" --preflight
+    ) &
+    supervisor=$!
+    # Where Slurm tracks processes by cgroup it signals this shell and none of its children.
+    for signal in USR1 USR2 TERM; do trap "kill -$signal $supervisor" "$signal"; done
+    wait "$supervisor"
     code=$?
+    while [[ " 138 140 143 " = *" $code "* ]]; do # a trap has ended the wait, not the supervisor
+        wait "$supervisor"
+        code=$?
+    done
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
