@@ -27,12 +27,11 @@ from typing import Any, Literal
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
-from electra_dist.telemetry.jsonl import JsonlFile, Record, read_records
-from electra_dist.telemetry.ledger import read_ledger
+from electra_dist.telemetry.jsonl import JsonlFile, Record
+from electra_dist.telemetry.ledger import JOBS_FILE, read_jobs, read_ledger
 from electra_dist.telemetry.strikes import excluded_nodes, read_strikes
 from launcher.outcome import newest_checkpoint
 
-JOBS_FILE = Path("slurm") / "jobs.jsonl"
 _CANCELLED_BEFORE_S = 30.0  # a TERM earlier than this before the limit is not the limit's
 
 Action = Literal["done", "next", "again", "stop", "leave"]
@@ -123,11 +122,6 @@ def note(run_dir: Path, event: str, **details: Any) -> None:
     file = JsonlFile(run_dir / JOBS_FILE)
     file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
     file.close()
-
-
-def read_jobs(run_dir: Path) -> list[Record]:
-    """The lines of RUN/slurm/jobs.jsonl, oldest first; none without a file."""
-    return read_records(Path(run_dir) / JOBS_FILE)
 
 
 def exit_codes(state: Path) -> dict[str, int]:

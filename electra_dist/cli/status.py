@@ -16,14 +16,13 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.telemetry.console import format_duration
-from electra_dist.telemetry.goodput import Goodput, goodput
+from electra_dist.telemetry.goodput import goodput
 from electra_dist.telemetry.heartbeat import Beat, hang_limits, hung, read_heartbeats
 from electra_dist.telemetry.jsonl import Record
-from electra_dist.telemetry.ledger import read_ledger
+from electra_dist.telemetry.ledger import read_jobs, read_ledger
 from electra_dist.telemetry.metrics import read_metrics
 from electra_dist.telemetry.standing import Signs, State, standing
 from electra_dist.telemetry.strikes import Strike, excluded_nodes, read_strikes
-from launcher.job import read_jobs
 from launcher.slurm_queue import NodeOut, QueueView, queue_view
 from launcher.submit import job_name
 
@@ -94,7 +93,7 @@ def lines(seen: Facts) -> list[str]:
         said.append("  checkpoint  none yet")
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
-        said.append(f"  goodput     {100 * account.fraction:.1f} % ({_account(account)})")
+        said.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
     said += [f"  job         {j.job} {j.state} {j.nodes or j.reason}" for j in (seen.queue.jobs if seen.queue else ())]
     said += [f"  node        {n.node} {n.state}: {n.reason}" for n in _nodes_out(seen)]
     said += _silent(seen) if state == "living" else []
@@ -144,11 +143,6 @@ def _step(seen: Facts) -> str:
     step = max(last["step"], *(e["step"] for e in seen.ledger if e["event"] == "done"), 0)
     eta = f", eta {format_duration(last['step_s'] * (total - step))}" if step < total else ""
     return f"{step:,} of {total:,} ({100 * step / total:.1f} %), loss {last['loss']:.4f}{eta}"
-
-
-def _account(account: Goodput) -> str:
-    parts = [f"{name} {format_duration(seconds)}" for name, seconds in account.parts().items() if seconds >= 0.5]
-    return f"{', '.join(parts)}; {account.starts} starts, {account.steps_lost:,} steps lost"
 
 
 def _silent(seen: Facts) -> list[str]:

@@ -67,6 +67,11 @@ class Goodput:
         """Seconds by name, in the order of a run's life."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps_lost", "starts")}
 
+    def described(self) -> str:
+        """Where the time went, in one line."""
+        parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
+        return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
+
 
 @dataclass(frozen=True)
 class Start:

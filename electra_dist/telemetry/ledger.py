@@ -18,6 +18,7 @@ from typing import Any, Literal
 from electra_dist.telemetry.jsonl import JsonlFile, Record, read_records
 
 LEDGER_FILE = "ledger.jsonl"
+JOBS_FILE = Path("slurm") / "jobs.jsonl"  # the batch script's: what happens before and after the processes
 
 Event = Literal[
     "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "unhealthy", "crash"
@@ -48,3 +49,8 @@ def read_ledger(path: Path) -> list[Record]:
     """
     path = Path(path)
     return read_records(path / LEDGER_FILE if path.is_dir() else path)
+
+
+def read_jobs(run_dir: Path) -> list[Record]:
+    """The lines of RUN/slurm/jobs.jsonl, oldest first; none without a file."""
+    return read_records(Path(run_dir) / JOBS_FILE)

@@ -23,9 +23,10 @@ import yaml
 from electra_dist.errors import UserError
 from electra_dist.telemetry.console import format_count, format_duration
 from electra_dist.telemetry.curves import PANELS, panel_svg, write_curves_png
+from electra_dist.telemetry.goodput import Goodput, goodput
 from electra_dist.telemetry.hardware import read_environment
 from electra_dist.telemetry.jsonl import Record
-from electra_dist.telemetry.ledger import read_ledger
+from electra_dist.telemetry.ledger import read_jobs, read_ledger
 from electra_dist.telemetry.metrics import read_metrics
 from electra_dist.telemetry.report_style import STYLE
 
@@ -58,6 +59,7 @@ def write_report(run_dir: Path) -> Path:
 def report_page(run_dir: Path) -> str:
     """The page of the run in `run_dir`."""
     metrics, ledger = read_metrics(run_dir), read_ledger(run_dir)
+    account = goodput(ledger, read_jobs(run_dir))
     config_file = run_dir / "config.yaml"
     config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     train = [record for record in metrics if record["kind"] == "train"]
@@ -66,10 +68,10 @@ def report_page(run_dir: Path) -> str:
     name = html.escape(run_dir.resolve().name)
     body = [
         _header(name, config_text, train, ledger),
-        _tiles(train, evals, ledger),
+        _tiles(train, evals, ledger, account),
         _curves(metrics, ledger),
         _evaluations(evals),
-        _course(ledger),
+        _course(ledger, account),
         _environment(environment),
         _config(config_text),
     ]
@@ -95,7 +97,7 @@ def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequen
     return f'<header><h1>{name}</h1><p><span class="state {kind}">{text}</span>{when}</p></header>\n'
 
 
-def _tiles(train: Sequence[Record], evals: Sequence[Record], ledger: Sequence[Record]) -> str:
+def _tiles(train: Sequence[Record], evals: Sequence[Record], ledger: Sequence[Record], account: Goodput) -> str:
     tiles: list[tuple[str, str, str]] = []
     if evals:
         last = evals[-1]
@@ -118,10 +120,10 @@ def _tiles(train: Sequence[Record], evals: Sequence[Record], ledger: Sequence[Re
         if any(record["mfu"] is not None for record in train):
             tiles.append(("MFU", f"{100 * _median(train, 'mfu'):.1f} %", "median, of the dense peak"))
         tiles.append(("Waiting for data", f"{100 * _mean(train, 'data_wait'):.2f} %", "of the time, mean"))
-    starts = sum(event["event"] in ("start", "resume") for event in ledger)
-    if len(ledger) > 1:
-        seconds = (_time(ledger[-1]) - _time(ledger[0])).total_seconds()
-        tiles.append(("Wall clock", format_duration(seconds), f"{starts} start{'s' if starts != 1 else ''}"))
+    if account.fraction is not None:
+        starts = f"{account.starts} start{'s' if account.starts != 1 else ''}"
+        tiles.append(("Wall clock", format_duration(account.wall), starts))
+        tiles.append(("Goodput", f"{100 * account.fraction:.1f} %", f"{account.steps_lost:,} steps lost"))
     cells = (
         f'<div class="tile"><span class="name">{name}</span><span class="value">{value}</span>'
         f'<span class="more">{more}</span></div>\n'
@@ -171,7 +173,7 @@ def _evaluations(evals: Sequence[Record]) -> str:
     return f"<h2>Held-out evaluations</h2>\n{_table(rows, head)}{_omitted(len(evals) - len(shown), 'evaluations')}"
 
 
-def _course(ledger: Sequence[Record]) -> str:
+def _course(ledger: Sequence[Record], account: Goodput) -> str:
     """How the run went: everything but checkpoints and evaluations one by one, those summed up."""
     if not ledger:
         return ""
@@ -184,11 +186,11 @@ def _course(ledger: Sequence[Record]) -> str:
             rows.append((_minute(event["time"]), event["event"], f"{step:,}", text))
     shown = rows[-MAX_EVENTS:]
     saves = [event for event in ledger if event["event"] == "checkpoint"]
-    note = ""
+    note = f'<p class="note">Where the time went: {account.described()}.</p>\n'
     if saves:
         stalls = [event["stall_s"] for event in saves if event.get("stall_s") is not None]
         stall = f", each held the training up for {statistics.median(stalls):.2f} s (median)" if stalls else ""
-        note = f'<p class="note">{len(saves):,} checkpoints, the newest of step {saves[-1]["step"]:,}{stall}.</p>\n'
+        note += f'<p class="note">{len(saves):,} checkpoints, the newest of step {saves[-1]["step"]:,}{stall}.</p>\n'
     table = _table(shown, ("time (UTC)", "event", "step", ""), left=True)
     return f"<h2>How the run went</h2>\n{table}{_omitted(len(rows) - len(shown), 'events')}{note}"
 
@@ -247,10 +249,6 @@ def _median(records: Sequence[Record], field: str) -> float:
 
 def _since(records: Sequence[Record], field: str) -> str:
     return f"from {records[0][field]:.3g}"
-
-
-def _time(event: Record) -> datetime:
-    return datetime.fromisoformat(event["time"])
 
 
 def _minute(time: str) -> str:

@@ -24,8 +24,9 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.telemetry.console import Console
 from electra_dist.telemetry.flops import mfu, peak_flops, token_flops
+from electra_dist.telemetry.goodput import start_line
 from electra_dist.telemetry.hardware import write_environment
-from electra_dist.telemetry.ledger import Event, Ledger
+from electra_dist.telemetry.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.telemetry.metrics import MetricsWriter
 from electra_dist.telemetry.records import EvalRecord, StepRecord
 from electra_dist.train.engine import Engine
@@ -41,7 +42,7 @@ class Reporter:
     def __init__(self, config: Config, engine: Engine, corpus: CorpusManifest, restored: RunState | None) -> None:
         """Open everything and cut off the records of steps that will be repeated."""
         self._config, self._engine = config, engine
-        run_dir = Path(config.run_dir)
+        self._run_dir = run_dir = Path(config.run_dir)
         start_step = restored.step if restored else 0
         self._ledger, self._ledger_lock = Ledger(run_dir), threading.Lock()
         self._console = Console(run_dir, config.train.num_steps, start_step)
@@ -67,7 +68,8 @@ class Reporter:
         if restored and step >= self._config.train.num_steps:
             self.note(f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do")
         elif restored:
-            self.note(f"restored step {step:,}, saved by attempt {restored.attempt}; this is attempt {attempt}")
+            said = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
+            self.note(f"{said}; saved by attempt {restored.attempt}, this is attempt {attempt}")
 
     def step(self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: Look) -> None:
         """A log step: print the line, write the record."""

@@ -14,8 +14,7 @@ from machines import show, wait_for
 from real_runs import REPOSITORY
 from slurm import SlurmCluster
 
-from electra_dist.telemetry.ledger import read_ledger
-from launcher.job import read_jobs
+from electra_dist.telemetry.ledger import read_jobs, read_ledger
 from launcher.submit import Submission, prepare
 from launcher.submit import submit as submit_jobs
 

@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 
 from electra_dist.cli.main import app
 from electra_dist.errors import UserError
-from electra_dist.telemetry.ledger import Ledger
+from electra_dist.telemetry.ledger import Ledger, read_jobs
 from electra_dist.telemetry.strikes import Strike, add_strike
 from launcher.batch_script import Container, SubmitRequest, batch_script
-from launcher.job import read_jobs
 from launcher.submit import job_name
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra_dist.telemetry.jsonl import Record
-from electra_dist.telemetry.ledger import Ledger
-from launcher.job import JobEnd, decide, main, read_jobs
+from electra_dist.telemetry.ledger import Ledger, read_jobs
+from launcher.job import JobEnd, decide, main
 
 
 def event(name: str, step: int, **details: Any) -> Record:

@@ -94,6 +94,8 @@ def test_a_finished_run(run_dir: Path):
         "finished: step 400 of 400",
         "0.9000",  # the last AUC
         "2 starts",
+        "50 steps lost",
+        "Where the time went: ",
         "4 checkpoints, the newest of step 400, each held the training up for 0.25 s (median).",
         "attempt 2, repeated 50",
         f"vocab_size: {load_config(run_dir / 'config.yaml').model.vocab_size}",

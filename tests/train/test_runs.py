@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -91,7 +92,8 @@ def test_killed_at_a_step_and_in_a_save_and_typed_again_equals_uninterrupted(
         if kill.during_save and killed.cut_a_save:
             break
     assert killed.cut_a_save
-    pretrain(config, 2)
+    said = pretrain(config, 2).stdout
+    assert re.search(r"restored step \d+, age .*, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+", said)
     assert losses(run_dir) == losses(tmp_path / "uncut")
     events = [json.loads(line)["event"] for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     assert events.count("start") + events.count("resume") >= 3
