@@ -99,7 +99,7 @@ def test_a_tower_that_never_saw_masks_is_asked_what_it_learnt(model: ModelConfig
         ids = torch.tensor([[2, 60, 61, 62, 63, 3], [2, 70, 71, 72, 73, 3]])
         batch = module.batch(ids, torch.arange(2), 0, 1)
         unchanged = module.corrupt(batch, 1.0)._replace(corrupted_BS=ids, label_BS=torch.zeros_like(ids).bool())
-        module.corrupt = lambda batch: unchanged  # type: ignore[method-assign]
+        module.corrupt = lambda batch, mlm_scale: unchanged  # type: ignore[method-assign]
         loss = module(ids, torch.arange(2), 0, 1, 0.0, 1.0).loss
     encoder = Pretrained.from_state("run", module.state_dict(), quiet, vocabulary, True, reads_masks=False)
     rows = [row for row in ids.tolist() for _ in row]
