@@ -85,6 +85,7 @@ def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.multiproc
+@pytest.mark.drill  # eight starts of DeepSpeed
 def test_restarts_are_fresh_then_resumed(tmp_path: Path) -> None:
     starts = _run(restart, tmp_path, "--rounds", "1")["starts"]
     for kind, by in starts.items():
