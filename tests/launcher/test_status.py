@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from electra_dist.telemetry.strikes import Strike, add_strike
 from launcher.slurm_queue import NodeOut, QueuedJob, QueueView, parse_jobs, parse_nodes
 
 MakeConfig = Callable[..., Path]
+NOW = time.time()
 START = {"event": "start", "step": 0}
 RUNNING = QueuedJob(job="7", state="RUNNING", reason="None", nodes="n[1-2]")
 WAITING = QueuedJob(job="8", state="PENDING", reason="Resources", nodes="")
@@ -74,11 +76,12 @@ def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(folder / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}])
     ledger(folder)
     monkeypatch.setattr(status, "queue_view", lambda name: None)
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))  # a slow machine must not age the run
     return folder
 
 
 def event(name: str, ago_s: float = 60.0, **details: Any) -> dict[str, Any]:
-    moment = datetime.fromtimestamp(time.time() - ago_s, UTC).isoformat(timespec="milliseconds")
+    moment = datetime.fromtimestamp(NOW - ago_s, UTC).isoformat(timespec="milliseconds")
     return {"time": moment, "event": name, **details}
 
 
@@ -184,7 +187,7 @@ def test_without_slurm_a_dead_run_is_started_as_it_was(run: Path):
 
 
 def test_a_struck_node_is_shown_with_its_reason(run: Path):
-    add_strike(run, Strike(time=time.time() - 3600, node="n3", device="GPU 2", reason="ECC", by="preflight"))
+    add_strike(run, Strike(time=NOW - 3600, node="n3", device="GPU 2", reason="ECC", by="preflight"))
     line = next(line for line in shown(run) if "left out" in line)
     assert line.startswith("  left out    n3 for 23h00m more: GPU 2 ECC")
 

@@ -14,9 +14,9 @@ Faults (--faults, comma-separated; all by default; KIND:TEXT hits only paths tha
   lost       a PUT or POST is carried out, but its answer is lost
 Lists of a bucket are never flipped, missing or replaced, which are things that happen to objects.
 
-Which request is hit by what is a function of (seed, method, path, how often that was asked for), so a schedule repeats
-whatever the timing of the clients. At most --in-a-row faults hit the same method and path one after another, so a
-client that is patient enough always gets through. GET /-/faults says how many of each kind there were.
+Which request is hit by what is a function of (seed, method, key, how often that was asked for), so a schedule repeats
+whatever the timing of the clients and the bucket's name. At most --in-a-row faults hit the same method and path one
+after another, so a client that is patient enough always gets through. GET /-/faults says how many of each there were.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class FaultPlan:
         with self._lock:
             self.requests += 1
             asked = method, path
-            text = f"{self.seed} {method} {path} {self._asked[asked]}"
+            key = path.lstrip("/").partition("/")[2]  # without the bucket, which has another name in each test
+            text = f"{self.seed} {method} {key} {self._asked[asked]}"
             hit, kind, where = struct.unpack("<III", hashlib.sha256(text.encode()).digest()[:12])
             self._asked[asked] += 1
             allowed = bool(kinds) and self.only in path and self._row[asked] < self.in_a_row
