@@ -51,8 +51,14 @@ class Entry(Section):
 class TaskEntry(Section):
     """How the encoders are scored on one task: GLUE's by their names, any other with columns of its own."""
 
+    task: str | None = Field(
+        default=None, description="the task of GLUE; default: the entry's name. So one can be probed and fine-tuned"
+    )
     how: Literal["probe", "finetune"] = Field(
         default="probe", description="probe: a linear model on frozen states; finetune: the whole encoder"
+    )
+    at: Literal["all", "ends"] = Field(
+        default="all", description="ends: only the initial and the last weights are scored, for what takes long"
     )
     max_train: Positive | None = Field(
         default=None, description="training examples used, always the same ones; default: all"
@@ -92,7 +98,11 @@ class CompareConfig(Section):
     minimal_pairs: bool = Field(
         default=True, description="also score agreement, without training (English; see `electra-dist minimal-pairs`)"
     )
-    ranks: Positive = Field(default=1, description="ranks of each run, on this machine; one run at a time")
+    ranks: Positive = Field(default=1, description="ranks of each run, on this machine")
+    parallel: Positive = Field(
+        default=1,
+        description="runs at work at a time. On CPUs more runs of one rank are faster than one of more ranks",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> CompareConfig:

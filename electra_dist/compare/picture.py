@@ -56,7 +56,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[Row]) -> dict[str, str]
     """A title for every task (name -> metric) that has a score, and for the average."""
     has_average = any(AVERAGE in row.columns for row in rows)
     return {task: f"{task} ({metric})" for task, metric in metrics.items()} | (
-        {AVERAGE: "average of all"} if has_average else {}
+        {AVERAGE: "average"} if has_average else {}
     )
 
 

@@ -1,4 +1,4 @@
-"""One run of a comparison, as a process of its own: the ordinary supervised start, watched from outside.
+"""The runs of a comparison, each a process of its own: the ordinary supervised start, watched from outside.
 
 Guarantee: a run that crashes ends no other one. Its own checkpoints decide whether it is finished, never an exit code
 alone. A run that an interrupted comparison has left at work is waited for, not started twice. An interrupt is handed
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Self
 
 from electra_dist.checkpoint.manifest import committed
 from electra_dist.checkpoint.targets import open_targets
@@ -31,32 +33,68 @@ def saved_steps(cell: Cell) -> set[int]:
     return {step for target in open_targets(cell.config) for step, _, _ in committed(target)}
 
 
-def pretrain(cell: Cell, ranks: int, progress: Progress) -> str:
+class Pretrainings:
+    """The runs of a comparison, each begun when it or one shortly before it in `cells` is asked for."""
+
+    def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
+        """At most `parallel` runs of `ranks` ranks are at work at a time."""
+        self._cells, self._ranks, self._parallel = cells, ranks, parallel
+        self._pool = ThreadPoolExecutor(parallel)
+        self._stop = threading.Event()
+        self._begun: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Tells the ranks of what is still at work to save and end, and waits for them."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def result(self, cell: Cell, progress: Progress) -> str:
+        """Wait for a run, while the next ones are at work beside it; returns what `pretrain` says of it."""
+        begin = self._cells.index(cell)
+        for each in self._cells[begin : begin + self._parallel]:
+            if each.name not in self._begun:
+                self._begun[each.name] = self._pool.submit(pretrain, each, self._ranks, self._pause)
+        run = self._begun[cell.name]
+        while not run.done():
+            beat = next((beat for beat in read_heartbeats(Path(cell.config.run_dir)) if beat.rank == 0), None)
+            progress("pretraining", beat.step if beat else 0, cell.marks[-1])
+            wait([run], timeout=_LOOK_S)
+        return run.result()
+
+    def _pause(self) -> None:
+        if self._stop.wait(_LOOK_S):
+            raise _StoppedError
+
+
+def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     """Make the run, or go on with it; nothing happens where it is finished.
+
+    Args:
+        pause: called between looks at the run; an exception of it ends the run in order.
 
     Returns:
         Why it is not finished, in one line; empty if it is.
     """
-    last, run_dir = cell.marks[-1], Path(cell.config.run_dir)
-
-    def look() -> None:
-        beat = next((beat for beat in read_heartbeats(run_dir) if beat.rank == 0), None)
-        progress("pretraining", beat.step if beat else 0, last)
-        time.sleep(_LOOK_S)
-
     code: int | None = None  # of our own start
-    while last not in saved_steps(cell):
-        if marked_pids(mark_of(run_dir, 0)):
-            look()
+    while cell.marks[-1] not in saved_steps(cell):
+        if marked_pids(mark_of(Path(cell.config.run_dir), 0)):
+            pause()
         elif code is None:
-            code = _supervised(cell, ranks, look)
+            code = _supervised(cell, ranks, pause)
         else:
             return f"it ended with exit code {code}: {_last_words(_log(cell))} ({_log(cell)})"
     return ""
 
 
-def _supervised(cell: Cell, ranks: int, look: Callable[[], None]) -> int:
-    """Start it, look on, and return the supervisor's exit code."""
+class _StoppedError(Exception):
+    """The comparison was interrupted."""
+
+
+def _supervised(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
+    """Start it, wait, and return the supervisor's exit code."""
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log(cell).open("ab") as log:
         process = subprocess.Popen(
@@ -64,7 +102,7 @@ def _supervised(cell: Cell, ranks: int, look: Callable[[], None]) -> int:
         )
     try:
         while process.poll() is None:
-            look()
+            pause()
     finally:
         process.terminate()  # nothing to one that has ended; else it tells the ranks, which save
         process.wait()

@@ -4,11 +4,12 @@ Guarantee: everything that can be wrong with a config, a corpus or a task is sai
 that fails, or one checkpoint that cannot be scored, ends nothing else: it is named in all results, and tried again by
 the next start. Table and picture are written after each run, of what there is.
 
-Order: seed by seed; of each the random initialisation first, then every objective: pretraining, then its checkpoints.
+Order: seed by seed; of each the random initialisation first, then every objective: pretraining, then its checkpoints,
+while up to `parallel - 1` of the next runs are at work beside it.
 
 Cost: what its runs and scores cost; a start with nothing left to do takes the seconds of reading the tasks.
 
-Where it stops: one machine, one run at a time. On a GPU the scoring process keeps its own context (some hundred MB)
+Where it stops: one machine. On a GPU the scoring process keeps its own context (some hundred MB)
 on the first device while runs are at work.
 """
 
@@ -25,7 +26,7 @@ from rich.table import Table
 from electra_dist.compare.config import RANDOM, CompareConfig
 from electra_dist.compare.picture import panel_titles, write_picture
 from electra_dist.compare.plan import Cell, Plan, make_plan
-from electra_dist.compare.pretraining import Progress, pretrain, saved_steps
+from electra_dist.compare.pretraining import Pretrainings, Progress, saved_steps
 from electra_dist.compare.scoring import Measure, Score, Scores, open_measures
 from electra_dist.compare.table import Failure, Row, console_table, markdown, score_failures, summarize_rows
 from electra_dist.config_file import dump_yaml
@@ -70,26 +71,29 @@ class Comparison:
 
     def run(self, progress: Progress, note: Note) -> bool:
         """All that is not there yet; says whether every run was finished and scored."""
-        for number, cell in enumerate(self.plan.cells, start=1):
-            name = f"[{number}/{len(self.plan.cells)}] {cell.name}"
+        with Pretrainings(self.plan.cells, self._compare.ranks, self._compare.parallel) as runs:
+            for number, cell in enumerate(self.plan.cells, start=1):
+                name = f"[{number}/{len(self.plan.cells)}] {cell.name}"
 
-            def report(what: str, done: int, total: int, name: str = name) -> None:
-                progress(f"{name} {what}", done, total)
+                def report(what: str, done: int, total: int, name: str = name) -> None:
+                    progress(f"{name} {what}", done, total)
 
-            if cell.entry == self._compare.objectives[0].name:
-                self._score(RANDOM, cell, 0, report)
-            if failure := pretrain(cell, self._compare.ranks, report):
-                self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
-            saved = saved_steps(cell)
-            for step in cell.marks:
-                if step in saved:
-                    self._score(cell.entry, cell, step, report)
-            self.write()
-            note(f"{name}: {failure or f'{cell.marks[-1]:,} steps, scored at {len(cell.marks)}'}")
+                if cell.entry == self._compare.objectives[0].name:
+                    self._score(RANDOM, cell, 0, report)
+                failure = runs.result(cell, report)
+                if failure:
+                    self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
+                saved = saved_steps(cell)
+                for step in cell.marks:
+                    if step in saved:
+                        self._score(cell.entry, cell, step, report)
+                self.write()
+                note(f"{name}: {failure or f'{cell.marks[-1]:,} steps, scored at {len(cell.marks)}'}")
         return not self._failures
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        if missing := self._scores.missing(entry, cell, step, self._measures):
+        due = [measure for measure in self._measures if measure.at == "all" or step in (0, cell.marks[-1])]
+        if missing := self._scores.missing(entry, cell, step, due):
             try:
                 self._scores.make(entry, cell, step, missing, progress)
             except UserError as error:
@@ -146,7 +150,8 @@ class Comparison:
         return f"electra-dist compare {shlex.quote(str(self._file))}{glue}"
 
     def _rows(self) -> list[Row]:
-        return summarize_rows(self.scores(), [measure.name for measure in self._measures])
+        columns = {measure.name: measure.at == "all" for measure in self._measures}
+        return summarize_rows(self.scores(), columns)
 
     def _describe(self, cell: Cell) -> dict[str, object]:
         return {

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from electra_dist.compare.config import CompareConfig, TaskEntry
 from electra_dist.compare.plan import Cell
@@ -56,6 +56,7 @@ class Measure(abc.ABC):
     name: str
     metric: str
     digest: str
+    at: Literal["all", "ends"] = "all"  # which checkpoints are scored
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
@@ -65,8 +66,8 @@ class Measure(abc.ABC):
 class TaskMeasure(Measure):
     """A task of texts, probed or fine-tuned."""
 
-    def __init__(self, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        self.name, self.metric = task.name, task.metric
+    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
+        self.name, self.metric, self.at = name, task.metric, entry.at
         self._task, self._entry, self._settings = task, entry, settings
         what = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
         self.digest = _digest(what)
@@ -111,7 +112,8 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
         try:
             task = _open_task(name, entry, glue)
             overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
-            measures.append(TaskMeasure(task, entry, settings_for(name, width, positions, overrides)))
+            settings = settings_for(entry.task or name, width, positions, overrides)
+            measures.append(TaskMeasure(name, task, entry, settings))
         except UserError as error:
             raise UserError(f"{file}: tasks.{name}: {error}") from None
     return measures + ([PairsMeasure()] if compare.minimal_pairs else [])
@@ -121,8 +123,8 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no data; give --glue DIR, or set `data`")
-    if name in GLUE:
-        return TextTask(GLUE[name], folder, entry.max_train)
+    if (entry.task or name) in GLUE:
+        return TextTask(GLUE[entry.task or name], folder, entry.max_train)
     if entry.text_a is None or entry.label is None:
         raise UserError(f"neither one of {', '.join(GLUE)}, nor are `text_a` and `label` set, as for your own task")
     metric = "accuracy" if entry.kind == "classification" else "spearman"

@@ -3,14 +3,15 @@
 Guarantee: a number says how many seeds it is of where some are missing, and each missing or failed seed is named with
 its reason. A degenerate result (all predictions equal) counts with its score, and is named.
 
-The average of an encoder is the mean over all tasks and minimal pairs, in per cent; it is there where all of them are.
+The average of an encoder is the mean over minimal pairs and all tasks that are scored at all checkpoints, in per cent;
+it is there where all of them are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -49,8 +50,14 @@ class Row:
     columns: dict[str, Summary]  # by task; a task without any score is not there
 
 
-def summarize_rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
-    """The rows of the table, by entry in the order of the scores, then by step; `tasks` are its columns."""
+def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[Row]:
+    """The rows of the table, by entry in the order of the scores, then by step.
+
+    Args:
+        scores: of everything.
+        tasks: the columns, and whether the average is taken over them, too.
+    """
+    averaged = [task for task, is_averaged in tasks.items() if is_averaged]
     rows = []
     for entry in dict.fromkeys(score.entry for score in scores):
         for step in sorted({score.step for score in scores if score.entry == entry}):
@@ -58,9 +65,9 @@ def summarize_rows(scores: Sequence[Score], tasks: Sequence[str]) -> list[Row]:
             by_task = {
                 task: {s.seed: s.score for s in here if s.task == task and s.score is not None} for task in tasks
             }
-            if len(tasks) > 1:
-                complete = set.intersection(*(set(found) for found in by_task.values()))
-                means = {seed: statistics.fmean(found[seed] for found in by_task.values()) for seed in complete}
+            if len(averaged) > 1:
+                complete = set.intersection(*(set(by_task[task]) for task in averaged))
+                means = {seed: statistics.fmean(by_task[task][seed] for task in averaged) for seed in complete}
                 by_task[AVERAGE] = dict(sorted(means.items()))
             columns = {task: _summary(found) for task, found in by_task.items() if found}
             rows.append(Row(entry=entry, step=step, flops=here[0].flops, columns=columns))

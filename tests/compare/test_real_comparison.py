@@ -23,7 +23,7 @@ def command(file: Path) -> list[str]:
 
 
 def test_stopped_in_a_run_and_typed_again(make_comparison: Callable[..., Path], tmp_path: Path) -> None:
-    file, out = make_comparison(steps=60, objectives=["all_tokens_mlm", "mlm"]), tmp_path / "out"
+    file, out = make_comparison(steps=60, objectives=["all_tokens_mlm", "mlm"], parallel=2), tmp_path / "out"
     first_run = out / "runs" / "all_tokens_mlm-seed1"
     process = subprocess.Popen(command(file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:

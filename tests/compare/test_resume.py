@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from electra_dist.compare import run, scoring
+from electra_dist.compare import pretraining, run, scoring
 from electra_dist.compare.config import CompareConfig
-from electra_dist.compare.plan import Cell
+from electra_dist.compare.plan import Cell, make_plan
+from electra_dist.compare.pretraining import Pretrainings
 from electra_dist.compare.run import Comparison
 from electra_dist.compare.scoring import TaskMeasure
 from electra_dist.config_file import load_section
 from electra_dist.finetune.pretrained import Pretrained, load_pretrained
+from electra_dist.finetune.tasks import TextSpec
 
 MakeComparison = Callable[..., Path]
 
@@ -34,7 +36,7 @@ class Pretence:
             self._event(f"{encoder.name} {measure.name}")
             return score(measure, encoder, progress)
 
-        monkeypatch.setattr(run, "pretrain", self.pretrain)
+        monkeypatch.setattr(pretraining, "pretrain", self.pretrain)
         monkeypatch.setattr(run, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
         monkeypatch.setattr(scoring, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", scored)
@@ -45,7 +47,7 @@ class Pretence:
             raise KeyboardInterrupt
         self.done.append(what)
 
-    def pretrain(self, cell: Cell, ranks: int, progress: Any) -> str:
+    def pretrain(self, cell: Cell, ranks: int, pause: Any) -> str:
         if cell.marks[-1] in self.saved.get(cell.name, set()):
             return ""
         self._event(cell.name)
@@ -123,3 +125,55 @@ def test_a_score_of_other_settings_is_another_score(
     compare(make_comparison(tasks={"words": {**task, "max_train": 50}}))
     scored = [what.split()[-1] for what in pretence.done[before:]]
     assert scored == ["words"] * 5  # everything is scored again, nothing is trained again
+
+
+def test_one_task_in_two_ways_and_what_takes_long_only_at_the_ends(
+    make_comparison: MakeComparison, words_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        scoring.GLUE, "words", TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
+    )
+    pretence = Pretence(monkeypatch)
+    task: dict[str, Any] = {"task": "words", "data": str(words_task), "set": {"max_length": 16}}
+    tuned = {**task, "how": "finetune", "at": "ends", "set": {"max_length": 16, "epochs": 1}}
+    assert compare(make_comparison(tasks={"words": {**task, "task": None}, "words-tuned": tuned}))
+    tree = results(tmp_path / "out")
+    at = {
+        name: [(s["entry"], s["step"]) for s in tree["scores"] if s["task"] == name]
+        for name in tree["config"]["tasks"]
+    }
+    assert at["words-tuned"] == [each for each in at["words"] if each not in [("rtd", 4), ("mlm", at["words"][3][1])]]
+    assert len(at["words"]) == 5
+    assert "average" not in tree["table"][0]["columns"]  # of one task that is scored everywhere
+    assert pretence.done.count("rtd-seed1 at 8 words-tuned") == 1
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_no_more_runs_at_a_time_than_told_and_an_interrupt_ends_them_all(
+    make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch, parallel: int
+) -> None:
+    file = make_comparison(seeds=[1, 2, 3])
+    cells = make_plan(load_section(file, CompareConfig), file).cells
+    at_work: set[str] = set()
+    seen: list[set[str]] = []
+
+    def endless(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
+        at_work.add(cell.name)
+        seen.append(set(at_work))
+        try:
+            for _ in range(3 if cell.seed < 3 else 10**9):
+                pause()
+        finally:
+            at_work.remove(cell.name)
+        return ""
+
+    def looked(what: str, done: int, total: int) -> None:
+        if len(at_work) == parallel and any("seed3" in name for name in at_work):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretraining, "pretrain", endless)
+    monkeypatch.setattr(pretraining, "_LOOK_S", 0.01)
+    with pytest.raises(KeyboardInterrupt), Pretrainings(cells, 1, parallel) as runs:  # noqa: PT012
+        for cell in cells:
+            runs.result(cell, looked)
+    assert max(map(len, seen)) == parallel and not at_work

@@ -24,7 +24,7 @@ SCORES = [
     score("mlm", 1, 12, "b", 0.0, "degenerate: all 60 predictions are `no`"),
     score("mlm", 3, 12, "b", None, "diverged: the loss is nan at step 0"),
 ]
-TASKS = ["a", "b"]
+TASKS = {"a": True, "b": True}
 
 
 def test_medians_spreads_and_averages() -> None:
@@ -58,7 +58,8 @@ def test_the_failed_are_named_in_the_table_and_on_the_page() -> None:
 
 
 def test_one_task_needs_no_average_and_a_task_without_scores_is_a_dash() -> None:
-    assert AVERAGE not in summarize_rows(SCORES, ["a"])[0].columns
+    assert AVERAGE not in summarize_rows(SCORES, {"a": True})[0].columns
+    assert AVERAGE not in summarize_rows(SCORES, {"a": True, "b": False})[0].columns  # b: at the ends only
     (row,) = summarize_rows([score("rtd", 1, 5, "a", 0.5), score("rtd", 1, 5, "b", None)], TASKS)
     assert list(row.columns) == ["a"]
 
