@@ -234,6 +234,11 @@ class EngineConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="keep only what goes in between layers, and compute it again in the backward pass"
     )
+    attention: Literal["auto", "sdpa", "flex"] = Field(
+        default="auto",
+        description="flex: FlexAttention, which skips what lies between examples (a GPU, no attention dropout); sdpa: "
+        "torch's own with a bias; auto: flex where it can run and passes a trial",
+    )
     early_generator: bool = Field(
         default=False,
         description="make the generator's gradients before the discriminator runs, so that the activations of both "
@@ -366,6 +371,11 @@ class Config(Section):
             raise ValueError(
                 f"train.micro_batch {self.train.micro_batch} does not divide "
                 f"train.global_batch {self.train.global_batch}"
+            )
+        if self.engine.attention == "flex" and (self.model.attention_dropout or self.objective.name == "electric"):
+            raise ValueError(
+                "engine.attention: flex knows neither dropout nor directions: set model.attention_dropout to 0 and "
+                "another objective than electric, or leave it out"
             )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.attention import Scope, attend
 
 
 class Noise(NamedTuple):
@@ -106,14 +107,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(tower.hidden_size, 3 * tower.hidden_size)
         self.out = nn.Linear(tower.hidden_size, tower.hidden_size)
 
-    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor) -> torch.Tensor:
-        """[B, S, H]; `bias_B1SS` is added to the scores."""
+    def forward(self, hidden_BSH: torch.Tensor, scope: Scope) -> torch.Tensor:
+        """[B, S, H]; `scope` says which keys a query sees."""
         B, S, H = hidden_BSH.shape
         qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias_B1SS, dropout_p=self.dropout if self.training else 0.0
-        )
+        context = attend(query, key, value, scope, self.dropout if self.training else 0.0)
         return self.out(context.transpose(1, 2).reshape(B, S, H))
 
 
@@ -129,9 +128,9 @@ class EncoderLayer(nn.Module):
         self.contract = nn.Linear(tower.intermediate_size, width)
         self.output_norm = DropoutAddNorm(width, model, 2 * number + 1)
 
-    def forward(self, hidden_BSH: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
         """[B, S, H]."""
-        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, bias_B1SS), hidden_BSH, noise)
+        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, scope), hidden_BSH, noise)
         expanded = F.gelu(self.expand(hidden_BSH))
         return self.output_norm(self.contract(expanded), hidden_BSH, noise)
 
@@ -149,12 +148,12 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
         self.recompute = False  # keep only what goes in between layers; `engine.activation_checkpointing`
 
-    def forward(self, embedded_BSE: torch.Tensor, bias_B1SS: torch.Tensor, noise: Noise) -> torch.Tensor:
+    def forward(self, embedded_BSE: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
         """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
         hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, bias_B1SS, noise, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, scope, noise, use_reentrant=False)
             else:
-                hidden = layer(hidden, bias_B1SS, noise)
+                hidden = layer(hidden, scope, noise)
         return hidden

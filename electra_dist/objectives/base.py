@@ -22,8 +22,9 @@ from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.model.attention import SDPA, Scope, same_example
 from electra_dist.model.encoder import Noise
-from electra_dist.model.rows import RowLayout, SpecialIds, attention_bias, derive
+from electra_dist.model.rows import RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import is_candidate, num_masked
 
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
     step: int
     seed: int
     layout: RowLayout
-    bias_B1SS: torch.Tensor
+    scope: Scope
 
 
 def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
@@ -98,6 +99,7 @@ class Objective(nn.Module):
         self.objective = objective
         self.special = special
         self.backend = backend
+        self.attention = SDPA
 
     def forward(
         self,
@@ -121,10 +123,10 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def batch(self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> Batch:
-        """Examples, positions and the attention bias of rows."""
+        """Examples, positions and the scope of attention of rows."""
         layout = derive(ids_BS, self.special)
-        bias_B1SS = attention_bias(layout, self.towers.embeddings.word.weight.dtype)
-        return Batch(ids_BS, row_B, step, seed, layout, bias_B1SS)
+        scope = same_example(layout, self.towers.embeddings.word.weight.dtype, self.attention.backend)
+        return Batch(ids_BS, row_B, step, seed, layout, scope)
 
     def noise(self, batch: Batch, tower: int) -> Noise:
         """What a tower's dropout is keyed by."""
@@ -133,7 +135,7 @@ class Objective(nn.Module):
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
         """[B, S, H]: the discriminator's states of a masked or corrupted version of the batch."""
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout)
-        return self.towers.discriminator(embedded, batch.bias_B1SS, self.noise(batch, DISCRIMINATOR))
+        return self.towers.discriminator(embedded, batch.scope, self.noise(batch, DISCRIMINATOR))
 
     def output(
         self,

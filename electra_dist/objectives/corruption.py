@@ -75,7 +75,7 @@ class CorruptingObjective(Objective):
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
         """[M, H]: the generator's states of the slots."""
         embedded = self.towers.embed(masking.input_BS, batch.layout)
-        hidden = self.towers.generator(embedded, batch.bias_B1SS, self.noise(batch, GENERATOR))
+        hidden = self.towers.generator(embedded, batch.scope, self.noise(batch, GENERATOR))
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:

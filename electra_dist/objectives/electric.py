@@ -75,12 +75,11 @@ class Electric(CorruptingObjective):
         towers, example_BS = self.towers, batch.layout.example_BS
         S = example_BS.shape[1]
         later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
-        embedded = towers.embed(batch.ids_BS, batch.layout)
-        left = towers.generator(
-            embedded, batch.bias_B1SS.masked_fill(later_SS, -torch.inf), self.noise(batch, GENERATOR)
-        )
+        embedded, bias = towers.embed(batch.ids_BS, batch.layout), batch.scope
+        assert isinstance(bias, torch.Tensor)  # `choose_attention` sees to it
+        left = towers.generator(embedded, bias.masked_fill(later_SS, -torch.inf), self.noise(batch, GENERATOR))
         right = towers.generator_reverse(
-            embedded, batch.bias_B1SS.masked_fill(later_SS.t(), -torch.inf), self.noise(batch, REVERSE)
+            embedded, bias.masked_fill(later_SS.t(), -torch.inf), self.noise(batch, REVERSE)
         )
         together_BS1 = (example_BS[:, 1:] == example_BS[:, :-1])[..., None]  # of each token with the one after it
         before = F.pad(torch.where(together_BS1, left[:, :-1], 0.0), (0, 0, 1, 0))

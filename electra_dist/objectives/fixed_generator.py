@@ -46,7 +46,7 @@ class FixedGenerator(nn.Module):
             share_BN = end_BN - begin_BN
             word_BN = (word_BN * ((_RANGE - share_BN) >> 1)) >> 31  # half the product fits into int64
             word_BN = word_BN + torch.where(word_BN >= begin_BN, share_BN, 0)
-        return torch.searchsorted(self.ends_V, word_BN, right=True)
+        return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:

@@ -9,11 +9,13 @@ import os
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.model.attention import choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -70,7 +72,8 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     stop = StopRequest(Path(config.run_dir), dist.get_rank() == 0)
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     module = _build_module(config, inputs, special)
-    notes = begin_with_source(module.towers, config)  # before the folder: other weights may be refused
+    notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
+    notes += begin_with_source(module.towers, config)  # before the folder: other weights may be refused
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
@@ -89,6 +92,7 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
 def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
     counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
     objective = build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
+    objective.attention = choose_attention(config, "cuda" if torch.cuda.is_available() else "cpu")
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing

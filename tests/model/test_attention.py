@@ -1,0 +1,139 @@
+"""Every way of computing attention is the definition in float64, with its gradients; the choice says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config_file import load_config
+from electra_dist.errors import UserError
+from electra_dist.model import attention
+from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
+from electra_dist.model.rows import RowLayout, SpecialIds, derive
+from electra_dist.objectives.build import build_objective
+
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
+
+
+def packed_rows(rows: int, tokens: int) -> torch.Tensor:
+    """Examples of 5 to 90 tokens, then pads; the last row is all pads."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    for row in ids[:-1]:
+        at = 0
+        while (length := int(torch.randint(5, 90, (), generator=generator))) <= tokens - at - 7:
+            row[at : at + length] = torch.randint(5, 60, (length,), generator=generator)
+            row[at], row[at + length - 1] = SPECIAL.cls, SPECIAL.sep
+            at += length
+    return ids
+
+
+def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    same = layout.example_BS[:, None, :, None] == layout.example_BS[:, None, None, :]
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~same, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("tokens", [128, 200, 512])
+def test_attention_is_the_definition(backend: str, tokens: int) -> None:
+    layout = derive(packed_rows(3, tokens), SPECIAL)
+    query, key, value = torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64)
+    out = attend(query, key, value, same_example(layout, torch.float64, backend), 0.0)
+    torch.testing.assert_close(out, definition(query, key, value, layout), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
+    """FlexAttention has none on a CPU; on a GPU the trial at a run's start compares them with these."""
+    layout = derive(packed_rows(3, 200), SPECIAL)
+    query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, 200, 16, dtype=torch.float64))
+    upstream = torch.randn(3, 2, 200, 16, dtype=torch.float64)
+    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), 0.0)
+    expected = definition(query, key, value, layout)
+    ours, theirs = (torch.autograd.grad(each, (query, key, value), upstream) for each in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_blocks_that_hold_no_two_tokens_of_one_example_are_left_out() -> None:
+    ids = torch.full((1, 512), 7)
+    ids[0, ::128] = SPECIAL.cls  # four examples of one block each
+    scope = same_example(derive(ids, SPECIAL), torch.float32, "flex")
+    assert isinstance(scope, BlockMask)
+    assert torch.equal(scope.to_dense()[0, 0], torch.eye(4, dtype=torch.int32))
+    assert scope.sparsity() == 75.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rtd", "mlm", "all_tokens_mlm"])
+def test_an_objective_has_the_same_loss_by_either(name: str) -> None:
+    tower = {"num_layers": 2, "num_heads": 2, "intermediate_size": 32}
+    model = ModelConfig(
+        vocab_size=64,
+        embedding_size=16,
+        max_positions=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        generator=TowerConfig(hidden_size=8, **tower),
+        discriminator=TowerConfig(hidden_size=16, **tower),
+    )
+    ids, found = packed_rows(3, 128), {}
+    for backend in ("sdpa", "flex"):
+        module = build_objective(model, ObjectiveConfig(name=name), SPECIAL, seed=3).double()  # type: ignore[arg-type]
+        module.attention = AttentionChoice(backend, "")
+        found[backend] = module(ids, torch.arange(3), 0, 3, 1 / 30, 1 / 200)
+    torch.testing.assert_close(found["flex"].loss, found["sdpa"].loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["flex"].rtd_logit_BS, found["sdpa"].rtd_logit_BS, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "fault", "backend", "reason"),
+    [
+        ([], "cuda", "", "sdpa", "no dropout"),
+        (["model.attention_dropout=0"], "cuda", "", "flex", "skips"),
+        (["model.attention_dropout=0"], "cpu", "", "sdpa", "a CPU"),
+        (["model.attention_dropout=0"], "cuda", "ptxas is missing", "sdpa", "ptxas is missing"),
+        (["model.attention_dropout=0", "objective.name=electric"], "cuda", "", "sdpa", "two directions"),
+        (["model.attention_dropout=0", "engine.attention=sdpa"], "cuda", "", "sdpa", "engine.attention"),
+        (["model.attention_dropout=0", "engine.attention=flex"], "cuda", "", "flex", "engine.attention"),
+    ],
+)
+def test_the_choice_and_its_reason(
+    overrides: list[str], device: str, fault: str, backend: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_trial", lambda *_: fault)
+    config: Config = load_config(LARGE, overrides)
+    choice = choose_attention(config, device)
+    assert choice.backend == backend and reason in choice.reason
+
+
+def test_the_trial_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not support backward on CPU" in attention._trial("cpu", torch.float32)
+
+    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
+        index = torch.arange(query.shape[2])
+        rows = torch.arange(len(query))[:, None, None, None]
+        seen = block_mask.mask_mod(rows, torch.zeros_like(rows), index[None, None, :, None], index)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+    monkeypatch.setattr(attention, "_flex", lambda compiled: dense)
+    assert attention._trial("cpu", torch.float32) == ""
+    monkeypatch.setattr(
+        attention, "_flex", lambda compiled: lambda q, k, v, block_mask: dense(q, k, 2 * v, block_mask)
+    )
+    assert attention._trial("cpu", torch.float32).startswith("it differs by")
+
+
+def test_a_demand_for_a_gpu_is_refused_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="flex needs a GPU"):
+        choose_attention(load_config(LARGE, ["engine.attention=flex", "model.attention_dropout=0"]), "cpu")
+
+
+@pytest.mark.parametrize("more", ["model.attention_dropout=0.1", "objective.name=electric"])
+def test_a_demand_that_cannot_be_met_is_refused(more: str) -> None:
+    with pytest.raises(UserError, match="flex knows neither dropout nor directions"):
+        load_config(LARGE, ["engine.attention=flex", "model.attention_dropout=0", more])
