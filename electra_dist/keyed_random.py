@@ -9,7 +9,7 @@ positions. `tl.philox` in Triton gives the same bits, so a kernel and its refere
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words ride in
 int64; the 64-bit product wraps, and its two's-complement bits are still the right ones. On a CPU a grid is made by
-NumPy in slices that fit the cache: 10 ns a number on one core, ten times as fast as whole-grid torch temporaries.
+NumPy in slices that fit the cache: 10 ns a number on a core, ten times as fast as whole-grid torch temporaries.
 
 Where it stops: dropout inside torch's own operators is seeded from here (`derive_seed`), not drawn from here.
 """
@@ -17,6 +17,9 @@ Where it stops: dropout inside torch's own operators is seeded from here (`deriv
 from __future__ import annotations
 
 import enum
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -97,7 +100,10 @@ def bits_grid(
 def _grid_in_slices(
     seed: int, purpose: Purpose, step: int, rows: np.ndarray, num_blocks: int, first_block: int
 ) -> np.ndarray:
-    """The words of `bits_grid` as [R, num_blocks, 4] int64, a cache-sized slice of counters at a time."""
+    """The words of `bits_grid` as [R, num_blocks, 4] int64, a cache-sized slice of counters at a time.
+
+    Slices are shared among as many threads as torch uses: NumPy lets go of the interpreter while it computes.
+    """
     c0 = (np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block))[None, :]
     c1 = rows[:, None]
     # One-cell arrays, not scalars: words that still depend on one axis only stay small for the first rounds.
@@ -105,12 +111,23 @@ def _grid_in_slices(
     grid = np.empty((len(rows), num_blocks, 4), np.int64)
     width = max(1, min(num_blocks, _CELLS_PER_SLICE))
     height = _CELLS_PER_SLICE // width
-    for i in range(0, len(rows), height):
-        for j in range(0, num_blocks, width):
-            words = philox4x32((c0[:, j : j + width], c1[i : i + height], c2, c3), seed)
-            for lane, word in enumerate(words):
-                grid[i : i + height, j : j + width, lane] = word
+
+    def fill(corner: tuple[int, int]) -> None:
+        i, j = corner
+        words = philox4x32((c0[:, j : j + width], c1[i : i + height], c2, c3), seed)
+        for lane, word in enumerate(words):
+            grid[i : i + height, j : j + width, lane] = word
+
+    corners = [(i, j) for i in range(0, len(rows), height) for j in range(0, num_blocks, width)]
+    threads = min(torch.get_num_threads(), len(corners))
+    list(_pool(threads, os.getpid()).map(fill, corners) if threads > 1 else map(fill, corners))
     return grid
+
+
+@functools.cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """`process`: a fork inherits the cache, but no threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="philox")
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:

@@ -1,5 +1,7 @@
 """Random bits against published answers, and torch, NumPy and slices against each other, bit for bit."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -101,3 +103,17 @@ def test_derived_seeds_differ_and_fit_63_bits():
     }
     assert len(seeds) == 50
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_threads_make_the_same_grid_in_a_fork_too() -> None:
+    rows, before = torch.arange(40), torch.get_num_threads()
+    grids = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            grids.append(bits_grid(7, Purpose.DROPOUT, 3, rows, 5000, 8))
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            grids.append(pool.apply_async(bits_grid, (7, Purpose.DROPOUT, 3, rows, 5000, 8)).get(timeout=60))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], grids[2])
