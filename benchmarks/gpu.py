@@ -1,6 +1,6 @@
 """Every fused operation on the GPU at hand: right first, then how fast, then one whole training step.
 
-    python benchmarks/gpu.py            # under 8 minutes on one H200; JSON under benchmarks/results/
+    python benchmarks/gpu.py            # meant for 9 minutes of one H200; JSON under benchmarks/results/
     python benchmarks/gpu.py --smoke    # toy sizes on the CPU: the same code, no file, figures without meaning
 
 1. Correctness (`gpu_checks.py`): each operation and its reference, in fp32 and bf16, against float64; chi-squares on
@@ -8,20 +8,20 @@
    which is built here where nvcc is on PATH.
 2. Time (median of events, forward + backward) and peak memory above the inputs, against eager torch, torch.compile,
    and Liger and cut-cross-entropy with a separate sampler where they are installed.
-3. One training step of the large model (64 rows of 512, bf16 weights, fused AdamW), with the references and with the
-   kernels.
+3. Training steps of the large model (`gpu_steps.py`): micro-batches, kernels and references, eager and compiled, each
+   fusion alone, where the time goes, and Hugging Face's modules on the same card.
 
-It fails if a result of ours is wrong; a time is only reported. A rival that fails, and whatever does not fit into
-memory, is a row that says so. The JSON is written after each part, so a run that is cut short keeps what it has.
-Where it stops: one GPU, no DeepSpeed. Needs scipy; the training step needs pydantic too.
+It fails, at its end, if a result of ours is wrong or an operation of ours fails; a time is only reported. A rival that
+fails, and whatever does not fit into memory, is a row that says so. The JSON is written after each part, so a run that
+is cut short keeps what it has.
+Where it stops: one GPU; ours without DeepSpeed. Needs scipy, pydantic, pyyaml.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import functools
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import shutil
@@ -38,11 +38,14 @@ from electra_kernels import discriminator_tail_cuda
 from electra_kernels.backend import resolve
 from gpu_cases import LARGE, TOY, Sizes, cases, head_inputs, our_head, rival_heads
 from gpu_checks import chi_square, integers, values, without_host
+from gpu_parts import breakdown, time_rivals
+from gpu_steps import Bench, time_fusions, time_steps
 
 from electra_dist.errors import UserError
 
 PACKAGES = ("torch", "triton", "liger_kernel", "cut_cross_entropy")
 REPEATS, WARM_UP = 20, 5
+_NO_MEMORY = "out of memory"
 _AHEAD_CYCLES = 40_000_000  # 20 ms in which the host queues the calls: short ones are then not timed with its gaps
 Rows = list[dict[str, Any]]
 
@@ -70,16 +73,14 @@ def time_and_peak(run: Callable[[], object], on_gpu: bool, repeats: int) -> dict
 
 
 def row_of(operation: str, by: str, run: Callable[[], object], smoke: bool, repeats: int = REPEATS) -> dict[str, Any]:
-    """One line of the table; a rival's failure, and memory that does not suffice, are its `failed`."""
+    """One line of the table; a failure, and memory that does not suffice, are its `failed`."""
     row: dict[str, Any] = {"operation": operation, "by": by}
     try:
         return row | time_and_peak(run, not smoke, repeats)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return row | {"failed": "out of memory"}
+        return row | {"failed": _NO_MEMORY}
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError) as error:
-        if by.startswith("ours"):
-            raise
         return row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]}
 
 
@@ -120,50 +121,6 @@ def time_cases(sizes: Sizes, device: str, backends: list[str], smoke: bool) -> R
             row = row_of(case.name, name, run, smoke)
             rate = {"tb_per_s": case.num_bytes / row["ms"] / 1e9} if "ms" in row else {}
             found.append(row | rate)
-    return found
-
-
-def time_step(sizes: Sizes, device: str, backend: str, smoke: bool) -> Rows:
-    """Forward, backward and optimizer of both towers on one device."""
-    if importlib.util.find_spec("pydantic") is None:
-        return [{"operation": "training step", "by": "ours", "failed": "pydantic is not installed here"}]
-    from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-    from electra_dist.model.init import build_towers
-    from electra_dist.model.rows import SpecialIds
-    from electra_dist.objectives.rtd import ReplacedTokenDetection
-
-    wide, layers = sizes.widths[1], 1 if smoke else 24
-    generator, discriminator = (
-        TowerConfig(hidden_size=w, num_layers=layers, num_heads=max(1, w // 64), intermediate_size=4 * w)
-        for w in sizes.widths
-    )
-    model = ModelConfig(
-        vocab_size=sizes.vocab,
-        embedding_size=wide,
-        max_positions=sizes.seq_len,
-        generator=generator,
-        discriminator=discriminator,
-    )
-    special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    ids = torch.randint(5, sizes.vocab, (sizes.batch, sizes.seq_len), device=device)
-    ids[:, 0], ids[:, sizes.seq_len // 2], ids[:, -1] = special.cls, special.sep, special.sep
-    rows, tokens = torch.arange(sizes.batch, device=device), ids.numel()
-    towers = build_towers(model, 1)
-    found = []
-    for name in dict.fromkeys((backend, "reference")):
-        module = ReplacedTokenDetection(copy.deepcopy(towers), ObjectiveConfig(mask_prob=0.25), special, name)
-        module = module.to(device, torch.float32 if smoke else torch.bfloat16).train()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not smoke)
-
-        def run(module: Any = module, optimizer: Any = optimizer) -> None:
-            out = module(ids, rows, 0, 1, 4 / tokens, 1 / tokens)
-            out.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        row = row_of("training step", f"ours ({name})" if name == backend else name, run, smoke, repeats=5)
-        found.append(row | ({"tokens_per_s": 1e3 * tokens / row["ms"]} if "ms" in row else {}))
-        del module, optimizer, run
     return found
 
 
@@ -215,6 +172,11 @@ def main() -> None:
     folder = arguments.output or (None if smoke else Path(__file__).parent / "results")
     torch.manual_seed(0)
     draws, vocab = (20_000, sizes.vocab) if smoke else (1_000_000, sizes.vocab)
+
+    @functools.cache
+    def bench() -> Bench:
+        return Bench(device, backends[0], smoke, row_of)
+
     parts: dict[str, Callable[[], Rows]] = {
         "values": lambda: values(sizes, device, backends),
         "integers": lambda: integers(sizes, device, backends[0]),
@@ -222,7 +184,10 @@ def main() -> None:
         "without_host": lambda: [] if smoke else without_host(sizes),
         "heads": lambda: time_heads(sizes, device, backends[0], smoke),
         "operations": lambda: time_cases(sizes, device, backends, smoke),
-        "step": lambda: time_step(sizes, device, backends[0], smoke),
+        "steps": lambda: time_steps(bench()),
+        "fusions": lambda: time_fusions(bench()),
+        "breakdown": lambda: breakdown(bench()),
+        "rivals": lambda: time_rivals(bench()),
     }
     for part, run in parts.items():
         started = time.perf_counter()
@@ -230,8 +195,13 @@ def main() -> None:
         print_part(part, record[part], time.perf_counter() - started)
         if folder:
             write(record, folder)
-    if not all(row.get("right", True) for part in parts for row in record[part]):
+    rows = [row for part in parts for row in record[part]]
+    if not all(row.get("right", True) for row in rows):
         sys.exit("a result is wrong: see above")
+    if any(
+        row["by"].startswith("ours") and row.get("failed", _NO_MEMORY) != _NO_MEMORY for row in rows if "by" in row
+    ):
+        sys.exit("one of ours failed: see above")
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
@@ -251,6 +221,7 @@ def print_part(part: str, rows: Rows, seconds: float) -> None:
             facts.append(f"{row['ms']:>9.3f} ms  peak {row['peak_bytes'] / 1e9:.2f} GB")
         facts += [f"{row['tb_per_s']:.2f} TB/s"] if "tb_per_s" in row else []
         facts += [f"{row['tokens_per_s']:.0f} tokens/s"] if "tokens_per_s" in row else []
+        facts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
         print(f"  {label:<44} {'  '.join(facts)}{'' if row.get('right', True) else '  WRONG'}", flush=True)
 
 

@@ -14,9 +14,18 @@ def test_the_smoke_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("gpu-smoke-*.json")
     record = json.loads(file.read_text())
-    times = [*record["heads"], *record["operations"], *record["step"]]
-    assert {row["operation"] for row in times} >= {"head M=24", "discriminator tail", "training step"}
+    times = [row for part in ("heads", "operations", "steps", "fusions") for row in record[part]]
+    assert {row["operation"] for row in times} >= {"head M=24", "discriminator tail", "step B=1", "step B=4"}
+    assert {"compiled layers (reference)", "ours without mlm_head", "ours, generator early"} <= {
+        r["by"] for r in times
+    }
+    assert all("failed" not in row for row in times)
+    assert "discriminator and tail, backward" in {row["by"] for row in record["breakdown"]}
+    assert [row["by"] for row in record["rivals"] if "ms" in row] == [
+        "Hugging Face (torch)",
+        "Hugging Face, gathered (torch)",
+    ]
     assert all(row["ms"] > 0 for row in times)
     assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
     assert all(row["right"] for part in ("values", "integers", "chi_square") for row in record[part])
-    assert "training step" in done.stdout
+    assert "step B=4" in done.stdout
