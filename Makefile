@@ -8,7 +8,7 @@ CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test cluster-test drills chaos bench lint typecheck clean help
+.PHONY: pretrain test pytest cluster-test drills chaos bench lint typecheck clean help
 
 help:
 	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
@@ -49,8 +49,11 @@ lint: $(VENV)/ready-test
 typecheck: $(VENV)/ready-test build/typing/electra_kernels
 	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
 
-# Two at a time, a file to a worker: real runs spend much of their time starting up.
-test: lint typecheck
+# Style first, for it takes seconds; then types beside the tests, of which two files run at a time.
+test: lint
+	$(MAKE) -j2 typecheck pytest
+
+pytest: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
 
 cluster-test: $(VENV)/ready-test
