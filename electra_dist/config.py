@@ -167,7 +167,10 @@ class TrainConfig(Section):
 
     num_steps: Positive = Field(description="optimizer steps of the whole run")
     global_batch: Positive = Field(description="rows per step over all ranks")
-    micro_batch: Positive = Field(description="rows per rank per forward pass; the rest is gradient accumulation")
+    micro_batch: Positive = Field(
+        description="rows per rank per forward pass, the rest is gradient accumulation; auto: the most that fit"
+    )
+    largest_micro_batch: bool = Field(default=False, description="what `micro_batch: auto` means; set that")
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16", description="compute precision; master weights, moments and gradient sums are always fp32"
     )
@@ -182,6 +185,14 @@ class TrainConfig(Section):
     init_generator_from: str | None = Field(
         default=None, description="with a Hugging Face folder in init_from: the one of its generator"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        """Until it is found out, one row a pass: what any number of ranks can share."""
+        if isinstance(value, dict) and value.get("micro_batch") == "auto":
+            return {**value, "micro_batch": 1, "largest_micro_batch": True}
+        return value
 
     @model_validator(mode="after")
     def _generator_of_something(self) -> TrainConfig:

@@ -23,10 +23,11 @@ from electra_dist.objectives.build import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.store import replacing
 from electra_dist.train.clock import seconds_since_process_start
-from electra_dist.train.engine import Engine, init_distributed
+from electra_dist.train.engine import Engine, init_distributed, local_device
 from electra_dist.train.guard import SkipList
 from electra_dist.train.init_from import begin_with_source
 from electra_dist.train.last_words import another_rank_told, tell_once
+from electra_dist.train.micro_batch import with_micro_batch
 from electra_dist.train.preparation import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -77,6 +78,9 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()
+    if config.train.largest_micro_batch:
+        config = with_micro_batch(config, module, local_device())
+        notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
     watch = Watch(Path(config.run_dir), config.cluster)
     engine = Engine(module, config)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)

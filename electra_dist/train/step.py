@@ -131,7 +131,10 @@ class TrainStep:
         )
 
     def _to_device(self, batch: Batch) -> torch.Tensor:
-        return torch.from_numpy(batch.ids.astype(np.int64)).to(self._engine.device, non_blocking=True)
+        ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
+        if self._engine.device.type == "cuda":
+            ids_BS = ids_BS.pin_memory()  # else the copy waits for the steps that are queued
+        return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, signs: Signs) -> tuple[torch.Tensor, torch.Tensor]:
         """What each micro-batch's two loss sums are multiplied with, [micro-batches, 2]; and the global sums of the

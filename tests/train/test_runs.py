@@ -65,9 +65,11 @@ def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
 def test_accumulating_four_micro_batches_equals_one_large_batch(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:
-    for micro in (4, 16):
+    for micro in (4, 16, "auto"):
         pretrain(tiny_config(f"micro{micro}", **{"train.micro_batch": micro}), 1)
     assert worst_difference(losses(tmp_path / "micro4"), losses(tmp_path / "micro16")) <= 2e-6
+    assert "micro-batch: 16 rows, the most that fit" in (tmp_path / "microauto" / "log.txt").read_text()
+    assert losses(tmp_path / "microauto") == losses(tmp_path / "micro16")
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.drill)])
