@@ -74,7 +74,8 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     module = _build_module(config, inputs, special)
     notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
-    notes += begin_with_source(module.towers, config)  # before the folder: other weights may be refused
+    # Before the folder: other weights may be refused.
+    notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
     if dist.get_rank() == 0:
         _make_run_folder(config, inputs.corpus)
     dist.barrier()

@@ -64,7 +64,7 @@ class Round:
 
         Args:
             build_s: seconds of the start so far; None after a rollback, when nothing had to be built.
-            notes: what there is to say of the initial weights.
+            notes: what there is to say of how the run was built.
         """
         begin = time.perf_counter()
         self.config, self.inputs, self.engine, self.special = config, inputs, engine, special
@@ -81,7 +81,7 @@ class Round:
             self.reporter = Reporter(config, engine, corpus, self.restored)
             self.reporter.began(self.memory.attempt, self.restored, set_aside, self.clock.setup_s)
             for note in notes:
-                self.reporter.note(f"init_from: {note}")
+                self.reporter.note(note)
             self.memory.writer.on_commit = self._committed
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.progress.step)
 
