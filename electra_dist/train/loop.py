@@ -9,13 +9,12 @@ import os
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from electra_dist.model.attention import choose_attention
+from electra_dist.model.attention import AttentionChoice, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -97,13 +96,20 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
 def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
     counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
     objective = build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
-    objective.attention = choose_attention(config, "cuda" if torch.cuda.is_available() else "cpu")
+    objective.attention = _agreed(choose_attention(config, local_device().type))
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
     if isinstance(objective, CorruptingObjective):
         objective.early_generator = config.engine.early_generator
     return objective
+
+
+def _agreed(choice: AttentionChoice) -> AttentionChoice:
+    """The same on all ranks: one whose trial failed decides for the others."""
+    choices = [choice] * dist.get_world_size()
+    dist.all_gather_object(choices, choice)
+    return next((each for each in choices if each.backend == "sdpa"), choice)
 
 
 def _make_run_folder(config: Config, corpus: Corpus) -> None:
