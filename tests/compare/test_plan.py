@@ -133,6 +133,6 @@ def test_a_mistake_ends_with_78(make_comparison: MakeComparison) -> None:
 def test_the_comparison_that_comes_with_the_project_is_whole() -> None:
     configs = Path(__file__).parents[2] / "configs"
     plan = plan_of(configs / "compare_cpu.yaml")
-    assert {cell.entry for cell in plan.cells} == {"rtd", "mlm", "all_tokens_mlm"}
+    assert {cell.entry for cell in plan.cells} == {"rtd", "mlm", "all_tokens_mlm", "rtd-uniform"}
     assert plan.cells[0].config.model == load_config(configs / "compare_cpu_base.yaml").model
     assert all(abs(cell.flops(cell.marks[-1]) / plan.budget_flops - 1) < 1e-3 for cell in plan.cells)
