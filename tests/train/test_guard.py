@@ -115,7 +115,12 @@ SETTINGS = {
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(1, "bf16"), pytest.param(2, "bf16", marks=pytest.mark.drill), (3, "fp32")]
+    ("stage", "precision"),
+    [
+        (1, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.drill),
+        pytest.param(3, "fp32", marks=pytest.mark.drill),
+    ],
 )
 def test_run_that_the_guard_stopped_equals_a_run_told_to_skip_these_steps(
     tiny_config: MakeConfig, pretrain: Callable, losses: Losses, tmp_path: Path, stage: int, precision: str

@@ -134,6 +134,7 @@ def test_corpus_on_s3_gives_the_same_losses_as_local_files(
         assert file.is_dir() or secrets.encode() not in file.read_bytes()
 
 
+@pytest.mark.drill  # and tests/drills/real_kills.py at length
 def test_changed_ranks_and_stage_go_on_with_the_same_rows(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:
