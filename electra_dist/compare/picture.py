@@ -40,11 +40,11 @@ def write_picture(rows: Sequence[Row], titles: dict[str, str], path: Path) -> No
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
         size = (1.0 + 3.4 * num_across, 0.5 + 2.7 * num_down)
         figure = Figure(figsize=size, layout=layout, facecolor="white", dpi=150)
-        panels = figure.subplots(num_down, num_across, squeeze=False).flat
+        panels = list(figure.subplots(num_down, num_across, squeeze=False).flat)
         for axes, (task, title) in zip(panels, titles.items()):
             _draw(axes, rows, task)
             axes.set_title(title, loc="left")
-        for axes in list(panels)[len(titles) :]:
+        for axes in panels[len(titles) :]:
             axes.set_axis_off()
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels) or 1))
