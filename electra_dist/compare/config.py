@@ -99,10 +99,7 @@ class CompareConfig(Section):
         default=True, description="also score agreement, without training (English; see `electra-dist minimal-pairs`)"
     )
     ranks: Positive = Field(default=1, description="ranks of each run, on this machine")
-    parallel: Positive = Field(
-        default=1,
-        description="runs at work at a time. On CPUs more runs of one rank are faster than one of more ranks",
-    )
+    parallel: Positive = Field(default=1, description="runs at work at a time")
 
     @model_validator(mode="after")
     def _fits(self) -> CompareConfig:
