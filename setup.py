@@ -1,6 +1,6 @@
 """Packages, extras and the `electra-dist` command. Ranges here; the exact tested versions in constraints.txt."""
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 EXTRAS = {
     "s3": ["boto3>=1.36"],
@@ -49,6 +49,16 @@ setup(
         "launcher",
     ],
     package_data={"electra_kernels": ["*.cu"]},
+    # Without a C compiler the package installs all the same, and NumPy makes the same bits, slower.
+    ext_modules=[
+        Extension(
+            "electra_kernels.philox_library",
+            ["kernels/philox.c"],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            libraries=["m"],
+            optional=True,
+        )
+    ],
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19,<0.20",

@@ -8,8 +8,9 @@ key; the counter is (position // 4, row, step, purpose); the four 32-bit outputs
 positions. `tl.philox` in Triton gives the same bits, so a kernel and its reference agree draw for draw.
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words ride in
-int64; the 64-bit product wraps, and its two's-complement bits are still the right ones. On a CPU a grid is made by
-NumPy in slices that fit the cache: 10 ns a number on a core, ten times as fast as whole-grid torch temporaries.
+int64; the 64-bit product wraps, and its two's-complement bits are still the right ones. On a CPU a grid is made in
+slices shared among threads, by `electra_kernels.philox_host` (about 1 ns a number on a core) or, where that was not
+built, by NumPy (10 ns).
 
 Where it stops: dropout inside torch's own operators is seeded from here (`derive_seed`), not drawn from here.
 """
@@ -19,17 +20,21 @@ from __future__ import annotations
 import enum
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from electra_kernels import philox_host
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK32 = 0xFFFFFFFF
 NUM_ROUNDS = 10
-_CELLS_PER_SLICE = 32768  # counters worked on at a time on a CPU: 256 KB for each temporary
+_CELLS_PER_SLICE = 32768  # counters worked on at a time on a CPU: 256 KB for each of NumPy's temporaries
+
+Fill = Callable[[np.ndarray, int, int, int, np.ndarray, int], None]  # grid, seed, purpose, step, rows, first block
 
 
 class Purpose(enum.IntEnum):
@@ -45,6 +50,7 @@ class Purpose(enum.IntEnum):
     EVAL = 8
     CORPUS = 9
     HELDOUT = 10
+    ATTENTION_DROPOUT = 11
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
@@ -85,8 +91,9 @@ def bits_grid(
     assert first_position % 4 == 0
     num_blocks, first_block = (num_positions + 3) // 4, first_position // 4
     if rows.device.type == "cpu":
-        grid = _grid_in_slices(seed, purpose, step, rows.numpy().astype(np.uint64), num_blocks, first_block)
-        return torch.from_numpy(grid.reshape(rows.numel(), num_blocks * 4)[:, :num_positions])
+        grid = np.empty((rows.numel(), num_blocks * 4), np.int64)
+        _fill_in_slices(grid, philox_host.fill_bits or _fill_bits, seed, purpose, step, rows.numpy(), first_block)
+        return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
     # Full tensors from the start: an int left as a scalar would overflow torch's int64 scalar conversion.
     c0 = blocks[None, :].expand(rows.numel(), num_blocks)
@@ -97,31 +104,60 @@ def bits_grid(
     return torch.stack(words, dim=-1).reshape(rows.numel(), num_blocks * 4)[:, :num_positions]
 
 
-def _grid_in_slices(
-    seed: int, purpose: Purpose, step: int, rows: np.ndarray, num_blocks: int, first_block: int
-) -> np.ndarray:
-    """The words of `bits_grid` as [R, num_blocks, 4] int64, a cache-sized slice of counters at a time.
+def keep_grid(
+    seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int, drop: float
+) -> torch.Tensor:
+    """What dropout multiplies with: 0 with probability `drop`, else 1 / (1 - drop); from the bits of `bits_grid`.
 
-    Slices are shared among as many threads as torch uses: NumPy lets go of the interpreter while it computes.
+    Args:
+        num_positions: a multiple of 4.
+        drop: in [0, 1).
+
+    Returns:
+        fp32 [R, num_positions].
     """
-    c0 = (np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block))[None, :]
-    c1 = rows[:, None]
-    # One-cell arrays, not scalars: words that still depend on one axis only stay small for the first rounds.
-    c2, c3 = np.full((1, 1), step, np.uint64), np.full((1, 1), int(purpose), np.uint64)
-    grid = np.empty((len(rows), num_blocks, 4), np.int64)
+    assert num_positions % 4 == 0
+    threshold, scale = drop_threshold(drop), 1.0 / (1.0 - drop)
+    if rows.device.type == "cpu" and philox_host.fill_kept:
+        grid = np.empty((rows.numel(), num_positions), np.float32)
+        fill = functools.partial(philox_host.fill_kept, threshold=threshold, scale=scale)
+        _fill_in_slices(grid, fill, seed, purpose, step, rows.numpy(), first_position // 4)
+        return torch.from_numpy(grid)
+    bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
+    return ((bits >= threshold) * scale).float()
+
+
+def drop_threshold(probability: float) -> int:
+    """Bits below this number drop their element."""
+    return round(probability * 2**32)
+
+
+def _fill_in_slices(
+    grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
+) -> None:
+    """Fill [R, 4 * blocks] by rectangles, shared among as many threads as torch uses: `fill` lets go of the
+    interpreter while it computes."""
+    num_rows, num_blocks = len(rows), grid.shape[1] // 4
     width = max(1, min(num_blocks, _CELLS_PER_SLICE))
     height = _CELLS_PER_SLICE // width
+    corners = [(i, j) for i in range(0, num_rows, height) for j in range(0, num_blocks, width)]
 
-    def fill(corner: tuple[int, int]) -> None:
+    def slice_at(corner: tuple[int, int]) -> None:
         i, j = corner
-        words = philox4x32((c0[:, j : j + width], c1[i : i + height], c2, c3), seed)
-        for lane, word in enumerate(words):
-            grid[i : i + height, j : j + width, lane] = word
+        fill(grid[i : i + height, 4 * j : 4 * (j + width)], seed, purpose, step, rows[i : i + height], first_block + j)
 
-    corners = [(i, j) for i in range(0, len(rows), height) for j in range(0, num_blocks, width)]
     threads = min(torch.get_num_threads(), len(corners))
-    list(_pool(threads, os.getpid()).map(fill, corners) if threads > 1 else map(fill, corners))
-    return grid
+    list(_pool(threads, os.getpid()).map(slice_at, corners) if threads > 1 else map(slice_at, corners))
+
+
+def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
+    """`philox_host.fill_bits` in NumPy."""
+    c0 = (np.arange(grid.shape[1] // 4, dtype=np.uint64) + np.uint64(first_block))[None, :]
+    c1 = rows.astype(np.uint64)[:, None]
+    # One-cell arrays, not scalars: words that still depend on one axis only stay small for the first rounds.
+    c2, c3 = np.full((1, 1), step, np.uint64), np.full((1, 1), purpose, np.uint64)
+    for lane, word in enumerate(philox4x32((c0, c1, c2, c3), seed)):
+        grid[:, lane::4] = word
 
 
 @functools.cache

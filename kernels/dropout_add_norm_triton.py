@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from electra_kernels.dropout_add_norm import DropoutKey, threshold
+from electra_kernels.dropout_add_norm import DropoutKey
 from electra_kernels.mlm_head_triton import as_int32, four_way_bits
 from electra_kernels.rounding_triton import precise_inverse_root
 from electra_kernels.strips import sum_of_strips
 
-from electra_dist.keyed_random import Purpose
+from electra_dist.keyed_random import Purpose, drop_threshold
 
 NUM_PROGRAMS = 1024
 NUM_WARPS = 4
@@ -213,7 +213,7 @@ def backward_pass(
 def _key_words(dropout: DropoutKey, seq_len: int, hidden: int) -> tuple[int | float, ...]:
     assert hidden % 4 == 0, hidden
     words = (dropout.seed, dropout.seed >> 32, dropout.step, dropout.site * seq_len * hidden // 4)
-    return *map(as_int32, (*words, threshold(dropout.probability))), 1.0 / (1.0 - dropout.probability)
+    return *map(as_int32, (*words, drop_threshold(dropout.probability))), 1.0 / (1.0 - dropout.probability)
 
 
 def _options(dropout: DropoutKey, hidden: int) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Random bits against published answers, and torch, NumPy and slices against each other, bit for bit."""
 
 import multiprocessing
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from electra_kernels import philox_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist import keyed_random
-from electra_dist.keyed_random import Purpose, bits_grid, derive_seed, philox4x32
+from electra_dist.keyed_random import Purpose, bits_grid, derive_seed, drop_threshold, keep_grid, philox4x32
 
 # Random123, kat_vectors, philox4x32 10: counter, key, answer.
 KNOWN_ANSWERS = [
@@ -117,3 +119,27 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], grids[2])
+
+
+@pytest.mark.skipif(philox_host.fill_bits is None, reason="the package was built without a C compiler")
+@given(
+    seed=SEED,
+    step=WORD,
+    rows=st.lists(WORD, min_size=1, max_size=5),
+    num_blocks=st.integers(1, 40),
+    first_block=st.integers(0, 2**31),
+    cells=st.integers(1, 60),
+    drop=st.floats(0, 0.999),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, first_block, cells, drop):
+    made = []
+    for fillers in ((philox_host.fill_bits, philox_host.fill_kept), (None, None)):
+        patch = dict(zip(("fill_bits", "fill_kept"), fillers))
+        with mock.patch.multiple(philox_host, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
+            given_ = (seed, Purpose.DROPOUT, step, torch.tensor(rows), 4 * num_blocks, 4 * first_block)
+            made.append((bits_grid(*given_), keep_grid(*given_, drop)))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+    kept = made[0][0] >= drop_threshold(drop)
+    assert torch.equal(made[0][1], torch.where(kept, 1 / (1 - drop), 0.0).float())
