@@ -10,8 +10,8 @@ fp32 whatever the parameters' dtype (torch's kernels do).
 Dropout on sub-layer outputs is keyed by (seed, step, global row, place) and fused with the residual and LayerNorm
 (`electra_kernels.dropout_add_norm`): it does not depend on how a batch is cut.
 
-Where it stops: dropout on embeddings and attention probabilities draws from torch's generator, which the training
-loop seeds for each micro-batch.
+Where it stops: dropout on embeddings, and on a GPU that of attention probabilities, draws from torch's generator, which
+the training loop seeds for each micro-batch.
 
 Shapes: B rows, S tokens, E embedding width, H hidden width, V rows of the token table (padded to 128).
 """
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import Scope, attend
+from electra_dist.model.linear import Linear
 
 
 class Noise(NamedTuple):
@@ -37,6 +38,10 @@ class Noise(NamedTuple):
     step: int
     row_B: torch.Tensor  # int64 row numbers within the global batch
     backend: str
+
+    def key(self, probability: float, site: int) -> DropoutKey:
+        """For the dropout of one place in the tower."""
+        return DropoutKey(probability, self.seed, self.step, site)
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> Noise:
@@ -55,7 +60,7 @@ class DropoutAddNorm(nn.LayerNorm):
 
     def forward(self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, noise: Noise) -> torch.Tensor:  # type: ignore[override]
         """[B, S, H]; nothing is dropped in evaluation."""
-        key = DropoutKey(self.probability if self.training else 0.0, noise.seed, noise.step, self.site)
+        key = noise.key(self.probability if self.training else 0.0, self.site)
         return dropout_add_norm(
             x_BSH,
             residual_BSH.to(x_BSH.dtype),  # under autocast the embeddings are fp32
@@ -100,19 +105,22 @@ class SharedEmbeddings(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head attention inside each example of a row."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig, site: int) -> None:
+        """`site`: number of this place within its tower."""
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
-        self.qkv = nn.Linear(tower.hidden_size, 3 * tower.hidden_size)
-        self.out = nn.Linear(tower.hidden_size, tower.hidden_size)
+        self.site = site
+        self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size)
+        self.out = Linear(tower.hidden_size, tower.hidden_size)
 
-    def forward(self, hidden_BSH: torch.Tensor, scope: Scope) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
         """[B, S, H]; `scope` says which keys a query sees."""
         B, S, H = hidden_BSH.shape
         qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        context = attend(query, key, value, scope, self.dropout if self.training else 0.0)
+        dropout = noise.key(self.dropout if self.training else 0.0, self.site)
+        context = attend(query, key, value, scope, dropout, noise.row_B)
         return self.out(context.transpose(1, 2).reshape(B, S, H))
 
 
@@ -122,15 +130,15 @@ class EncoderLayer(nn.Module):
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
         super().__init__()
         width = tower.hidden_size
-        self.attention = SelfAttention(model, tower)
+        self.attention = SelfAttention(model, tower, number)
         self.attention_norm = DropoutAddNorm(width, model, 2 * number)
-        self.expand = nn.Linear(width, tower.intermediate_size)
-        self.contract = nn.Linear(tower.intermediate_size, width)
+        self.expand = Linear(width, tower.intermediate_size)
+        self.contract = Linear(tower.intermediate_size, width)
         self.output_norm = DropoutAddNorm(width, model, 2 * number + 1)
 
     def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
         """[B, S, H]."""
-        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, scope), hidden_BSH, noise)
+        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, scope, noise), hidden_BSH, noise)
         expanded = F.gelu(self.expand(hidden_BSH))
         return self.output_norm(self.contract(expanded), hidden_BSH, noise)
 
@@ -144,7 +152,7 @@ class Encoder(nn.Module):
         width = embedding_size or model.embedding_size
         self.embeddings_project: nn.Linear | None = None
         if width != tower.hidden_size:
-            self.embeddings_project = nn.Linear(width, tower.hidden_size)
+            self.embeddings_project = Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
         self.recompute = False  # keep only what goes in between layers; `engine.activation_checkpointing`
 

@@ -19,6 +19,7 @@ from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample
 from torch import nn
 
 from electra_dist.config import ModelConfig
+from electra_dist.model.linear import Linear, linear
 
 
 class GeneratorHead(nn.Module):
@@ -28,7 +29,7 @@ class GeneratorHead(nn.Module):
         """`hidden_size` of the states that it reads, `embedding_size` of the table."""
         super().__init__()
         self.vocab_size = model.vocab_size
-        self.dense = nn.Linear(hidden_size, embedding_size)
+        self.dense = Linear(hidden_size, embedding_size)
         self.layer_norm = nn.LayerNorm(embedding_size, eps=model.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(model.vocab_size))
 
@@ -73,7 +74,7 @@ class DiscriminatorHead(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         width = model.discriminator.hidden_size
-        self.dense = nn.Linear(width, width)
+        self.dense = Linear(width, width)
         self.out = nn.Linear(width, 1)
 
     def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ class DiscriminatorHead(nn.Module):
     ) -> RtdOutput:
         """Loss, logits and statistics over the tokens where `mask_BS`; see `rtd_loss`."""
         # The kernel adds the bias itself, fused with GELU, dot and loss.
-        dense_TH = F.linear(hidden_BSH, self.dense.weight).flatten(0, 1)
+        dense_TH = linear(hidden_BSH, self.dense.weight).flatten(0, 1)
         return rtd_loss(
             dense_TH,
             self.dense.bias,

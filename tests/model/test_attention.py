@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_kernels.dropout_add_norm import DropoutKey
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
+from electra_dist.keyed_random import Purpose, bits_grid
 from electra_dist.model import attention
 from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
 from electra_dist.model.rows import RowLayout, SpecialIds, derive
@@ -44,7 +46,7 @@ def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layo
 def test_attention_is_the_definition(backend: str, tokens: int) -> None:
     layout = derive(packed_rows(3, tokens), SPECIAL)
     query, key, value = torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64)
-    out = attend(query, key, value, same_example(layout, torch.float64, backend), 0.0)
+    out = attend(query, key, value, same_example(layout, torch.float64, backend))
     torch.testing.assert_close(out, definition(query, key, value, layout), rtol=1e-12, atol=1e-12)
 
 
@@ -53,10 +55,28 @@ def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
     layout = derive(packed_rows(3, 200), SPECIAL)
     query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, 200, 16, dtype=torch.float64))
     upstream = torch.randn(3, 2, 200, 16, dtype=torch.float64)
-    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), 0.0)
+    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"))
     expected = definition(query, key, value, layout)
     ours, theirs = (torch.autograd.grad(each, (query, key, value), upstream) for each in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("tokens", [64, 37])
+def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None:
+    layout, rows = derive(packed_rows(3, tokens), SPECIAL), torch.tensor([900, 5, 2**32 - 1])
+    query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64))
+    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), DropoutKey(0.25, 11, 4, 3), rows)
+    cells = 2 * tokens * tokens
+    first = 3 * (cells + -cells % 4)
+    bits = bits_grid(11, Purpose.ATTENTION_DROPOUT, 4, rows, cells, first).view(3, 2, tokens, tokens)
+    kept = bits >= 2**30
+    assert 0.7 < kept.double().mean() < 0.8
+    same = layout.example_BS[:, None, :, None] == layout.example_BS[:, None, None, :]
+    scores = (query @ key.transpose(-1, -2) / 4).masked_fill(~same, -torch.inf)
+    expected = (scores.softmax(-1) * kept / 0.75) @ value
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)  # 1 / 0.75 is an fp32 number
+    ours, theirs = (torch.autograd.grad(each.square().sum(), (query, key, value)) for each in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_that_hold_no_two_tokens_of_one_example_are_left_out() -> None:

@@ -1,15 +1,17 @@
-"""Dropout on sub-layer outputs belongs to the row, not to the batch it happens to be in."""
+"""Dropout on sub-layer outputs and, on a CPU, on attention belongs to the row, not to the batch it happens to be in."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from electra_dist.model.encoder import Encoder, Noise
 
 
-def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any]) -> None:
-    model = make_config(32, 32, 32, hidden_dropout=0.3)
+@pytest.mark.parametrize("place", ["hidden_dropout", "attention_dropout"])
+def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any], place: str) -> None:
+    model = make_config(32, 32, 32, **{place: 0.3})
     encoder = Encoder(model, model.discriminator).train()
     embedded, bias, rows = torch.randn(6, 10, 32), torch.zeros(6, 1, 10, 10), torch.arange(40, 46)
 
