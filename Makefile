@@ -20,7 +20,7 @@ help:
 	@echo "make clean      remove build products (keeps runs/ and corpora/)"
 
 # torch first and alone: a range met by an installed torch never pulls another one over it.
-$(VENV)/ready: setup.py constraints.txt kernels/philox.c
+$(VENV)/ready: setup.py constraints.txt kernels/host.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export]'

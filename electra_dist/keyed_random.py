@@ -9,7 +9,7 @@ positions. `tl.philox` in Triton gives the same bits, so a kernel and its refere
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words ride in
 int64; the 64-bit product wraps, and its two's-complement bits are still the right ones. On a CPU a grid is made in
-slices shared among threads, by `electra_kernels.philox_host` (about 1 ns a number on a core) or, where that was not
+slices shared among threads, by `electra_kernels.host` (about 1 ns a number on a core) or, where that was not
 built, by NumPy (10 ns).
 
 Where it stops: dropout inside torch's own operators is seeded from here (`derive_seed`), not drawn from here.
@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import enum
 import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from electra_kernels import philox_host
+from electra_kernels import host
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -92,7 +90,7 @@ def bits_grid(
     num_blocks, first_block = (num_positions + 3) // 4, first_position // 4
     if rows.device.type == "cpu":
         grid = np.empty((rows.numel(), num_blocks * 4), np.int64)
-        _fill_in_slices(grid, philox_host.fill_bits or _fill_bits, seed, purpose, step, rows.numpy(), first_block)
+        _fill_in_slices(grid, host.fill_bits or _fill_bits, seed, purpose, step, rows.numpy(), first_block)
         return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
     # Full tensors from the start: an int left as a scalar would overflow torch's int64 scalar conversion.
@@ -118,9 +116,9 @@ def keep_grid(
     """
     assert num_positions % 4 == 0
     threshold, scale = drop_threshold(drop), 1.0 / (1.0 - drop)
-    if rows.device.type == "cpu" and philox_host.fill_kept:
+    if rows.device.type == "cpu" and host.fill_kept:
         grid = np.empty((rows.numel(), num_positions), np.float32)
-        fill = functools.partial(philox_host.fill_kept, threshold=threshold, scale=scale)
+        fill = functools.partial(host.fill_kept, threshold=threshold, scale=scale)
         _fill_in_slices(grid, fill, seed, purpose, step, rows.numpy(), first_position // 4)
         return torch.from_numpy(grid)
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
@@ -146,24 +144,17 @@ def _fill_in_slices(
         i, j = corner
         fill(grid[i : i + height, 4 * j : 4 * (j + width)], seed, purpose, step, rows[i : i + height], first_block + j)
 
-    threads = min(torch.get_num_threads(), len(corners))
-    list(_pool(threads, os.getpid()).map(slice_at, corners) if threads > 1 else map(slice_at, corners))
+    host.share(slice_at, corners)
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """`philox_host.fill_bits` in NumPy."""
+    """`host.fill_bits` in NumPy."""
     c0 = (np.arange(grid.shape[1] // 4, dtype=np.uint64) + np.uint64(first_block))[None, :]
     c1 = rows.astype(np.uint64)[:, None]
     # One-cell arrays, not scalars: words that still depend on one axis only stay small for the first rounds.
     c2, c3 = np.full((1, 1), step, np.uint64), np.full((1, 1), purpose, np.uint64)
     for lane, word in enumerate(philox4x32((c0, c1, c2, c3), seed)):
         grid[:, lane::4] = word
-
-
-@functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """`process`: a fork inherits the cache, but no threads."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="philox")
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:

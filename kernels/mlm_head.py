@@ -32,9 +32,12 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from electra_kernels import host
 from electra_kernels.backend import resolve_without_cuda
 from electra_kernels.sampling import block_rows, sample_reference
 from torch.autograd.function import once_differentiable
+
+from electra_dist.keyed_random import Purpose
 
 _LEAST_ROWS_CPU = 8
 _CHUNK_WITHOUT_GRADIENT = 1024
@@ -141,6 +144,21 @@ def row_pass_reference(
 
     Computes in the precision of `weight_M` (fp32, or fp64), block by block of rows.
     """
+    if host.row_pass and logits_MV.device.type == "cpu" and logits_MV.dtype == weight_M.dtype == torch.float32:
+        key, how = (options.seed, int(Purpose.SAMPLE), options.step), options[3:]
+        return RowStats(*host.row_pass(logits_MV, bias_V, target_M, weight_M, row_M, key, *how))
+    return _row_pass_torch(logits_MV, bias_V, target_M, weight_M, row_M, options)
+
+
+def _row_pass_torch(
+    logits_MV: torch.Tensor,
+    bias_V: torch.Tensor,
+    target_M: torch.Tensor,
+    weight_M: torch.Tensor,
+    row_M: torch.Tensor,
+    options: RowOptions,
+) -> RowStats:
+    """The definition itself, in torch."""
     height = block_rows(logits_MV)
     stats = RowStats(torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M))
     for begin in range(0, len(logits_MV), height):

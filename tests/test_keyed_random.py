@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from electra_kernels import philox_host
+from electra_kernels import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,7 +121,7 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
     assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], grids[2])
 
 
-@pytest.mark.skipif(philox_host.fill_bits is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(host.fill_bits is None, reason="the package was built without a C compiler")
 @given(
     seed=SEED,
     step=WORD,
@@ -134,9 +134,9 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, first_block, cells, drop):
     made = []
-    for fillers in ((philox_host.fill_bits, philox_host.fill_kept), (None, None)):
+    for fillers in ((host.fill_bits, host.fill_kept), (None, None)):
         patch = dict(zip(("fill_bits", "fill_kept"), fillers))
-        with mock.patch.multiple(philox_host, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
+        with mock.patch.multiple(host, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
             given_ = (seed, Purpose.DROPOUT, step, torch.tensor(rows), 4 * num_blocks, 4 * first_block)
             made.append((bits_grid(*given_), keep_grid(*given_, drop)))
     assert torch.equal(made[0][0], made[1][0])

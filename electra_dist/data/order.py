@@ -11,7 +11,7 @@ over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with 
 few that fall outside.
 
 Cost: O(shards) once an epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
-batches of 2,048 (2 to 4 us where `electra_kernels.philox_host` was not built); no array as long as a window or an
+batches of 2,048 (2 to 4 us where `electra_kernels.host` was not built); no array as long as a window or an
 epoch ever exists. `benchmarks/loader.py` measures it.
 
 Where it stops: shuffling is as wide as a window: with 64 shards of 16,384 rows, over a million rows.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from electra_kernels import philox_host
+from electra_kernels import host
 from numpy.typing import NDArray
 
 from electra_dist.keyed_random import Purpose, philox4x32
@@ -58,8 +58,8 @@ def permute(
         epoch: of the shape of `index`, each in [0, 2**32).
         block: which permutation of the epoch, of the shape of `index`, each in [0, 2**32).
     """
-    if philox_host.permute:
-        return philox_host.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
+    if host.permute:
+        return host.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
     place = index.astype(np.uint64)
     sizes, epochs, blocks = size.astype(np.uint64), epoch.astype(np.uint64), block.astype(np.uint64)
     walking = np.arange(place.size)  # those not yet inside [0, size)

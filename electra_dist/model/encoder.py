@@ -10,8 +10,8 @@ fp32 whatever the parameters' dtype (torch's kernels do).
 Dropout on sub-layer outputs is keyed by (seed, step, global row, place) and fused with the residual and LayerNorm
 (`electra_kernels.dropout_add_norm`): it does not depend on how a batch is cut.
 
-Where it stops: dropout on embeddings, and on a GPU that of attention probabilities, draws from torch's generator, which
-the training loop seeds for each micro-batch.
+Where it stops: dropout on embeddings, and on a GPU that of attention probabilities, draws from torch's generator,
+which the training loop seeds for each micro-batch.
 
 Shapes: B rows, S tokens, E embedding width, H hidden width, V rows of the token table (padded to 128).
 """

@@ -18,6 +18,7 @@ class Linear(nn.Linear):
     """nn.Linear by `linear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
         return linear(x, self.weight, self.bias)
 
 

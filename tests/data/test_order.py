@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from electra_kernels import philox_host
+from electra_kernels import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
@@ -77,7 +77,7 @@ def test_permutation_equals_its_scalar_mirror(size: int, seed: int, epoch: int, 
     assert sorted(places.tolist()) == list(range(size))
 
 
-@pytest.mark.skipif(philox_host.permute is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(host.permute is None, reason="the package was built without a C compiler")
 @given(
     st.lists(st.tuples(st.integers(1, 2**40), st.floats(0, 1, exclude_max=True)), min_size=1, max_size=40),
     st.integers(0, 2**63 - 1),
@@ -88,7 +88,7 @@ def test_the_library_and_numpy_permute_alike(cells: list[tuple[int, float]], see
     index = np.array([int(share * size) for size, share in cells])
     key = {"epoch": np.arange(size.size), "block": size % 97}
     found = permute(index, size, seed=seed, purpose=Purpose.ROW_ORDER, **key)
-    with mock.patch.object(philox_host, "permute", None):
+    with mock.patch.object(host, "permute", None):
         assert found.tolist() == permute(index, size, seed=seed, purpose=Purpose.ROW_ORDER, **key).tolist()
 
 

@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample
+from electra_kernels import host
+from electra_kernels.mlm_head import MlmHeadOutput, RowOptions, mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.sampling import gumbel_from_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from electra_dist.keyed_random import Purpose, bits_grid
 
 VOCAB, PADDED, WIDTH = 90, 128, 12
 
@@ -159,3 +163,48 @@ def test_low_precision_parameters_get_gradients_of_their_own_type(dtype):
     for a, b in zip(ours, truth):
         assert a.dtype == dtype
         assert (a.double() - b.double()).abs().max() <= torch.finfo(dtype).eps * b.abs().max()
+
+
+@pytest.mark.skipif(host.row_pass is None, reason="the package was built without a C compiler")
+@pytest.mark.parametrize("vocab", [2, 16, 33, 1000])
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize(
+    ("spread", "temperature", "disallow"), [(1.0, 1.0, False), (30.0, 0.5, False), (3.0, 2.0, True)]
+)
+def test_the_librarys_row_pass_is_the_definition(vocab, with_gradient, spread, temperature, disallow, monkeypatch):
+    generator, rows = torch.Generator().manual_seed(vocab), 50
+    logits = spread * torch.randn(rows, vocab + 5, generator=generator)
+    bias = torch.randn(vocab, generator=generator)
+    bias[-1] = -torch.inf
+    target = torch.randint(max(1, vocab - 1), (rows,), generator=generator)
+    weight, row = torch.rand(rows, generator=generator), torch.randint(2**32, (rows,), generator=generator)
+    options = RowOptions(2**62 + 3, 2**32 - 1, vocab, temperature, disallow and vocab > 2, with_gradient)
+    by_library, exact = logits.clone(), logits.double()
+    ours = row_pass_reference(by_library, bias, target, weight, row, options)
+    monkeypatch.setattr(host, "row_pass", None)
+    truth = row_pass_reference(exact, bias.double(), target, weight.double(), row, options)
+    torch.testing.assert_close(ours.loss_M.double(), truth.loss_M, rtol=1e-6, atol=2e-6 * spread)
+    assert torch.equal(ours.best_M, truth.best_M)
+    if with_gradient:
+        torch.testing.assert_close(by_library.double(), exact, rtol=0, atol=2e-6)
+    else:
+        assert torch.equal(by_library, logits)
+    noise = gumbel_from_bits(bits_grid(options.seed, Purpose.SAMPLE, options.step, row, vocab)).double()
+    score = (logits[:, :vocab] + bias).double() / temperature + noise
+    if options.disallow_correct:
+        score.scatter_(1, target[:, None], -torch.inf)
+    lost = score.max(1).values - score.gather(1, ours.sampled_M[:, None])[:, 0]
+    assert lost.max() < 1e-4  # another token is drawn only where two are as good as equal
+    assert (ours.sampled_M == truth.sampled_M).all()
+
+
+@pytest.mark.skipif(host.row_pass is None, reason="the package was built without a C compiler")
+def test_a_logit_that_is_no_number_makes_a_loss_that_is_none():
+    for poison in (math.nan, math.inf):
+        logits, one = torch.zeros(2, 40), torch.ones(2)
+        logits[1, 7] = poison
+        options = RowOptions(1, 2, 40, 1.0, False, True)
+        found = row_pass_reference(logits, torch.zeros(40), torch.tensor([3, 3]), one, torch.arange(2), options)
+        assert found.loss_M[0].item() == pytest.approx(math.log(40))
+        assert math.isnan(found.loss_M[1])
+        assert ((found.sampled_M >= 0) & (found.sampled_M < 40)).all()

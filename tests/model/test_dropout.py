@@ -1,4 +1,4 @@
-"""Dropout on sub-layer outputs and, on a CPU, on attention belongs to the row, not to the batch it happens to be in."""
+"""Dropout on sub-layer outputs and, on a CPU, on attention belongs to the row, not to the batch that holds it."""
 
 from collections.abc import Callable
 from typing import Any

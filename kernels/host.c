@@ -1,0 +1,291 @@
+/* Work of a CPU that NumPy and torch do in ten passes or more: keyed bits, the row order, the head's row pass.
+
+   Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of data/order.py;
+   the row pass of mlm_head.py to the rounding of fp32.
+   How: LANES counters side by side in plain loops that the compiler makes vectors of. No threads of its own.
+   Built with the package where there is a C compiler (setup.py); host.py finds it, and NumPy serves where it is
+   missing.
+   Where it stops: no state, no allocation, no errors: callers check ranges. */
+
+#include <math.h>
+#include <stdint.h>
+
+#define LANES 16
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
+#define VECTORS __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when the library is loaded */
+#else
+#define VECTORS
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    uint32_t w0[LANES], w1[LANES], w2[LANES], w3[LANES];
+} Words;
+
+INLINE void philox(Words *c, uint64_t seed)
+{
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+#pragma GCC unroll 1 /* unrolled whole, it would no longer be seen as vectors */
+        for (int i = 0; i < LANES; i++) {
+            uint64_t p0 = (uint64_t)c->w0[i] * 0xD2511F53u, p1 = (uint64_t)c->w2[i] * 0xCD9E8D57u;
+            c->w0[i] = (uint32_t)(p1 >> 32) ^ c->w1[i] ^ k0;
+            c->w1[i] = (uint32_t)p1;
+            c->w2[i] = (uint32_t)(p0 >> 32) ^ c->w3[i] ^ k1;
+            c->w3[i] = (uint32_t)p0;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+INLINE void words_of(Words *c, uint64_t seed, uint32_t purpose, uint32_t step, uint32_t row, uint32_t block)
+{
+    for (int i = 0; i < LANES; i++) {
+        c->w0[i] = block + (uint32_t)i;
+        c->w1[i] = row;
+        c->w2[i] = step;
+        c->w3[i] = purpose;
+    }
+    philox(c, seed);
+}
+
+/* out[num_rows][4 * num_blocks], `stride` from row to row: 32 bits for each position from 4 * first_block on. */
+VECTORS void electra_bits(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                          int64_t first_block, int64_t num_blocks, int64_t stride, int64_t *out)
+{
+    Words c;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t b = 0; b < num_blocks; b += LANES) {
+            int64_t *to = out + r * stride + 4 * b;
+            int64_t count = num_blocks - b < LANES ? num_blocks - b : LANES;
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)(first_block + b));
+            for (int64_t i = 0; i < count; i++) {
+                to[4 * i] = c.w0[i];
+                to[4 * i + 1] = c.w1[i];
+                to[4 * i + 2] = c.w2[i];
+                to[4 * i + 3] = c.w3[i];
+            }
+        }
+}
+
+/* As electra_bits: `scale` where the bits are at least `threshold`, else 0. */
+VECTORS void electra_keep_scale(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                                int64_t first_block, int64_t num_blocks, int64_t stride, uint64_t threshold, float scale,
+                                float *out)
+{
+    Words c;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t b = 0; b < num_blocks; b += LANES) {
+            float *to = out + r * stride + 4 * b;
+            int64_t count = num_blocks - b < LANES ? num_blocks - b : LANES;
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)(first_block + b));
+            for (int64_t i = 0; i < count; i++) {
+                to[4 * i] = c.w0[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 1] = c.w1[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 2] = c.w2[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 3] = c.w3[i] >= threshold ? scale : 0.0f;
+            }
+        }
+}
+
+typedef struct {
+    uint64_t place[LANES], size[LANES], a[LANES], b[LANES];
+    uint32_t epoch[LANES], block[LANES];
+} Walkers;
+
+/* One pass of the network over Z_a x Z_b: order.py's _feistel. */
+INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
+{
+    uint64_t half[2][LANES];
+    Words c;
+    for (int i = 0; i < LANES; i++) {
+        half[0][i] = w->place[i] / w->b[i];
+        half[1][i] = w->place[i] % w->b[i];
+    }
+    for (int round = 0; round < num_rounds; round++) {
+        uint64_t *moved = half[round % 2], *fixed = half[1 - round % 2], *limit = round % 2 ? w->b : w->a;
+        for (int i = 0; i < LANES; i++) {
+            c.w0[i] = (uint32_t)fixed[i];
+            c.w1[i] = w->block[i];
+            c.w2[i] = w->epoch[i];
+            c.w3[i] = purpose | (uint32_t)round << 8;
+        }
+        philox(&c, seed);
+        for (int i = 0; i < LANES; i++) {
+            uint64_t sum = moved[i] + (((uint64_t)c.w0[i] * limit[i]) >> 32);
+            moved[i] = sum >= limit[i] ? sum - limit[i] : sum;
+        }
+    }
+    for (int i = 0; i < LANES; i++)
+        w->place[i] = half[0][i] * w->b[i] + half[1][i];
+}
+
+/* out[count]: the place of index[i] in the permutation of [0, size[i]): order.py's permute. */
+VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, const uint64_t *index,
+                             const uint64_t *size, const uint64_t *epoch, const uint64_t *block, int64_t count,
+                             uint64_t *out)
+{
+    Walkers w;
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t lanes = count - first < LANES ? count - first : LANES, walking = lanes;
+        int inside[LANES] = {0};
+        for (int i = 0; i < LANES; i++) {
+            int64_t from = first + (i < lanes ? i : 0);
+            w.place[i] = index[from];
+            w.size[i] = size[from];
+            w.epoch[i] = (uint32_t)epoch[from];
+            w.block[i] = (uint32_t)block[from];
+            w.a[i] = (uint64_t)ceil(sqrt((double)w.size[i]));
+            w.b[i] = (w.size[i] + w.a[i] - 1) / w.a[i];
+        }
+        while (walking) {
+            feistel(&w, seed, purpose, num_rounds);
+            for (int i = 0; i < lanes; i++)
+                if (!inside[i] && w.place[i] < w.size[i]) {
+                    out[first + i] = w.place[i];
+                    inside[i] = 1;
+                    walking--;
+                }
+        }
+    }
+}
+
+/* exp of x <= 0 within 2e-7 of itself; 0 below -87. The series for e^r, |r| <= ln 2 / 2. */
+INLINE float exp_of(float x)
+{
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } two_to_n = {.bits = ((int32_t)(x < -87.0f ? -126.0f : n) + 127) << 23};
+    return x < -87.0f ? 0.0f : p * two_to_n.value;
+}
+
+/* log of a normal x > 0 within 2e-7 of itself or of 1: x = 2^e (1 + f), log(1 + f) = 2 atanh(f / (2 + f)). */
+INLINE float log_of(float x)
+{
+    union { float value; int32_t bits; } u = {.value = x};
+    int32_t e = (u.bits - 0x3F3504F3) >> 23; /* 1 + f between the roots of 1/2 and 2 */
+    u.bits -= e << 23;
+    float f = u.value - 1.0f, s = f / (2.0f + f), q = s * s;
+    float series = q * (1.0f / 3 + q * (1.0f / 5 + q * (1.0f / 7 + q * (1.0f / 9))));
+    return (float)e * 0.693147181f + 2.0f * (s + s * series);
+}
+
+/* sampling.py's gumbel_from_bits. */
+INLINE float gumbel_of(uint32_t bits)
+{
+    float u = ((float)bits + 0.5f) * 0x1p-32f, rest = ((float)~bits + 0.5f) * 0x1p-32f;
+    float series = u * (1 + u * (0.5f + u * (1.0f / 3 + u * (0.25f + u * 0.2f))));
+    float exponential = bits < 1u << 27 ? series : -log_of(rest);
+    return -log_of(exponential);
+}
+
+typedef struct {
+    float value[LANES];
+    int32_t at[LANES];
+} Best;
+
+INLINE void keep_best(Best *best, const float *value, int32_t first)
+{
+    for (int i = 0; i < LANES; i++) {
+        int better = value[i] > best->value[i];
+        best->value[i] = better ? value[i] : best->value[i];
+        best->at[i] = better ? first + i : best->at[i];
+    }
+}
+
+/* The lane of the greatest value, of the lowest place among equals. */
+INLINE int best_lane(const Best *best)
+{
+    int found = 0;
+    for (int i = 1; i < LANES; i++)
+        if (best->value[i] > best->value[found] ||
+            (best->value[i] == best->value[found] && best->at[i] < best->at[found]))
+            found = i;
+    return found;
+}
+
+INLINE void load(float *z, const float *logits, const float *bias, int32_t first, int32_t vocab)
+{
+    if (first + LANES <= vocab)
+        for (int i = 0; i < LANES; i++)
+            z[i] = logits[first + i] + bias[first + i];
+    else
+        for (int i = 0; i < LANES; i++)
+            z[i] = first + i < vocab ? logits[first + i] + bias[first + i] : -INFINITY;
+}
+
+/* mlm_head.py's row pass for rows of `stride` floats, of which `vocab` are tokens: see row_pass_reference there. */
+VECTORS void electra_row_pass(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                              float *logits, int64_t stride, int32_t vocab, const float *bias, const int64_t *target,
+                              const float *weight, float per_temperature, int disallow_correct, int with_gradient,
+                              float *loss, int64_t *most_likely, int64_t *sampled)
+{
+    for (int64_t r = 0; r < num_rows; r++) {
+        float *row = logits + r * stride, z[LANES], score[LANES], sums[LANES] = {0};
+        float at_target = row[target[r]] + bias[target[r]];
+        int32_t forbidden = disallow_correct ? (int32_t)target[r] : -1;
+        Best likely, drawn;
+        for (int i = 0; i < LANES; i++) {
+            likely.value[i] = drawn.value[i] = -INFINITY;
+            likely.at[i] = drawn.at[i] = i;
+        }
+        for (int32_t quad = 0; 4 * quad < vocab; quad += LANES) {
+            Words c;
+            uint32_t bits[4 * LANES];
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)quad);
+            for (int i = 0; i < LANES; i++) {
+                bits[4 * i] = c.w0[i];
+                bits[4 * i + 1] = c.w1[i];
+                bits[4 * i + 2] = c.w2[i];
+                bits[4 * i + 3] = c.w3[i];
+            }
+            for (int part = 0; part < 4; part++) {
+                int32_t first = 4 * quad + part * LANES;
+                if (first >= vocab)
+                    break;
+                load(z, row, bias, first, vocab);
+                keep_best(&likely, z, first);
+                for (int i = 0; i < LANES; i++)
+                    score[i] = z[i] * per_temperature + gumbel_of(bits[part * LANES + i]);
+                for (int i = 0; i < LANES; i++)
+                    score[i] = first + i == forbidden ? -INFINITY : score[i];
+                keep_best(&drawn, score, first);
+            }
+        }
+        int lane = best_lane(&likely);
+        float top = likely.value[lane], sum = 0;
+        most_likely[r] = likely.at[lane];
+        sampled[r] = drawn.at[best_lane(&drawn)];
+        for (int32_t first = 0; first < vocab; first += LANES) {
+            load(z, row, bias, first, vocab);
+            for (int i = 0; i < LANES; i++) {
+                z[i] = exp_of(z[i] - top);
+                sums[i] += z[i];
+            }
+            if (with_gradient)
+                for (int i = 0; i < LANES && first + i < vocab; i++)
+                    row[first + i] = z[i];
+        }
+        for (int i = 0; i < LANES; i++)
+            sum += sums[i];
+        loss[r] = logf(sum) + (top - at_target);
+        if (!with_gradient)
+            continue;
+        float scale = weight[r] / sum;
+        float exact = (row[target[r]] / sum - 1.0f) * weight[r];
+        for (int32_t v = 0; v < vocab; v++)
+            row[v] *= scale;
+        row[target[r]] = exact;
+        for (int64_t v = vocab; v < stride; v++)
+            row[v] = 0.0f;
+    }
+}
