@@ -1,4 +1,5 @@
-/* Work of a CPU that NumPy and torch do in ten passes or more: keyed bits, the row order, the head's row pass.
+/* Work of a CPU that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards, the
+   head's row pass.
 
    Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of data/order.py;
    the row pass of mlm_head.py to the rounding of fp32.
@@ -9,6 +10,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #define LANES 16
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
@@ -149,6 +151,33 @@ VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, co
                 }
         }
     }
+}
+
+typedef struct {
+    int64_t address, num_blocks, starts, offsets; /* of the last two num_blocks + 1 and num_blocks: data/shard.py */
+} Table;
+
+/* out[count][row_bytes]: row rows[i] of the shard tables[which[i]]; 0 if there is no such row. */
+int electra_gather_rows(const Table *tables, const int64_t *which, const int64_t *rows, int64_t count,
+                        int64_t row_bytes, char *out)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const Table *table = &tables[which[i]];
+        const int64_t *starts = (const int64_t *)table->starts;
+        int64_t low = 0, high = table->num_blocks;
+        if (rows[i] < 0 || rows[i] >= starts[high])
+            return 0;
+        while (high - low > 1) { /* starts[low] <= row < starts[high] */
+            int64_t middle = (low + high) / 2;
+            if (starts[middle] <= rows[i])
+                low = middle;
+            else
+                high = middle;
+        }
+        int64_t offset = ((const int64_t *)table->offsets)[low] + (rows[i] - starts[low]) * row_bytes;
+        memcpy(out + i * row_bytes, (const char *)table->address + offset, (size_t)row_bytes);
+    }
+    return 1;
 }
 
 /* exp of x <= 0 within 2e-7 of itself; 0 below -87. The series for e^r, |r| <= ln 2 / 2. */

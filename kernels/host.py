@@ -1,4 +1,5 @@
-"""`host.c` where the package was built with a C compiler: keyed bits, the row order and the head's row pass on a CPU.
+"""`host.c` where the package was built with a C compiler: keyed bits, the row order, rows out of
+mapped shards, and the head's row pass on a CPU.
 
 Guarantee: bit for bit the permutations and bits that `data/order.py` and `keyed_random.py` define in NumPy, and the
 row pass of `mlm_head.py` to fp32 rounding. Those serve where the library is missing: then the functions here are None.
@@ -52,6 +53,7 @@ def _load() -> ctypes.CDLL | None:
         library.electra_bits.argtypes = [*grid, _POINTER]
         library.electra_keep_scale.argtypes = [*grid, _WORD, _FLOAT, _POINTER]
         library.electra_permute.argtypes = [_WORD, _WORD32, _COUNT, *[_POINTER] * 4, _SIZE, _POINTER]
+        library.electra_gather_rows.argtypes = [*[_POINTER] * 3, _SIZE, _SIZE, _POINTER]
         row: list[Any] = [_POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_int32, *[_POINTER] * 3, _FLOAT, _COUNT, _COUNT]
         library.electra_row_pass.argtypes = [_WORD, _WORD32, _WORD32, *row, *[_POINTER] * 3]
         return library
@@ -108,6 +110,21 @@ def _permute(
     return place
 
 
+def _gather_rows(
+    tables: Sequence[tuple[int, int, int, int]], which: np.ndarray, rows: np.ndarray, out: np.ndarray
+) -> None:
+    """Copy row `rows[k]` of the shard `tables[which[k]]` (`data.shard.Shard.table`) to `out[k]`."""
+    assert _library is not None
+    assert out.flags.c_contiguous
+    assert len(which) == len(rows) == len(out)
+    table = np.array(tables, np.int64)
+    which, rows = (np.ascontiguousarray(each, np.int64) for each in (which, rows))
+    row_bytes = out.shape[1] * out.itemsize
+    given = (table.ctypes.data, which.ctypes.data, rows.ctypes.data, len(out), row_bytes)
+    if not _library.electra_gather_rows(*given, out.ctypes.data):
+        raise IndexError("a row is outside its shard")
+
+
 def _row_pass(
     logits_MV: torch.Tensor,
     bias_V: torch.Tensor,
@@ -147,4 +164,5 @@ def _row_pass(
 fill_bits: Callable[..., None] | None = _fill_bits if _library else None
 fill_kept: Callable[..., None] | None = _fill_kept if _library else None
 permute: Callable[..., np.ndarray] | None = _permute if _library else None
+gather_rows: Callable[..., None] | None = _gather_rows if _library else None
 row_pass: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = _row_pass if _library else None

@@ -15,7 +15,6 @@ Where it stops: W must divide G. The thread is a daemon; `close` ends it.
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt
+from electra_dist.data.shard import rows_of
 from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # steps read ahead
@@ -84,6 +84,7 @@ class RowLoader:
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
         self._horizon = 0  # every window that begins before this position is being fetched, and one more
+        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the last window that was asked for
         self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the steps of one block
         self._located_block = -1
         self._failure: BaseException | None = None
@@ -131,12 +132,9 @@ class RowLoader:
         first = step * self._global_batch + self._row0
         self._look_ahead(first, first + self._num_rows)
         shards, rows = self._locate(step)
-        ids = np.empty((self._num_rows, self._cache.manifest.seq_len), self._cache.manifest.numpy_dtype)
-        by_shard = np.argsort(shards, kind="stable")
-        edges = np.flatnonzero(np.diff(shards[by_shard], prepend=-1, append=-1))
-        for begin, end in itertools.pairwise(edges.tolist()):
-            chosen = by_shard[begin:end]
-            ids[chosen] = self._cache.open(int(shards[chosen[0]])).rows(rows[chosen])
+        distinct, which = np.unique(shards, return_inverse=True)
+        ids = rows_of([self._cache.open(int(shard)) for shard in distinct], which, rows)
+        self._cache.prefetch(self._next_window)  # only now: the first batch of a run waits for its own window alone
         row_ids = self._order.row_ids(shards, rows)
         self._check(ids, row_ids)
         return Batch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
@@ -172,4 +170,5 @@ class RowLoader:
         self._horizon = windows[-1].first_position
         shards = np.concatenate([window.shards for window in windows])
         self._cache.keep_only(shards)
-        self._cache.prefetch(shards)
+        self._next_window = windows[-1].shards
+        self._cache.prefetch(shards[: -len(self._next_window)])

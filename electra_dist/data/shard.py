@@ -21,10 +21,12 @@ import math
 import mmap
 import os
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from electra_kernels import host
 from numpy.typing import NDArray
 
 from electra_dist.errors import ManifestMismatch
@@ -74,7 +76,7 @@ class Shard:
             StoreError: missing or unreadable.
         """
         self.path = path
-        self._row = (seq_len, dtype.newbyteorder("<"))
+        self.kind = (seq_len, dtype.newbyteorder("<"))
         with readable(path), path.open("rb") as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -86,10 +88,14 @@ class Shard:
                 raise self._mismatch(f"not a tar of *{MEMBER_SUFFIX} blocks ({error})") from None
         if not blocks:
             raise self._mismatch(f"has no *{MEMBER_SUFFIX} member")
-        offsets, lengths = np.array(blocks).T
+        self._offsets, lengths = np.ascontiguousarray(np.array(blocks, np.int64).T)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.num_rows = int(self._starts[-1])
-        self._lines, self._first_line, self._row_lines = self._lattice(offsets, lengths)
+        self._lines, self._first_line, self._row_lines = self._lattice(self._offsets, lengths)
+        # For `electra_kernels.host.gather_rows`: address of the mapping, number of blocks, addresses of where each
+        # block begins, in rows and in bytes. Good until `close`.
+        address = self._lines.ctypes.data - int(self._offsets.min())
+        self.table = (address, len(self._offsets), self._starts.ctypes.data, self._offsets.ctypes.data)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Copies of rows, [k, seq_len], in the order of `indices`, each in [0, num_rows)."""
@@ -105,7 +111,7 @@ class Shard:
         self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
         """The strided view, the line of each block's first row, and lines from a row to the next."""
-        seq_len, dtype = self._row
+        seq_len, dtype = self.kind
         row_bytes, first = seq_len * dtype.itemsize, int(offsets.min())
         step = math.gcd(row_bytes, *(offsets - first).tolist())
         first_line, row_lines = (offsets - first) // step, row_bytes // step
@@ -133,7 +139,7 @@ class Shard:
         if version not in read_header:
             raise ValueError(f"{member.name}: .npy version {version}")
         shape, fortran, dtype = read_header[version](head)
-        seq_len, row_dtype = self._row
+        seq_len, row_dtype = self.kind
         if len(shape) != 2 or shape[1] != seq_len or dtype != row_dtype or fortran:
             raise self._mismatch(f"{member.name} holds {dtype} {shape}, not {row_dtype} [rows, {seq_len}]")
         if head.tell() + shape[0] * seq_len * dtype.itemsize != member.size:
@@ -142,3 +148,21 @@ class Shard:
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
         return ManifestMismatch(f"{self.path}: {reason}; build this shard again")
+
+
+def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Copies of rows of several shards of one kind, [k, seq_len].
+
+    Args:
+        which: [k], the place in `shards` of each row's shard.
+        rows: [k], each row's number within its shard.
+    """
+    seq_len, dtype = shards[0].kind
+    out = np.empty((len(rows), seq_len), dtype)
+    if host.gather_rows:
+        host.gather_rows([shard.table for shard in shards], which, rows, out)
+        return out
+    for place, shard in enumerate(shards):
+        chosen = np.flatnonzero(which == place)
+        out[chosen] = shard.rows(rows[chosen])
+    return out

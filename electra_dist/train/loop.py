@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from electra_kernels import host
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
@@ -73,6 +74,8 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     module = _build_module(config, inputs, special)
     notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
+    if host.permute is None:
+        notes.append("host library: not built, so NumPy orders rows, slower; install a C compiler and the package again")
     # Before the folder: other weights may be refused.
     notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
     if dist.get_rank() == 0:

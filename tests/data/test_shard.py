@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from electra_kernels import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from electra_dist.data import shard as shard_module
 from electra_dist.data.shard import Shard, write_shard
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing
 
@@ -68,6 +70,29 @@ def test_rows_come_back(
     shard.close()
     assert taken.dtype == rows.dtype
     assert (taken == rows[wanted]).all()
+
+
+@pytest.mark.parametrize("by", ["library", "numpy"])
+def test_rows_of_several_shards_come_back_in_the_order_asked_for(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "numpy":
+        monkeypatch.setattr(host, "gather_rows", None)
+    elif host.gather_rows is None:
+        pytest.skip("the package was built without a C compiler")
+    written = [rows_of(count) for count in (1, 37, 60, 300)]
+    for number, (rows, block_rows) in enumerate(zip(written, (5, 1, 7, 64))):
+        write_shard(tmp_path / f"{number}.tar", rows, block_rows)
+    shards = [Shard(tmp_path / f"{number}.tar", SEQ_LEN, U16) for number in range(4)]
+    rng = np.random.default_rng(0)
+    which = rng.integers(0, 4, 500)
+    rows = np.array([rng.integers(len(written[shard])) for shard in which])
+    found = shard_module.rows_of(shards, which, rows)
+    assert found.tolist() == [written[shard][row].tolist() for shard, row in zip(which, rows)]
+    with pytest.raises(IndexError):
+        shard_module.rows_of(shards, np.array([2]), np.array([60]))
+    for shard in shards:
+        shard.close()
 
 
 def test_equal_rows_give_equal_bytes() -> None:
