@@ -28,6 +28,7 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.corpus.rows import make_rows
 from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.compile import compile_layers
 from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
@@ -62,8 +63,8 @@ class Bench:
         """A fresh copy of the same initial weights."""
         made = ReplacedTokenDetection(copy.deepcopy(self.towers), self.config.objective, SPECIAL, backend)
         made = made.to(self.device, self.dtype).train()
-        for layer in (layer for tower in encoders(made) for layer in tower.layers) if compiled else ():
-            layer.compile(backend="aot_eager" if self.smoke else "inductor")
+        if compiled:
+            compile_layers(made, backend="aot_eager" if self.smoke else "inductor")
         return made
 
     def ids(self, batch: int) -> torch.Tensor:

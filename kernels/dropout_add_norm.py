@@ -40,9 +40,6 @@ class DropoutKey(NamedTuple):
     site: int  # a number of its own for each place in the model that drops
 
 
-NO_DROPOUT = DropoutKey(0.0, 0, 0, 0)
-
-
 def dropout_add_norm(
     x_BSH: torch.Tensor,
     residual_BSH: torch.Tensor,

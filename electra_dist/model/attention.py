@@ -26,12 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.dropout_add_norm import NO_DROPOUT, DropoutKey
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.keyed_random import Purpose, keep_grid
 from electra_dist.model.rows import RowLayout, attention_bias
 
 Scope = torch.Tensor | BlockMask  # which keys a query sees: a bias [B, 1, S, S], or blocks
@@ -71,45 +69,28 @@ def attend(
     key_BNSD: torch.Tensor,
     value_BNSD: torch.Tensor,
     scope: Scope,
-    dropout: DropoutKey = NO_DROPOUT,
-    row_B: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, N, S, D]: softmax(q k^T / sqrt(D)) v over the keys in scope, with dropout of the probabilities.
 
     Args:
-        dropout: a GPU takes its probability only, and draws from torch's generator.
-        row_B: int64 row numbers within the global batch, where something is dropped.
+        dropout: probability, drawn by torch's generator.
+        keep_BNSS: or what the probabilities are multiplied with: on a CPU torch has no fused attention with dropout
+            and takes 10 ns to draw one of its bits.
     """
+    if keep_BNSS is not None:
+        assert isinstance(scope, torch.Tensor)
+        compute = torch.promote_types(query_BNSD.dtype, torch.float32)
+        with torch.autocast(query_BNSD.device.type, enabled=False):
+            query_BNSD, key_BNSD = query_BNSD.to(compute) * query_BNSD.shape[-1] ** -0.5, key_BNSD.to(compute)
+            weight_BNSS = (query_BNSD @ key_BNSD.transpose(-1, -2)).add_(scope).softmax(-1) * keep_BNSS.to(compute)
+            return (weight_BNSS @ value_BNSD.to(compute)).to(value_BNSD.dtype)
     if isinstance(scope, torch.Tensor):
-        if dropout.probability and not query_BNSD.is_cuda:
-            assert row_B is not None
-            return _attend_keyed(query_BNSD, key_BNSD, value_BNSD, scope, dropout, row_B)
-        return F.scaled_dot_product_attention(
-            query_BNSD, key_BNSD, value_BNSD, attn_mask=scope, dropout_p=dropout.probability
-        )
-    assert dropout.probability == 0, "FlexAttention drops nothing"
+        return F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, attn_mask=scope, dropout_p=dropout)
+    assert dropout == 0, "FlexAttention drops nothing"
     out_BNSD: torch.Tensor = _flex(query_BNSD.is_cuda)(query_BNSD, key_BNSD, value_BNSD, block_mask=scope)
     return out_BNSD
-
-
-def _attend_keyed(
-    query_BNSD: torch.Tensor,
-    key_BNSD: torch.Tensor,
-    value_BNSD: torch.Tensor,
-    bias_B1SS: torch.Tensor,
-    dropout: DropoutKey,
-    row_B: torch.Tensor,
-) -> torch.Tensor:
-    """On a CPU torch has no fused attention with dropout and takes 10 ns to draw one of its B * N * S * S bits."""
-    B, N, S, D = query_BNSD.shape
-    compute, given = torch.promote_types(query_BNSD.dtype, torch.float32), query_BNSD.dtype
-    size = (N * S * S + 3) // 4 * 4
-    place = (dropout.seed, Purpose.ATTENTION_DROPOUT, dropout.step, row_B, size, dropout.site * size)
-    keep_BNSS = keep_grid(*place, dropout.probability)[:, : N * S * S].view(B, N, S, S).to(compute)
-    with torch.autocast("cpu", enabled=False):
-        score_BNSS = (query_BNSD.to(compute) * D**-0.5) @ key_BNSD.to(compute).transpose(-1, -2)
-        weight_BNSS = score_BNSS.add_(bias_B1SS).softmax(-1) * keep_BNSS
-        return (weight_BNSS @ value_BNSD.to(compute)).to(given)
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:

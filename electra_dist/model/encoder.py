@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
+from electra_kernels import traced
+from electra_kernels.dropout_add_norm import dropout_add_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,38 +40,43 @@ class Noise(NamedTuple):
     row_B: torch.Tensor  # int64 row numbers within the global batch
     backend: str
 
-    def key(self, probability: float, site: int) -> DropoutKey:
-        """For the dropout of one place in the tower."""
-        return DropoutKey(probability, self.seed, self.step, site)
-
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> Noise:
         """For a model in evaluation mode, where nothing is dropped and no key is read."""
         return cls(0, 0, torch.arange(len(ids_BS), device=ids_BS.device), "auto")
+
+    def of_layer(self, number: int) -> LayerNoise:
+        """For layer `number` of the tower."""
+        return LayerNoise(torch.tensor([self.seed, self.step, number]), self.row_B, self.backend)
+
+
+class LayerNoise(NamedTuple):
+    """What a layer's dropout is keyed by: numbers in a tensor, so that a compiled layer serves for all of them."""
+
+    key_3: torch.Tensor  # int64 on the host: seed, step, number of the layer
+    row_B: torch.Tensor
+    backend: str
 
 
 class DropoutAddNorm(nn.LayerNorm):
     """LayerNorm of a residual plus a sub-layer's output after dropout, in one pass."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """`site`: number of this place within its tower."""
+        """`site`: number of this place within its layer."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
 
-    def forward(self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, noise: Noise) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, noise: LayerNoise) -> torch.Tensor:  # type: ignore[override]
         """[B, S, H]; nothing is dropped in evaluation."""
-        key = noise.key(self.probability if self.training else 0.0, self.site)
-        return dropout_add_norm(
-            x_BSH,
-            residual_BSH.to(x_BSH.dtype),  # under autocast the embeddings are fp32
-            self.weight,
-            self.bias,
-            eps=self.eps,
-            dropout=key,
-            row_B=noise.row_B,
-            backend=noise.backend,
-        )
+        probability = self.probability if self.training else 0.0
+        residual_BSH = residual_BSH.to(x_BSH.dtype)  # under autocast the embeddings are fp32
+        given = (x_BSH, residual_BSH, self.weight, self.bias)
+        key_3, row_B, backend = noise
+        if torch.compiler.is_compiling():
+            return traced.dropout_add_norm(*given, row_B, key_3, self.site, probability, self.eps, backend)[0]
+        key = traced.dropout_key(key_3, self.site, probability)
+        return dropout_add_norm(*given, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
 
 
 class SharedEmbeddings(nn.Module):
@@ -105,38 +111,40 @@ class SharedEmbeddings(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head attention inside each example of a row."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig, site: int) -> None:
-        """`site`: number of this place within its tower."""
+    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
-        self.site = site
         self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size)
         self.out = Linear(tower.hidden_size, tower.hidden_size)
 
-    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: LayerNoise) -> torch.Tensor:
         """[B, S, H]; `scope` says which keys a query sees."""
         B, S, H = hidden_BSH.shape
         qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = noise.key(self.dropout if self.training else 0.0, self.site)
-        context = attend(query, key, value, scope, dropout, noise.row_B)
+        dropout, keep_BNSS = self.dropout if self.training else 0.0, None
+        if dropout and hidden_BSH.device.type == "cpu":
+            cells = self.num_heads * S * S
+            kept = traced.keep_attention(noise.key_3, noise.row_B, (cells + 3) // 4 * 4, dropout)
+            keep_BNSS = kept[:, :cells].view(B, self.num_heads, S, S)
+        context = attend(query, key, value, scope, dropout, keep_BNSS)
         return self.out(context.transpose(1, 2).reshape(B, S, H))
 
 
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
         super().__init__()
         width = tower.hidden_size
-        self.attention = SelfAttention(model, tower, number)
-        self.attention_norm = DropoutAddNorm(width, model, 2 * number)
+        self.attention = SelfAttention(model, tower)
+        self.attention_norm = DropoutAddNorm(width, model, 0)
         self.expand = Linear(width, tower.intermediate_size)
         self.contract = Linear(tower.intermediate_size, width)
-        self.output_norm = DropoutAddNorm(width, model, 2 * number + 1)
+        self.output_norm = DropoutAddNorm(width, model, 1)
 
-    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
+    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: LayerNoise) -> torch.Tensor:
         """[B, S, H]."""
         hidden_BSH = self.attention_norm(self.attention(hidden_BSH, scope, noise), hidden_BSH, noise)
         expanded = F.gelu(self.expand(hidden_BSH))
@@ -153,15 +161,16 @@ class Encoder(nn.Module):
         self.embeddings_project: nn.Linear | None = None
         if width != tower.hidden_size:
             self.embeddings_project = Linear(width, tower.hidden_size)
-        self.layers = nn.ModuleList(EncoderLayer(model, tower, i) for i in range(tower.num_layers))
+        self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
         self.recompute = False  # keep only what goes in between layers; `engine.activation_checkpointing`
 
     def forward(self, embedded_BSE: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
         """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
         hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            given = (hidden, scope, noise.of_layer(number))
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, scope, noise, use_reentrant=False)
+                hidden = checkpoint(layer, *given, use_reentrant=False)
             else:
-                hidden = layer(hidden, scope, noise)
+                hidden = layer(*given)
         return hidden

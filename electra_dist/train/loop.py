@@ -16,6 +16,7 @@ from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.model.attention import AttentionChoice, choose_attention
+from electra_dist.model.compile import compile_layers
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -75,7 +76,9 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     module = _build_module(config, inputs, special)
     notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
     if host.permute is None:
-        notes.append("host library: not built, so NumPy orders rows, slower; install a C compiler and the package again")
+        notes.append(
+            "host library: not built, so NumPy orders rows, slower; install a C compiler and the package again"
+        )
     # Before the folder: other weights may be refused.
     notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
     if dist.get_rank() == 0:
@@ -103,6 +106,8 @@ def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Object
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
+    if config.engine.compile:
+        compile_layers(objective, config.cache_folder / "compiled")
     if isinstance(objective, CorruptingObjective):
         objective.early_generator = config.engine.early_generator
     return objective

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -229,9 +228,8 @@ class Round:
 
     def _open_cache(self, corpus: Corpus, stack: contextlib.ExitStack) -> ShardCache:
         data = self.config.data
-        folder = Path(data.cache_dir or Path(self.config.run_dir) / "cache")
         limit = None if data.cache_limit_gb is None else round(data.cache_limit_gb * 1e9)
-        cache = ShardCache(corpus.store, corpus.manifest, folder, data.fetch_threads, limit)
+        cache = ShardCache(corpus.store, corpus.manifest, self.config.cache_folder, data.fetch_threads, limit)
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:

@@ -36,8 +36,7 @@ def unigram_counts(config: Config, corpus: Corpus) -> np.ndarray:
         return box[0]
     data = config.data
     limit = None if data.cache_limit_gb is None else round(data.cache_limit_gb * 1e9)
-    folder = Path(data.cache_dir or Path(config.run_dir) / "cache")
-    cache = ShardCache(corpus.store, corpus.manifest, folder, data.fetch_threads, limit)
+    cache = ShardCache(corpus.store, corpus.manifest, config.cache_folder, data.fetch_threads, limit)
     mine = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
     total = torch.from_numpy(count_tokens(cache, mine, config.model.vocab_size)).to(local_device())
     cache.close()

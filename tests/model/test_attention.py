@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from electra_kernels.dropout_add_norm import DropoutKey
+from electra_kernels.traced import keep_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
@@ -65,9 +65,11 @@ def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
 def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None:
     layout, rows = derive(packed_rows(3, tokens), SPECIAL), torch.tensor([900, 5, 2**32 - 1])
     query, key, value = (each.requires_grad_() for each in torch.randn(3, 3, 2, tokens, 16, dtype=torch.float64))
-    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), DropoutKey(0.25, 11, 4, 3), rows)
     cells = 2 * tokens * tokens
-    first = 3 * (cells + -cells % 4)
+    size = cells + -cells % 4
+    keep = keep_attention(torch.tensor([11, 4, 3]), rows, size, 0.25)[:, :cells].view(3, 2, tokens, tokens)
+    out = attend(query, key, value, same_example(layout, torch.float64, "sdpa"), 0.25, keep)
+    first = 3 * size
     bits = bits_grid(11, Purpose.ATTENTION_DROPOUT, 4, rows, cells, first).view(3, 2, tokens, tokens)
     kept = bits >= 2**30
     assert 0.7 < kept.double().mean() < 0.8
