@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from electra_dist.model.encoder import Encoder
 
@@ -30,8 +31,9 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
         cache: folder for compiled code, unless the environment names one; default: torch's.
         backend: of torch.compile.
     """
-    if cache is not None:
-        os.environ.setdefault(CACHE_VARIABLE, str(cache.absolute()))
+    # torch writes its own default into the environment when it is imported.
+    if cache is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(cache.absolute())
     for encoder in module.modules():
         if isinstance(encoder, Encoder):
             for layer in encoder.layers:

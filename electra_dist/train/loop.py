@@ -79,6 +79,8 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
         notes.append(
             "host library: not built, so NumPy orders rows, slower; install a C compiler and the package again"
         )
+    if config.engine.compile:
+        notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
     # Before the folder: other weights may be refused.
     notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
     if dist.get_rank() == 0:
