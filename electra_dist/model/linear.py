@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # this CPU
 
 
 class Linear(nn.Linear):
@@ -24,7 +24,7 @@ class Linear(nn.Linear):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[..., in] times [out, in] transposed, in `x`'s precision or that of autocast."""
-    if x.device.type != "cpu" or not in_bf16(x) or _HAS_BF16_PRODUCTS:
+    if x.device.type != "cpu" or not in_bf16(x) or HAS_BF16_PRODUCTS:
         return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
         x, weight = x.bfloat16().float(), weight.bfloat16().float()

@@ -13,7 +13,7 @@ BF16_ROUNDING = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_HAS_BF16_PRODUCTS", False)
+    monkeypatch.setattr(linear_module, "HAS_BF16_PRODUCTS", False)
 
 
 @pytest.mark.parametrize("how", ["bf16 parameters", "autocast"])
