@@ -54,7 +54,7 @@ test: lint
 	$(MAKE) -j2 typecheck pytest
 
 pytest: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 cluster-test: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s $(CLUSTER_TESTS)

@@ -14,6 +14,20 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Folders whose files take minutes, longest first: begun last, one would keep a worker alone at the end.
+LONG = ("train", "kernels", "launcher", "compare", "benchmarks", "finetune")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of the long folders first, each folder's and file's own order kept."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local corpus of 5 uneven shards, with a held-out one beside it."""
