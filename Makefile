@@ -73,13 +73,13 @@ chaos: $(VENV)/ready-test
 # One after another, on a machine that does nothing else. Rivals beyond transformers and webdataset are in the extra
 # `bench`, which is not installed here: they pin other packages. benchmarks/scaling.py needs root.
 bench: $(VENV)/ready-test
-	$(BIN)/python benchmarks/step.py --rounds 5 --save
+	$(BIN)/python benchmarks/step.py --rounds 4 --save
 	$(BIN)/python benchmarks/step.py --packed --save
 	$(BIN)/python benchmarks/head.py --save
 	$(BIN)/python benchmarks/loader.py --shards 3 --save
 	$(BIN)/python benchmarks/builder.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
-	$(BIN)/python benchmarks/restart.py --save
+	$(BIN)/python benchmarks/restart.py --rounds 2 --save
 	$(BIN)/python benchmarks/table.py
 
 clean:

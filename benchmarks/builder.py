@@ -197,4 +197,5 @@ def main(argv: Sequence[str] | None = None) -> Json:
 
 
 if __name__ == "__main__":
+    del __file__  # else each worker would import this script, and torch with it, which `electra-dist` spares them
     main()

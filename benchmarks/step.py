@@ -65,9 +65,9 @@ def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, 
     return found
 
 
-def compare(config: Config, precision: str, rounds: int) -> Json:
+def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
     """Steps of every way in turn, on full rows of one example."""
-    batches = synthetic_rows(config, "none", BATCH * (rounds + 1), full_share=1.0).split(BATCH)
+    batches = synthetic_rows(config, "none", BATCH * (rounds + warm_up), full_share=1.0).split(BATCH)
     mine = ours(config, SPECIAL)
     ways = {
         "ours": mine,
@@ -84,7 +84,7 @@ def compare(config: Config, precision: str, rounds: int) -> Json:
 
         return once
 
-    seconds = alternate({name: run(name) for name in ways}, rounds)
+    seconds = alternate({name: run(name) for name in ways}, rounds, warm_up)
     num_tokens = batches[0].numel()
     return {
         name: {
@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> Json:
     found, lines, spent = {}, [], {}
     for precision in arguments.precision:
         slow = precision == "bf16" and not HAS_BF16_PRODUCTS  # the rivals' steps take a minute each
-        found[precision] = compare(config, precision, max(1, arguments.rounds // 4) if slow else arguments.rounds)
+        rounds, warm_up = (1, 0) if slow and not arguments.smoke else (arguments.rounds, 1)
+        found[precision] = compare(config, precision, rounds, warm_up)
         lines.append(report(found[precision], precision, facts))
         if arguments.profile:
             spent[precision] = profile(config, precision, steps=3)

@@ -4,7 +4,8 @@ Guarantee: a graph for each tower, training or evaluating, whatever its number o
 from layer to layer and from step to step is in tensors. No graph breaks (tests/model/test_compile.py counts them). The
 fused and the keyed operations stay what they are; the compiler joins what is between them.
 
-Cost: seconds to a minute at the first step; later starts find the compiled code in the cache folder of the node.
+Cost: a minute or more at the first step (two cores, busy: 85 s); later starts find the compiled code in the cache
+folder of the node (25 s there: it is traced again, not compiled).
 
 Where it stops: whole parameters (ZeRO 0 to 2). On a CPU it does not pay: ELECTRA-Small's step gains 5 % and the first
 one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). On a GPU benchmarks/gpu.py tells; it has not been run.

@@ -16,7 +16,6 @@ from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.model.attention import AttentionChoice, choose_attention
-from electra_dist.model.compile import compile_layers
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -109,6 +108,8 @@ def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Object
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
     if config.engine.compile:
+        from electra_dist.model.compile import compile_layers  # seconds, which other runs are spared
+
         compile_layers(objective, config.cache_folder / "compiled")
     if isinstance(objective, CorruptingObjective):
         objective.early_generator = config.engine.early_generator
