@@ -90,7 +90,9 @@ def bits_grid(
     num_blocks, first_block = (num_positions + 3) // 4, first_position // 4
     if rows.device.type == "cpu":
         grid = np.empty((rows.numel(), num_blocks * 4), np.int64)
-        _fill_in_slices(grid, host.fill_bits or _fill_bits, seed, purpose, step, rows.numpy(), first_block)
+        _fill_in_slices(
+            grid, host.fill_bits or _fill_bits, seed, purpose, step, rows.contiguous().numpy(), first_block
+        )
         return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
     # Full tensors from the start: an int left as a scalar would overflow torch's int64 scalar conversion.
@@ -119,7 +121,7 @@ def keep_grid(
     if rows.device.type == "cpu" and host.fill_kept:
         grid = np.empty((rows.numel(), num_positions), np.float32)
         fill = functools.partial(host.fill_kept, threshold=threshold, scale=scale)
-        _fill_in_slices(grid, fill, seed, purpose, step, rows.numpy(), first_position // 4)
+        _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_position // 4)
         return torch.from_numpy(grid)
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
     return ((bits >= threshold) * scale).float()

@@ -25,6 +25,7 @@ import torch
 
 _WORD, _WORD32, _SIZE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_VERSION = 1  # of what the functions are given: `electra_host_version` in host.c
 _ROWS_AT_A_TIME = 8  # of the row pass
 _Item = TypeVar("_Item")
 
@@ -43,11 +44,13 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library beside this file; None if it was not built, or for another kind of machine."""
+    """The library beside this file; None if it was not built, for another kind of machine or version of `host.c`."""
     for path in Path(__file__).parent.glob("host_library*.so"):
         try:
             library = ctypes.CDLL(str(path))
-        except OSError:
+            if ctypes.c_int.in_dll(library, "electra_host_version").value != _VERSION:
+                continue
+        except (OSError, ValueError):
             continue
         grid: list[Any] = [_WORD, _WORD32, _WORD32, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]
         library.electra_bits.argtypes = [*grid, _POINTER]

@@ -143,3 +143,15 @@ def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, 
     assert torch.equal(made[0][1], made[1][1])
     kept = made[0][0] >= drop_threshold(drop)
     assert torch.equal(made[0][1], torch.where(kept, 1 / (1 - drop), 0.0).float())
+
+
+@pytest.mark.skipif(host.fill_bits is None, reason="the package was built without a C compiler")
+def test_a_library_of_another_version_is_not_used(monkeypatch):
+    assert host._load() is not None
+    monkeypatch.setattr(host, "_VERSION", 0)
+    assert host._load() is None
+
+
+def test_rows_may_be_any_view():
+    rows = torch.arange(40)[::7]
+    assert torch.equal(bits_grid(1, Purpose.EVAL, 2, rows, 64), bits_grid(1, Purpose.EVAL, 2, rows.clone(), 64))

@@ -1,8 +1,8 @@
 """torch.compile of the towers' layers (`engine.compile`).
 
 Guarantee: a graph for each tower, training or evaluating, whatever its number of layers and the step: what differs
-from layer to layer and from step to step is in tensors. No graph breaks (tests/model/test_compile.py counts them). The
-fused and the keyed operations stay what they are; the compiler joins what is between them.
+from layer to layer and from step to step is in tensors. No graph breaks (tests/objectives/test_compile.py counts
+them). The fused and the keyed operations stay what they are; the compiler joins what is between them.
 
 Cost: a minute or more at the first step (two cores, busy: 85 s); later starts find the compiled code in the cache
 folder of the node (25 s there: it is traced again, not compiled).
