@@ -20,7 +20,7 @@ help:
 	@echo "make clean      remove build products (keeps runs/ and corpora/)"
 
 # torch first and alone: a range met by an installed torch never pulls another one over it.
-$(VENV)/ready: setup.py constraints.txt kernels/host.c
+$(VENV)/ready: setup.py constraints.txt kernels/electra_kernels/native/host.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export]'
@@ -39,14 +39,10 @@ pretrain: $(VENV)/ready $(if $(findstring demo,$(CONFIG)),corpora/demo/corpus.js
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) launcher/pretrain.py --config $(CONFIG)
 	$(BIN)/electra-dist export $$($(BIN)/electra-dist resolve $(CONFIG) | sed -n 's/^run_dir: //p')
 
-# mypy knows kernels/ under its import name only through a link: editable installs map it by a hook mypy cannot see.
-build/typing/electra_kernels:
-	mkdir -p build/typing && ln -sfn ../../kernels $@
-
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-typecheck: $(VENV)/ready-test build/typing/electra_kernels
+typecheck: $(VENV)/ready-test
 	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
 
 # Style first, for it takes seconds; then types beside the tests, of which two files run at a time.

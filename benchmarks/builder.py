@@ -38,8 +38,8 @@ from electra_dist.corpus.documents import decode
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.readers import DocumentStream, find_inputs
 from electra_dist.corpus.request import BuildRequest
-from electra_dist.corpus.tokenizer import MAX_WORD_CHARS, Vocabulary
 from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.tokenizer import MAX_WORD_CHARS, Vocabulary
 
 LEAST = 0.85  # of tokenizers' own rate
 LINES_A_CALL = 2048

@@ -35,14 +35,14 @@ import torch
 import torch.distributed as dist
 from measure import REPOSITORY, TOY, Line, finish, parser, print_table
 
-from electra_dist.checkpoint.fragments import owned_fragments, parameter_shapes
 from electra_dist.checkpoint.manifest import RunState, committed
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
+from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.fragments import owned_fragments, parameter_shapes
 from electra_dist.model.init import build_towers
-from electra_dist.store import open_store
-from electra_dist.train.engine import Engine, init_distributed
+from electra_dist.store.local import open_store
 
 LARGE = "configs/large_25pct_mask.yaml"
 MOST = 1.5  # of memcpy's time

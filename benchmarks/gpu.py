@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from electra_kernels import discriminator_tail_cuda
 from electra_kernels.backend import resolve
-from gpu_cases import LARGE, TOY, Sizes, cases, head_inputs, our_head, rival_heads
-from gpu_checks import chi_square, integers, values, without_host
-from gpu_parts import breakdown, time_rivals
-from gpu_steps import Bench, time_fusions, time_steps
+from electra_kernels.native import discriminator_tail
+from gpu_parts.cases import LARGE, TOY, Sizes, cases, head_inputs, our_head, rival_heads
+from gpu_parts.checks import chi_square, integers, values, without_host
+from gpu_parts.parts import breakdown, time_rivals
+from gpu_parts.steps import Bench, time_fusions, time_steps
 
 from electra_dist.errors import UserError
 
@@ -156,7 +156,7 @@ def main() -> None:
     backends = [resolve("auto", device)]
     if not smoke and shutil.which("nvcc"):
         try:
-            discriminator_tail_cuda.build(discriminator_tail_cuda.library_path())
+            discriminator_tail.build(discriminator_tail.library_path())
             backends.append("cuda")
         except UserError as error:
             print(f"without the CUDA library: {error}")

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from electra_dist.telemetry.hardware import cpu, versions
+from electra_dist.run.environment import cpu, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"

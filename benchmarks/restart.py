@@ -32,7 +32,7 @@ from first_batch import write_corpus
 from measure import REPOSITORY, TOY, Json, Line, finish, parser, print_table, ratio, summary, told
 
 from electra_dist.config_file import load_config
-from electra_dist.telemetry.ledger import read_ledger
+from electra_dist.run.ledger import read_ledger
 
 PARTS = ("launch and import", "build", "restore", "first step")
 SAVED, LAST = 2, 4  # steps: the fresh start is resumed from the first

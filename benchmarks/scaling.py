@@ -26,7 +26,7 @@ from pathlib import Path
 from measure import REPOSITORY, TOY, Json, Line, finish, parser, print_table, summary
 from scaling_rank import put
 
-from electra_dist.telemetry.scaling import bytes_on_wire, parse_fabric, step_seconds
+from electra_dist.planning.scaling import bytes_on_wire, parse_fabric, step_seconds
 
 sys.path.append(str(REPOSITORY / "tests" / "cluster"))
 from machines import Machines, missing

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measure import REPOSITORY
-from step_ways import SPECIAL
+from step_parts.ways import SPECIAL
 
 from electra_dist.config_file import load_config
+from electra_dist.engine.engine import Engine, init_distributed
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective
-from electra_dist.train.engine import Engine, init_distributed
 
 
 def sent_bytes() -> int:

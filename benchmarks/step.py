@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from measure import REPOSITORY, TOY, Json, Line, alternate, finish, parser, print_table, ratio, summary, told
-from step_packed import compare_packing, report_packing
-from step_ways import BATCH, SPECIAL, Way, autocast, hugging_face, ours, synthetic_rows, take_step
+from step_parts.packed import compare_packing, report_packing
+from step_parts.ways import BATCH, SPECIAL, Way, autocast, hugging_face, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config

@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.set)
         if args.dry_run:
             if is_first:
-                from electra_dist.telemetry.plan import print_plan
+                from electra_dist.planning.tables import print_plan
 
                 print_plan(config)
             return EXIT_DONE
-        from electra_dist.train.loop import run  # torch and deepspeed load only when there is something to run
+        from electra_dist.train.pretrain import run  # torch and deepspeed load only when there is something to run
 
         return run(config)
     except UserError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import quick_command, read_losses, write_corpus, write_tiny_config
+from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

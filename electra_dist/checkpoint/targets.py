@@ -8,7 +8,7 @@ from electra_dist.checkpoint.manifest import committed, parse_folder
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
 
 _RUN_CONFIG = "config.yaml"  # what a run writes into its folder
 

@@ -31,9 +31,9 @@ from electra_dist.compare.scoring import Measure, Score, Scores, open_measures
 from electra_dist.compare.table import Failure, Row, console_table, markdown, score_failures, summarize_rows
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
-from electra_dist.model.count import parameter_counts
-from electra_dist.store import replacing
-from electra_dist.train.preparation import check_inputs
+from electra_dist.model.parameters import parameter_counts
+from electra_dist.store.local import replacing
+from electra_dist.train.inputs import check_inputs
 
 Note = Callable[[str], None]
 _RESULTS = ("compare.json", "compare.md", "compare.png")

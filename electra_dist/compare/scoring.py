@@ -25,11 +25,11 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.config import FinetuneConfig, settings_for
 from electra_dist.finetune.fit import Progress
 from electra_dist.finetune.minimal_pairs import ALL, score_minimal_pairs
-from electra_dist.finetune.pretrained import Pretrained, device_of_choice, load_pretrained
 from electra_dist.finetune.result import summarize
 from electra_dist.finetune.run import finetune_task, probe_task
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
-from electra_dist.store import replacing
+from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.store.local import replacing
 
 MINIMAL_PAIRS = "minimal-pairs"
 _PAIRS = 200  # of each phenomenon

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.corpus.chunks import Chunk, ChunkRows
 from electra_dist.corpus.console import BuildConsole
@@ -31,13 +32,12 @@ from electra_dist.corpus.progress import FinishedShard, Progress
 from electra_dist.corpus.readers import DocumentStream
 from electra_dist.corpus.request import BuildRequest, tokenizer_entry
 from electra_dist.corpus.rows import row_dtype
-from electra_dist.corpus.tokenizer import VOCAB_FILE
 from electra_dist.corpus.workers import process_in_order
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.data.shard import write_shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.keyed_random import Purpose, derive_seed
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
+from electra_dist.tokenizer import VOCAB_FILE
 
 _BLOCK_BYTES = 1 << 20
 _DOCUMENT_BYTES = 64  # a document's cost beside its text: a million empty ones fill chunks too

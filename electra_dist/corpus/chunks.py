@@ -22,7 +22,7 @@ import numpy as np
 from electra_dist.corpus.documents import RawDocument, SkippedDocument, decode
 from electra_dist.corpus.examples import ExampleBuilder
 from electra_dist.corpus.rows import make_rows, row_dtype
-from electra_dist.corpus.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 _LINES_PER_CALL = 2048
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from electra_dist.corpus.request import tokenizer_entry
-from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
 from electra_dist.data.shard import MEMBER_SUFFIX, Shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store import Store
+from electra_dist.store.local import Store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from electra_kernels.keyed_random import Purpose, derive_seed
+
 from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.chunks import Rules
 from electra_dist.corpus.readers import InputFile
-from electra_dist.corpus.tokenizer import VOCAB_FILE, Vocabulary
 from electra_dist.data.manifest import TokenizerEntry
-from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 BUILDER_VERSION = 1  # raise it when the same input begins to give other rows
 _CHUNK_BYTES = (1 << 16, 1 << 22)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import tokenizers
 
-from electra_dist.corpus.tokenizer import SPECIAL_TOKENS, Vocabulary
 from electra_dist.errors import UserError
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
 MAX_ALPHABET = 1000
 _NUM_CODE_POINTS = 0x110000

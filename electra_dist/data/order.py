@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from electra_kernels import host
+from electra_kernels.keyed_random import Purpose, philox4x32
+from electra_kernels.native import host
 from numpy.typing import NDArray
-
-from electra_dist.keyed_random import Purpose, philox4x32
 
 Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from electra_kernels import host
+from electra_kernels.native import host
 from numpy.typing import NDArray
 
 from electra_dist.errors import ManifestMismatch
-from electra_dist.store import check_key, readable
+from electra_dist.store.local import check_key, readable
 
 MEMBER_SUFFIX = ".rows.npy"
 

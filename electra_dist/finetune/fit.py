@@ -22,11 +22,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import TaskModel
 from electra_dist.finetune.layerwise import layerwise_adamw, schedule, set_step
-from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.encoder import Noise
 
 T = TypeVar("T")

@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.finetune.pretrained import Backbone
-from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.encoder import Noise
 from electra_dist.model.rows import derive
+from electra_dist.pretrained.encoder import Backbone
 
 OUTSIDE = -1000.0  # added to the logits of positions that cannot be an answer
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from electra_dist.engine.optimizer import ForeachAdamW
 from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.train.optimizer import ForeachAdamW
 
 _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from electra_dist.errors import UserError
 from electra_dist.finetune.agreement import Pair, make_pairs
 from electra_dist.finetune.fit import Ids, Progress, predict, quiet
-from electra_dist.finetune.pretrained import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 _BATCH = 128
 ALL = "all"

@@ -29,10 +29,10 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.fit import Diverged, Progress, count_steps, fit, predict, quiet
 from electra_dist.finetune.metrics import linear_outputs
-from electra_dist.finetune.pretrained import Backbone, Pretrained
 from electra_dist.finetune.result import Result
 from electra_dist.finetune.tasks import Outcome, Task, TextTask
-from electra_dist.telemetry.jsonl import JsonlFile, read_records
+from electra_dist.pretrained.encoder import Backbone, Pretrained
+from electra_dist.run.jsonl import JsonlFile, read_records
 
 RESULTS_FILE = "results.jsonl"
 

@@ -26,8 +26,8 @@ from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.fit import Examples, Progress, predict
 from electra_dist.finetune.heads import Classifier, TaskModel
 from electra_dist.finetune.metrics import classification_metrics, degenerate, regression_metrics
-from electra_dist.finetune.pretrained import Pretrained
 from electra_dist.finetune.texts import Column, Texts, encode_texts, find_file, read_texts
+from electra_dist.pretrained.encoder import Pretrained
 
 
 class Outcome(NamedTuple):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.corpus.tokenizer import WordPieceTokenizer
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
+from electra_dist.tokenizer import WordPieceTokenizer
 
 Column = str | int
 

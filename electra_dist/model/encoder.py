@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels import traced
+from electra_kernels import custom_ops
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -74,8 +74,8 @@ class DropoutAddNorm(nn.LayerNorm):
         given = (x_BSH, residual_BSH, self.weight, self.bias)
         key_3, row_B, backend = noise
         if torch.compiler.is_compiling():
-            return traced.dropout_add_norm(*given, row_B, key_3, self.site, probability, self.eps, backend)[0]
-        key = traced.dropout_key(key_3, self.site, probability)
+            return custom_ops.dropout_add_norm(*given, row_B, key_3, self.site, probability, self.eps, backend)[0]
+        key = custom_ops.dropout_key(key_3, self.site, probability)
         return dropout_add_norm(*given, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
 
 
@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
         dropout, keep_BNSS = self.dropout if self.training else 0.0, None
         if dropout and hidden_BSH.device.type == "cpu":
             cells = self.num_heads * S * S
-            kept = traced.keep_attention(noise.key_3, noise.row_B, (cells + 3) // 4 * 4, dropout)
+            kept = custom_ops.keep_attention(noise.key_3, noise.row_B, (cells + 3) // 4 * 4, dropout)
             keep_BNSS = kept[:, :cells].view(B, self.num_heads, S, S)
         context = attend(query, key, value, scope, dropout, keep_BNSS)
         return self.out(context.transpose(1, 2).reshape(B, S, H))

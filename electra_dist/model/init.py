@@ -20,10 +20,10 @@ import math
 import zlib
 
 import torch
+from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.encoder import SharedEmbeddings
 from electra_dist.model.towers import ElectraTowers
 

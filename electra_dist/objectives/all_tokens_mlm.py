@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from electra_dist.model.token_probability import token_log_probs
+from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import StepOutput
 from electra_dist.objectives.corruption import CorruptingObjective
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
+from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.keyed_random import Purpose, derive_seed
 from electra_dist.model.attention import SDPA, Scope, same_example
 from electra_dist.model.encoder import Noise
 from electra_dist.model.rows import RowLayout, SpecialIds, derive

@@ -20,7 +20,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
-from electra_dist.objectives.early import with_gradients_now
+from electra_dist.objectives.early_gradients import with_gradients_now
 from electra_dist.objectives.fixed_generator import FixedGenerator
 from electra_dist.objectives.masking import Masking, mask_rows
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.mlm_head import MlmHeadOutput
 
-from electra_dist.model.token_probability import token_log_probs
+from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.masking import is_candidate

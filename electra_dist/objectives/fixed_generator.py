@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
-
-from electra_dist.keyed_random import Purpose, bits_grid
 
 _RANGE = 1 << 32
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from electra_kernels.keyed_random import Purpose, bits_grid
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.keyed_random import Purpose, bits_grid
 from electra_dist.model.rows import SpecialIds
 
 _POSITION_BITS = 20  # of a sort key; the 32 random bits lie above, so keys of one row never tie

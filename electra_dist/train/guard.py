@@ -27,7 +27,7 @@ import numpy as np
 
 from electra_dist.config import GuardConfig
 from electra_dist.errors import UserError
-from electra_dist.store import replacing
+from electra_dist.store.local import replacing
 
 SKIP_FILE = "skipped_steps.json"
 _FLAT = 1e-3  # of the mean: least standard deviation, so that a flat curve makes no spike of its noise

@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from electra_kernels.backend import resolve
 
+from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.save import SaveTiming
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.receipt import Receipt
-from electra_dist.telemetry.console import Console
-from electra_dist.telemetry.flops import mfu, peak_flops, token_flops
-from electra_dist.telemetry.goodput import start_line
-from electra_dist.telemetry.hardware import write_environment
-from electra_dist.telemetry.ledger import Event, Ledger, read_jobs, read_ledger
-from electra_dist.telemetry.metrics import MetricsWriter
-from electra_dist.telemetry.records import EvalRecord, StepRecord
-from electra_dist.train.engine import Engine
+from electra_dist.engine.engine import Engine
+from electra_dist.model.flops import mfu, peak_flops, token_flops
+from electra_dist.run.console import Console
+from electra_dist.run.environment import write_environment
+from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
+from electra_dist.run.metrics import MetricsWriter
+from electra_dist.run.records import EvalRecord, StepRecord
+from electra_dist.train.health.rank_monitor import Look
 from electra_dist.train.step import StepResult
-from electra_dist.train.watch import Look
 
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
 
@@ -155,7 +155,7 @@ class Reporter:
         self._console.close()
         self._metrics.close()
         self._ledger.close()
-        from electra_dist.telemetry.report import write_report  # matplotlib: half a second that no step waits for
+        from electra_dist.report.page import write_report  # matplotlib: half a second that no step waits for
 
         write_report(Path(self._config.run_dir))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from electra_dist.analysis.save_interval import automatic_steps
 from electra_dist.config import CheckpointConfig
-from electra_dist.telemetry.ledger import read_ledger
-from electra_dist.telemetry.save_interval import automatic_steps
+from electra_dist.run.ledger import read_ledger
 
 
 class SaveSchedule:

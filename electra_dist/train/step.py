@@ -23,14 +23,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import Batch
 from electra_dist.data.receipt import Receipt
-from electra_dist.keyed_random import Purpose, derive_seed
+from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Sums, loss_counts
-from electra_dist.train.engine import Engine
 
 
 class Signs(NamedTuple):

@@ -13,7 +13,7 @@ import step
 from machines import missing
 
 from electra_dist.corpus.build import build_corpus
-from electra_dist.telemetry.scaling import bytes_on_wire
+from electra_dist.planning.scaling import bytes_on_wire
 
 
 def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import s3_server
 import torch.distributed as dist
+from support import s3_server
 
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
 
 
 @pytest.fixture

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints as small
 import pytest
-import s3_server
+from support import checkpoints as small
+from support import s3_server
 from typer.testing import CliRunner, Result
 
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
 from electra_dist.checkpoint.read import verify
-from electra_dist.cli.main import app
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
+from launcher.cli.main import app
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 FILE = "rank-00001.safetensors"

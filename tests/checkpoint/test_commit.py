@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints as small
 import pytest
-import s3_server
 from hypothesis import given
 from hypothesis import strategies as st
+from support import checkpoints as small
+from support import s3_server
 
 from electra_dist.checkpoint import commit as commit_module
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, retain
@@ -22,7 +22,7 @@ from electra_dist.checkpoint.retention import Kept, superfluous
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import StoreError, UserError
-from electra_dist.store import LocalStore, Store, open_store
+from electra_dist.store.local import LocalStore, Store, open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints as small
 import pytest
-from fault_server import FaultPlan, running_faults
-from s3_server import S3Server
+from support import checkpoints as small
+from support.fault_server import FaultPlan, running_faults
+from support.s3_server import S3Server
 
 from electra_dist.checkpoint import read
 from electra_dist.checkpoint.load import load_newest
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
 
 
 @pytest.mark.usefixtures("one_rank")

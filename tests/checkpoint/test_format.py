@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import checkpoints as small
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support import checkpoints as small
 
 from electra_dist.checkpoint import tensor_file
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest, committed, folder_name, read_manifest
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store import open_store
+from electra_dist.store.local import open_store
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints as small
 import pytest
 import torch
+from support import checkpoints as small
 
 from electra_dist.checkpoint import read, tensor_file
 from electra_dist.checkpoint.load import assemble, load_newest
@@ -23,7 +23,7 @@ from electra_dist.checkpoint.manifest import (
 )
 from electra_dist.checkpoint.read import fill, requests, verify
 from electra_dist.errors import StoreError, StoreExhausted, UserError
-from electra_dist.store import LocalStore, Store, open_store
+from electra_dist.store.local import LocalStore, Store, open_store
 
 FILE = "rank-00001.safetensors"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from electra_dist.telemetry.ledger import Ledger, read_ledger
+from electra_dist.run.ledger import Ledger, read_ledger
 
 STEP_S = 1 / 3
 

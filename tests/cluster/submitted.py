@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 from machines import show, wait_for
-from real_runs import REPOSITORY
 from slurm import SlurmCluster
+from support.real_runs import REPOSITORY
 
-from electra_dist.telemetry.ledger import read_jobs, read_ledger
-from launcher.submit import Submission, prepare
-from launcher.submit import submit as submit_jobs
+from electra_dist.run.ledger import read_jobs, read_ledger
+from launcher.slurm.submission import Submission, prepare
+from launcher.slurm.submission import submit as submit_jobs
 
 FAKE_PYTHON = Path(__file__).parent / "fake_python"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from machines import wait_for
-from real_runs import read_losses, step_records
 from slurm import SlurmCluster
 from submitted import submit
+from support.real_runs import read_losses, step_records
 
 MakeConfig = Callable[..., Path]
 SETTINGS = {"train.num_steps": 300, "checkpoint.every_steps": 20, "data.heldout": None}

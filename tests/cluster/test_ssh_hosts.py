@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from machines import Machines, missing, wait_for
-from real_runs import REPOSITORY, kill_session, read_losses, step_records
+from support.real_runs import REPOSITORY, kill_session, read_losses, step_records
 
 MakeConfig = Callable[..., Path]
 SETTINGS = {"train.num_steps": 400, "checkpoint.every_steps": 20, "data.heldout": None}

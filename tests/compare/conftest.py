@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from real_runs import write_tiny_config
+from support.real_runs import write_tiny_config
 
 
 @pytest.fixture(scope="session")

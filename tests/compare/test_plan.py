@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from electra_dist.cli.main import app
 from electra_dist.compare.config import CompareConfig
 from electra_dist.compare.plan import Plan, make_plan
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config_file import load_config, load_section
 from electra_dist.errors import UserError
-from electra_dist.telemetry.flops import run_flops, steps_of_flops
+from electra_dist.model.flops import run_flops, steps_of_flops
+from launcher.cli.main import app
 
 MakeComparison = Callable[..., Path]
 

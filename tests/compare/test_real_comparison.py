@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import step_records, wait_until
+from support.real_runs import step_records, wait_until
 from typer.testing import CliRunner
 
-from electra_dist.cli.main import app
+from launcher.cli.main import app
 
 pytestmark = pytest.mark.multiproc
 

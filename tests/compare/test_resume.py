@@ -16,8 +16,8 @@ from electra_dist.compare.pretraining import Pretrainings
 from electra_dist.compare.run import Comparison
 from electra_dist.compare.scoring import TaskMeasure
 from electra_dist.config_file import load_section
-from electra_dist.finetune.pretrained import Pretrained, load_pretrained
 from electra_dist.finetune.tasks import TextSpec
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 
 MakeComparison = Callable[..., Path]
 

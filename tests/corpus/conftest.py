@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import random
 import string
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import s3_server
+from support import s3_server
 
 from electra_dist.config import CorpusConfig
 from electra_dist.corpus.readers import find_inputs
 from electra_dist.corpus.request import BuildRequest
-from electra_dist.corpus.tokenizer import SPECIAL_TOKENS, Vocabulary
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
 WORDS = ["the", "of", "and", "a", "to", "in", "he", "was", "that", "it", "his", "her", "as", "had", "with", "for"]
 

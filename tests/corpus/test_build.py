@@ -17,11 +17,11 @@ import webdataset
 
 from electra_dist.corpus.build import build_corpus
 from electra_dist.corpus.request import BuildRequest
-from electra_dist.corpus.tokenizer import Vocabulary, WordPieceTokenizer
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
-from electra_dist.store import open_store
+from electra_dist.store.local import open_store
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]
 Jsonl = Callable[..., Path]

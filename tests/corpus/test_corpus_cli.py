@@ -11,8 +11,8 @@ import webdataset
 import yaml
 from typer.testing import CliRunner
 
-from electra_dist.corpus.cli import app
 from electra_dist.errors import UserError
+from launcher.cli.corpus import app
 
 
 def run(*arguments: object) -> str:

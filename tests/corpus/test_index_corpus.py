@@ -10,11 +10,11 @@ import pytest
 import webdataset
 
 from electra_dist.corpus.index import index_corpus
-from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store import open_store
+from electra_dist.store.local import open_store
+from electra_dist.tokenizer import Vocabulary
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.corpus.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
 
 pieces = st.one_of(
     st.sampled_from(
@@ -49,7 +49,7 @@ def test_literal_special_tokens_are_words(vocabulary: Vocabulary) -> None:
 
 
 def test_the_dictionary_stays_small(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("electra_dist.corpus.tokenizer._MAX_KNOWN_WORDS", 10)
+    monkeypatch.setattr("electra_dist.tokenizer._MAX_KNOWN_WORDS", 10)
     tokenizer = WordPieceTokenizer(vocabulary, True)
     many = [f"w{number}" for number in range(40)]
     once = tokenizer.encode(many)

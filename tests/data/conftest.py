@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import s3_server
-from fault_server import FaultPlan, FaultProxy, running_faults
+from support import s3_server
+from support.fault_server import FaultPlan, FaultProxy, running_faults
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
 
 SEQ_LEN = 16
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_server import FaultPlan, FaultProxy
+from support.fault_server import FaultPlan, FaultProxy
 
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.errors import ManifestMismatch, StoreError, StoreExhausted, StoreMissing
-from electra_dist.store import LocalStore, file_sha256, open_store, replacing
+from electra_dist.store.local import LocalStore, file_sha256, open_store, replacing
 
 FORK = multiprocessing.get_context("fork")
 

@@ -21,7 +21,7 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from electra_kernels.sampling import sample
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, write_corpus
+from support.real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, write_corpus
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
@@ -34,7 +34,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.store import open_store
+from electra_dist.store.local import open_store
 from electra_dist.train.step import TrainStep
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import RowOrder
 from electra_dist.errors import StoreExhausted, StoreMissing, UserError
-from electra_dist.store import open_store
-from electra_dist.store_retry import RetryPolicy
+from electra_dist.store.local import open_store
+from electra_dist.store.retry import RetryPolicy
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)

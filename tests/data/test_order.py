@@ -8,13 +8,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from electra_kernels import host
+from electra_kernels.keyed_random import Purpose
+from electra_kernels.native import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, poisson
 
 from electra_dist.data.order import NUM_ROUNDS, RowOrder, permute
-from electra_dist.keyed_random import Purpose
 
 LARGE = [16_384] * 3_905 + [777]  # 64 M rows
 

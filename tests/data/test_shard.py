@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from electra_kernels import host
+from electra_kernels.native import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

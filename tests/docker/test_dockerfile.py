@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_runs import REPOSITORY
+from support.real_runs import REPOSITORY
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 

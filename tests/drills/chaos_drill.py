@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from real_runs import write_corpus, write_tiny_config
+from support.real_runs import write_corpus, write_tiny_config
 
-from launcher import chaos
-from launcher.faults import FAULTS
+from launcher.chaos import __main__
+from launcher.chaos.faults import FAULTS
 
 EVERY_STEPS = 5
 
@@ -50,7 +50,7 @@ def main() -> int:
         }
         config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
         options = ["--count", str(args.count), "--seed", str(args.seed), "--faults", args.faults, "--ranks", "2"]
-        return chaos.main([str(config), *options])
+        return __main__.main([str(config), *options])
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoints as small
 import torch.distributed as dist
-from real_runs import Verdict, print_verdicts
 from rich.progress import Progress
+from support import checkpoints as small
+from support.real_runs import Verdict, print_verdicts
 
 from electra_dist.checkpoint.load import load_newest
 from electra_dist.checkpoint.manifest import (
@@ -42,7 +42,7 @@ from electra_dist.checkpoint.manifest import (
     committed,
     folder_name,
 )
-from electra_dist.store import open_store
+from electra_dist.store.local import open_store
 
 SAVED = [(10, 1), (20, 1), (30, 1), (30, 2)]  # step, attempt: oldest first
 NEWEST = folder_name(30, 2)

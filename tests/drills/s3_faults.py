@@ -25,12 +25,11 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "store"))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from fault_server import ALL_FAULTS, FaultPlan, FaultProxy, running_faults
-from real_runs import (
+from support.fault_server import ALL_FAULTS, FaultPlan, FaultProxy, running_faults
+from support.real_runs import (
     Verdict,
     deepspeed_command,
     kill_session,
@@ -42,7 +41,7 @@ from real_runs import (
     write_corpus,
     write_tiny_config,
 )
-from s3_server import best_kind, make_bucket, running_s3
+from support.s3_server import best_kind, make_bucket, running_s3
 
 RATE = 0.7  # share of requests that are hit, at most 3 in a row
 # Shards, tensor files and manifests have digests that a flipped byte is found by; the first two are known to exist

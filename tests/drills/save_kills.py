@@ -36,20 +36,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import checkpoints as small
-import s3_server
 import torch.distributed as dist
-from real_runs import Verdict, print_verdicts
 from rich.progress import Progress
+from support import checkpoints as small
+from support import s3_server
+from support.real_runs import Verdict, print_verdicts
 
-import electra_dist.store_s3
+import electra_dist.store.s3
 from electra_dist.checkpoint.commit import begin_attempt, leftovers
 from electra_dist.checkpoint.load import load_newest
 from electra_dist.checkpoint.manifest import MANIFEST, committed
 from electra_dist.checkpoint.read import fill, verify
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig
-from electra_dist.store import Store, open_store
+from electra_dist.store.local import Store, open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 POLICY = CheckpointConfig(keep_last=2, keep_best=1)
@@ -300,7 +300,7 @@ def main() -> int:
     parser.add_argument("--server", choices=["radosgw", "moto"], help="S3 server; default: the best there is")
     args = parser.parse_args()
     small.SHAPES["word.weight"] = [10_000, 100]  # 12 MB of state, so that a kill meets a write
-    electra_dist.store_s3._MULTIPART_FROM = electra_dist.store_s3._PART = PARTS_FROM_BYTES
+    electra_dist.store.s3._MULTIPART_FROM = electra_dist.store.s3._PART = PARTS_FROM_BYTES
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open_targets(args.target, Path(folder), args.server) as targets:
         verdicts = drill(Run(targets, Path(folder) / "staging"), args.seed, args.count)

@@ -10,10 +10,10 @@ import torch
 
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import Classifier, SpanHead, SpanModel, SpanScores
-from electra_dist.finetune.pretrained import Pretrained
-from electra_dist.finetune.squad import best_spans
-from electra_dist.finetune.squad_windows import Window
+from electra_dist.finetune.squad.task import best_spans
+from electra_dist.finetune.squad.windows import Window
 from electra_dist.model.encoder import Noise
+from electra_dist.pretrained.encoder import Pretrained
 
 SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)
 CLS, SEP, PAD = 2, 3, 0

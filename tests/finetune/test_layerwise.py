@@ -7,7 +7,7 @@ import pytest
 from electra_dist.finetune.config import FinetuneConfig, settings_for
 from electra_dist.finetune.heads import Classifier
 from electra_dist.finetune.layerwise import layerwise_adamw, schedule, set_step
-from electra_dist.finetune.pretrained import Pretrained
+from electra_dist.pretrained.encoder import Pretrained
 
 
 @pytest.mark.parametrize(

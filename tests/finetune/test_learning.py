@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from electra_dist.cli.main import app
 from electra_dist.errors import UserError
 from electra_dist.finetune import run
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.fit import Diverged, count_steps, fit, row_sequence
-from electra_dist.finetune.pretrained import Pretrained
 from electra_dist.finetune.result import Result, glue_average, summarize
 from electra_dist.finetune.run import RESULTS_FILE, finetune_task, probe_task, run_all
-from electra_dist.finetune.squad import SquadTask
+from electra_dist.finetune.squad.task import SquadTask
 from electra_dist.finetune.tasks import TextSpec, TextTask
+from electra_dist.pretrained.encoder import Pretrained
+from launcher.cli.main import app
 
 CPU = torch.device("cpu")
 SPEC = TextSpec(name="animals", text_a="text", text_b=None, label="label")

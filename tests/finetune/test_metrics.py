@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from electra_dist.finetune.metrics import classification_metrics, degenerate, linear_outputs, regression_metrics
-from electra_dist.finetune.squad_metrics import best_threshold, exact, f1, normalized, squad1_metrics, squad2_metrics
+from electra_dist.finetune.squad.metrics import best_threshold, exact, f1, normalized, squad1_metrics, squad2_metrics
 
 
 def test_binary_scores_equal_the_formulas_on_the_confusion_counts() -> None:

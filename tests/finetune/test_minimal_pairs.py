@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.corpus.tokenizer import Vocabulary
 from electra_dist.errors import UserError
 from electra_dist.finetune import minimal_pairs
 from electra_dist.finetune.agreement import NOUNS, TEMPLATES, THINGS, make_pairs
 from electra_dist.finetune.minimal_pairs import kept_log_probs, score_minimal_pairs
-from electra_dist.finetune.pretrained import Pretrained
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.build import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
 SINGULAR = {"is", "was", "has", "this", "that", *(noun for noun, _ in (*NOUNS, *THINGS))}

@@ -9,9 +9,9 @@ import pytest
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.config import FinetuneConfig, settings_for
-from electra_dist.finetune.pretrained import Pretrained
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 from electra_dist.finetune.texts import encode_texts, read_texts, truncate_pair
+from electra_dist.pretrained.encoder import Pretrained
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
 

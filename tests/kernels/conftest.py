@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from electra_dist.keyed_random import Purpose, philox4x32
+from electra_kernels.keyed_random import Purpose, philox4x32
 
 
 def exact_noise(seed: int, step: int, rows: np.ndarray, num_tokens: int) -> np.ndarray:

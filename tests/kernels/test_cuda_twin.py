@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from electra_kernels import discriminator_tail_cuda
 from electra_kernels.backend import resolve
 from electra_kernels.discriminator_tail import _RtdLosses, rtd_losses_reference
+from electra_kernels.native import discriminator_tail
 
 from electra_dist.errors import UserError
 
@@ -27,7 +27,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = folder / "tail.so"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-I", str(folder), "-include", str(SHIM)]
     done = subprocess.run(
-        [*command, "-x", "c++", str(discriminator_tail_cuda.SOURCE), "-o", str(library)],
+        [*command, "-x", "c++", str(discriminator_tail.SOURCE), "-o", str(library)],
         capture_output=True,
         text=True,
     )
@@ -39,13 +39,13 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (21, 64), (13, 37)])
 def test_its_values_are_the_references(monkeypatch, on_cpu, dtype, num_tokens, hidden):
     torch.manual_seed(0)
-    library = discriminator_tail_cuda.library(on_cpu)
-    monkeypatch.setattr(discriminator_tail_cuda, "library", lambda: library)
-    monkeypatch.setattr(discriminator_tail_cuda, "NUM_BLOCKS", 5)
+    library = discriminator_tail.library(on_cpu)
+    monkeypatch.setattr(discriminator_tail, "library", lambda: library)
+    monkeypatch.setattr(discriminator_tail, "NUM_BLOCKS", 5)
     shapes = [(num_tokens, hidden), (hidden,), (hidden,), ()]
     given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     label, mask = (torch.rand(num_tokens) > 0.6).float(), (torch.rand(num_tokens) > 0.2).float()
-    loss, logits = _RtdLosses.apply(*given, label, mask, discriminator_tail_cuda)
+    loss, logits = _RtdLosses.apply(*given, label, mask, discriminator_tail)
     exactly = [t.detach().double().requires_grad_() for t in given]
     exact_loss, exact_logits = rtd_losses_reference(*exactly, label.double(), mask.double())
     torch.testing.assert_close(logits.double(), exact_logits, rtol=1e-5, atol=1e-5)
@@ -63,13 +63,13 @@ def test_nvcc_builds_it_without_spills(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc here")
     path = tmp_path / "tail.so"
-    report = discriminator_tail_cuda.build(path)
+    report = discriminator_tail.build(path)
     kernels = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
     assert len(kernels) == len(registers) == 16  # two passes, two types, wide and narrow, two architectures
     assert set(kernels) == {("0", "0", "0")}
     assert max(registers) <= 96
-    library = discriminator_tail_cuda.library(path)
+    library = discriminator_tail.library(path)
     assert isinstance(library.electra_tail_forward, ctypes._CFuncPtr)
     if not torch.cuda.is_available():
         no_pointers = [None] * 8
@@ -77,7 +77,7 @@ def test_nvcc_builds_it_without_spills(tmp_path):
 
 
 def test_a_demand_that_cannot_be_met_is_the_users_to_know(monkeypatch, tmp_path):
-    monkeypatch.setattr(discriminator_tail_cuda, "library_path", lambda: tmp_path / "absent.so")
+    monkeypatch.setattr(discriminator_tail, "library_path", lambda: tmp_path / "absent.so")
     with pytest.raises(UserError, match="run python -m electra_kernels"):
         resolve("cuda", "cuda")
     with pytest.raises(UserError, match="no CUDA device"):

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from electra_kernels import host
+from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import MlmHeadOutput, RowOptions, mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.native import host
 from electra_kernels.sampling import gumbel_from_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from electra_dist.keyed_random import Purpose, bits_grid
 
 VOCAB, PADDED, WIDTH = 90, 128, 12
 

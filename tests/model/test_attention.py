@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from electra_kernels.traced import keep_attention
+from electra_kernels.custom_ops import keep_attention
+from electra_kernels.keyed_random import Purpose, bits_grid
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.keyed_random import Purpose, bits_grid
 from electra_dist.model import attention
 from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
 from electra_dist.model.rows import RowLayout, SpecialIds, derive

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from electra_dist.model.encoder import Noise
-from electra_dist.model.hf import from_hf_discriminator, from_hf_generator, to_hf_discriminator, to_hf_generator
 from electra_dist.model.rows import attention_bias, derive
+from electra_dist.pretrained.hf import from_hf_discriminator, from_hf_generator, to_hf_discriminator, to_hf_generator
 
 TOLERANCE = 1e-5
 SIZES = [  # embedding width, discriminator width, generator width, layers

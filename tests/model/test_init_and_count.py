@@ -8,8 +8,8 @@ import torch
 import yaml
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.count import parameter_counts
 from electra_dist.model.init import build_towers
+from electra_dist.model.parameters import parameter_counts
 from electra_dist.model.towers import ElectraTowers
 
 CONFIGS = Path(__file__).parents[2] / "configs"

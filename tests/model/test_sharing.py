@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.count import parameter_counts
 from electra_dist.model.encoder import Noise
-from electra_dist.model.hf import export_towers
 from electra_dist.model.init import build_towers
+from electra_dist.model.parameters import parameter_counts
 from electra_dist.model.rows import attention_bias, derive
+from electra_dist.pretrained.hf import export_towers
 
 SHARING = [
     pytest.param({"sharing": "embeddings"}, id="embeddings"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from electra_kernels import traced
+from electra_kernels import custom_ops
 from torch._dynamo.utils import counters
 
 from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig
@@ -79,11 +79,11 @@ def test_the_operators_keep_torchs_rules() -> None:
     key, rows = torch.tensor([2**62, 5, 1]), torch.tensor([3, 9])
     for probability in (0.0, 0.3):
         how = (rows, key, 1, probability, 1e-12, "reference")
-        torch.library.opcheck(traced.dropout_add_norm, (x, residual, weight, bias, *how))
+        torch.library.opcheck(custom_ops.dropout_add_norm, (x, residual, weight, bias, *how))
         exact = [each.detach().double().requires_grad_() for each in (x, residual, weight, bias)]
-        normed = functools.partial(lambda how, *four: traced.dropout_add_norm(*four, *how)[0], how)
+        normed = functools.partial(lambda how, *four: custom_ops.dropout_add_norm(*four, *how)[0], how)
         torch.autograd.gradcheck(normed, exact)
-    torch.library.opcheck(traced.keep_attention, (key, rows, 64, 0.3))
+    torch.library.opcheck(custom_ops.keep_attention, (key, rows, 64, 0.3))
 
 
 def test_compiled_layers_need_whole_parameters() -> None:

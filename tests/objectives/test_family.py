@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from float64_truth import Truth, shaken
+from support.float64_truth import Truth, shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.rows import SpecialIds

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
-from electra_dist.model.hf import export_discriminator, export_generator, from_hf_discriminator, from_hf_generator
 from electra_dist.model.rows import derive
 from electra_dist.objectives.base import Sums
 from electra_dist.objectives.masking import num_masked
+from electra_dist.pretrained.hf import export_discriminator, export_generator, from_hf_discriminator, from_hf_generator
 
 SAMPLE = 5
 SEED, STEP = 99, 1234

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from real_runs import tiny_tree
+from support.real_runs import tiny_tree
 
-from electra_dist.checkpoint.fragments import held_fragments
 from electra_dist.config import Config
+from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.fragments import held_fragments
+from electra_dist.engine.two_stage import Stages
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective
-from electra_dist.train.engine import Engine, init_distributed
-from electra_dist.train.two_stage import Stages
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 FIRST, LAST = 3, 6

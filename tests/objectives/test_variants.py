@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from float64_truth import shaken
 from pydantic import ValidationError
+from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds, derive
-from electra_dist.model.token_probability import CHUNK_ROWS, token_log_probs
+from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.build import build_objective, check_objective
 from electra_dist.objectives.fixed_generator import FixedGenerator, uniform_weights, unigram_weights
 from electra_dist.objectives.masking import mask_rows

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.engine.engine import init_distributed
+from electra_dist.engine.optimizer import ForeachAdamW
 from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective
-from electra_dist.train.engine import init_distributed
-from electra_dist.train.optimizer import ForeachAdamW
 
 NUM_STEPS = 4
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import s3_server
-from fault_server import FaultPlan, FaultProxy, running_faults
+from support import s3_server
+from support.fault_server import FaultPlan, FaultProxy, running_faults
 
-from electra_dist.store import Store, open_store
-from electra_dist.store_retry import RetryPolicy
+from electra_dist.store.local import Store, open_store
+from electra_dist.store.retry import RetryPolicy
 
 QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
 

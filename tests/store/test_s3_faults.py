@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import s3_server
-from fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
+from support import s3_server
+from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing, UserError
-from electra_dist.store import Store, open_store
-from electra_dist.store_retry import RetryPolicy
+from electra_dist.store.local import Store, open_store
+from electra_dist.store.retry import RetryPolicy
 
 DATA = os.urandom(1 << 20)
 IMPATIENT = RetryPolicy(tries=4, first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5)
@@ -142,10 +142,10 @@ def test_racers_behind_faults(faulty: Callable[..., Store]) -> None:
 def test_multipart_upload_with_faults(
     faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist import store_s3
+    from electra_dist.store import s3
 
-    monkeypatch.setattr(store_s3, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(store_s3, "_PART", 5 << 20)  # the least that S3 allows
+    monkeypatch.setattr(s3, "_MULTIPART_FROM", 1 << 20)
+    monkeypatch.setattr(s3, "_PART", 5 << 20)  # the least that S3 allows
     path = tmp_path / "big"
     path.write_bytes(os.urandom(12 << 20))
     for kinds in (("slowdown", "reset"), ("lost",)):
@@ -229,7 +229,7 @@ def test_final_answers(
     status: int, code: str, message: str, faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service's own text, which quotes the key here as real ones do, is never repeated."""
-    import fault_server
+    from support import fault_server
 
     monkeypatch.setitem(
         fault_server.ANSWERS, "slowdown", (status, code, f"{s3_server.ACCESS_KEY} {s3_server.SECRET_KEY}")
@@ -255,11 +255,11 @@ def test_missing_is_final_unless_promised(faulty: Callable[..., Store]) -> None:
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist import store_s3
+    from electra_dist.store import s3
 
     made = itertools.count()
-    make = store_s3._make_client
-    monkeypatch.setattr(store_s3, "_make_client", lambda *a: (next(made), make(*a))[1])
+    make = s3._make_client
+    monkeypatch.setattr(s3, "_make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")

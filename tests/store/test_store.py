@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.store import Store, check_key, open_store, writable
+from electra_dist.store.local import Store, check_key, open_store, writable
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]
 

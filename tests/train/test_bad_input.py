@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus
-from s3_server import running_s3
+from support.real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus
+from support.s3_server import running_s3
 
 from electra_dist.data.manifest import MANIFEST_KEY
 from electra_dist.data.order import RowOrder

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import REPOSITORY, deepspeed_command, synthetic_rows
+from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
-from electra_dist.cli.main import app
 from electra_dist.config import GuardConfig
 from electra_dist.errors import UserError
 from electra_dist.train.guard import Guard, SkipList, first_to_skip
 from electra_dist.train.step import outlier
+from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 Losses = Callable[[Path], list[tuple]]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_runs import Kill, kill_a_rank_at, run_until_killed, write_corpus
-from s3_server import make_bucket, running_s3
+from support.real_runs import Kill, kill_a_rank_at, run_until_killed, write_corpus
+from support.s3_server import make_bucket, running_s3
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 Losses = Callable[[Path], list[tuple]]
@@ -157,7 +157,7 @@ def test_exported_model_is_the_trained_one(
     from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
     from typer.testing import CliRunner
 
-    from electra_dist.cli.main import app
+    from launcher.cli.main import app
 
     pretrain(tiny_config("exported"), 2)
     result = CliRunner().invoke(app, ["export", str(tmp_path / "exported")])

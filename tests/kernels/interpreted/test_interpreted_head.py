@@ -7,13 +7,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from electra_kernels import host, mlm_head_triton
+from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import RowOptions, mlm_head_loss_and_sample, row_pass_reference
-from electra_kernels.mlm_head_triton import exponential, row_pass
-from electra_kernels.rounding_triton import fits_fp32
+from electra_kernels.native import host
 from electra_kernels.sampling import gumbel_from_bits, sample
-
-from electra_dist.keyed_random import Purpose, bits_grid
+from electra_kernels.triton import mlm_head
+from electra_kernels.triton.mlm_head import exponential, row_pass
+from electra_kernels.triton.rounding import fits_fp32
 
 host.row_pass = None  # kernels are held against the definition in torch; this process is theirs alone
 
@@ -49,8 +49,8 @@ def exact_pass(logits, bias, target, weight, vocab):
 def test_error_is_not_larger_than_the_references(
     monkeypatch, assert_no_worse, assert_rounded, dtype, num_rows, vocab, padded, tile, draws
 ):
-    monkeypatch.setattr(mlm_head_triton, "_BLOCK_INTERPRETED", tile)
-    monkeypatch.setattr(mlm_head_triton, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
+    monkeypatch.setattr(mlm_head, "_BLOCK_INTERPRETED", tile)
+    monkeypatch.setattr(mlm_head, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
     options = RowOptions(2**62 + 17, 2**31 + 5, vocab, 1.0, disallow_correct=False, with_gradient=True)
     losses, gradients = [], []
     for draw in range(draws):
@@ -129,7 +129,7 @@ def test_the_noise_is_finite_and_exact_at_both_ends():
 
 @pytest.mark.parametrize("tile", [64, 256, 4096])
 def test_samples_are_the_references_for_any_tile_and_split(monkeypatch, tile):
-    monkeypatch.setattr(mlm_head_triton, "_BLOCK_INTERPRETED", tile)
+    monkeypatch.setattr(mlm_head, "_BLOCK_INTERPRETED", tile)
     logits, rows = torch.randn(6, 501), torch.arange(6) + 2**32 - 6
     expected = sample(logits, seed=5, step=6, row_M=rows, backend="reference")
     assert torch.equal(sample(logits, seed=5, step=6, row_M=rows, backend="triton"), expected)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from electra_kernels import discriminator_tail_triton, dropout_add_norm_triton
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
-from electra_kernels.discriminator_tail_triton import forward_pass
 from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.replace import replace_and_label
-from electra_kernels.rounding_triton import fits_fp32
+from electra_kernels.triton import discriminator_tail as tail_kernels
+from electra_kernels.triton import dropout_add_norm as norm_kernels
+from electra_kernels.triton.discriminator_tail import forward_pass
+from electra_kernels.triton.rounding import fits_fp32
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
@@ -50,8 +51,8 @@ def test_replace_and_label(num_rows, seq_len, num_slots):
 def test_tail_error_is_not_larger_than_the_references(
     monkeypatch, assert_no_worse, assert_rounded, dtype, num_tokens, hidden, draws
 ):
-    monkeypatch.setattr(discriminator_tail_triton, "NUM_PROGRAMS", 3)  # strips of several tiles
-    monkeypatch.setattr(discriminator_tail_triton, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
+    monkeypatch.setattr(tail_kernels, "NUM_PROGRAMS", 3)  # strips of several tiles
+    monkeypatch.setattr(tail_kernels, "fits_fp32", lambda _: fits_fp32(dtype))  # the path of `dtype`
     results = []
     for draw in range(draws if dtype == torch.float32 else draws // 2):  # 16-bit inputs: the same arithmetic
         shapes = [(num_tokens, hidden), (hidden,), (hidden,), (1,)]
@@ -98,7 +99,7 @@ def test_tail_error_is_not_larger_than_the_references(
 def test_norm_error_is_not_larger_than_the_references(
     monkeypatch, assert_no_worse, assert_rounded, dtype, batch, seq_len, hidden, probability, draws
 ):
-    monkeypatch.setattr(dropout_add_norm_triton, "NUM_PROGRAMS", 3)  # strips of several tokens
+    monkeypatch.setattr(norm_kernels, "NUM_PROGRAMS", 3)  # strips of several tokens
     rows = torch.arange(batch) + 2**32 - batch
     results = []
     for draw in range(draws):

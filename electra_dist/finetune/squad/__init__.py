@@ -1,0 +1,1 @@
+"""SQuAD: windows over contexts, the task, its metrics."""

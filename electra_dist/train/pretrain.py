@@ -1,0 +1,136 @@
+"""The run: check, build, restore, then step after step until the target, telling and saving as it goes.
+
+The step loop itself is `trainer.py`; this file is what surrounds it: inputs, process group, run folder, engine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from electra_kernels.native import host
+
+from electra_dist.config import Config, canonical_json
+from electra_dist.config_file import dump_yaml
+from electra_dist.engine.engine import Engine, init_distributed, local_device
+from electra_dist.engine.micro_batch import with_micro_batch
+from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.model.attention import AttentionChoice, choose_attention
+from electra_dist.model.encoder import Encoder
+from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.base import Objective
+from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.pretrained.init_from import begin_with_source
+from electra_dist.store.local import replacing
+from electra_dist.train.clock import seconds_since_process_start
+from electra_dist.train.guard import SkipList
+from electra_dist.train.health.error_relay import another_rank_told, tell_once
+from electra_dist.train.health.rank_monitor import Watch
+from electra_dist.train.health.stop_request import StopRequest
+from electra_dist.train.inputs import (
+    CONFIG_FILE,
+    IDENTITY_FILE,
+    TOKENIZER_FILE,
+    VOCAB_FILE,
+    Corpus,
+    Inputs,
+    check_inputs,
+    run_identity,
+)
+from electra_dist.train.token_counts import unigram_counts
+from electra_dist.train.trainer import Round
+
+
+def run(config: Config) -> int:
+    """Train until `config.train.num_steps`, from wherever the run folder stands. Called by every rank.
+
+    Returns:
+        An exit code of errors.py.
+
+    Raises:
+        UserError: before anything is written; a later one is told here and is an exit code.
+    """
+    import_s, begin = seconds_since_process_start(), time.perf_counter()
+    inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+    init_distributed()
+    try:
+        return _run(config, inputs, import_s, begin)
+    except UserError as error:
+        tell_once(error)
+        return EXIT_USER_ERROR
+    except RuntimeError:
+        if another_rank_told():
+            return EXIT_USER_ERROR
+        raise
+    finally:
+        dist.destroy_process_group()  # else a rank in four aborts at exit
+
+
+def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
+    stop = StopRequest(Path(config.run_dir), dist.get_rank() == 0)
+    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    module = _build_module(config, inputs, special)
+    notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
+    if host.permute is None:
+        notes.append(
+            "host library: not built, so NumPy orders rows, slower; install a C compiler and the package again"
+        )
+    if config.engine.compile:
+        notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
+    # Before the folder: other weights may be refused.
+    notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
+    if dist.get_rank() == 0:
+        _make_run_folder(config, inputs.corpus)
+    dist.barrier()
+    if config.train.largest_micro_batch:
+        config = with_micro_batch(config, module, local_device())
+        notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
+    watch = Watch(Path(config.run_dir), config.cluster)
+    engine = Engine(module, config)
+    skips = SkipList(Path(config.run_dir), config.train.skip_steps)
+    build_s = {"import": import_s, "build": time.perf_counter() - begin}
+    code = Round(config, inputs, engine, special, skips, stop, watch, build_s, notes).run()
+    while code is None:  # a rollback is a restart that keeps the process
+        code = Round(config, inputs, engine, special, skips, stop, watch, None).run()
+    watch.close()
+    engine.close()
+    return code
+
+
+def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
+    counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
+    objective = build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
+    objective.attention = _agreed(choose_attention(config, local_device().type))
+    for module in objective.modules():
+        if isinstance(module, Encoder):
+            module.recompute = config.engine.activation_checkpointing
+    if config.engine.compile:
+        from electra_dist.model.compile import compile_layers  # seconds, which other runs are spared
+
+        compile_layers(objective, config.cache_folder / "compiled")
+    if isinstance(objective, CorruptingObjective):
+        objective.early_generator = config.engine.early_generator
+    return objective
+
+
+def _agreed(choice: AttentionChoice) -> AttentionChoice:
+    """The same on all ranks: one whose trial failed decides for the others."""
+    choices = [choice] * dist.get_world_size()
+    dist.all_gather_object(choices, choice)
+    return next((each for each in choices if each.backend == "sdpa"), choice)
+
+
+def _make_run_folder(config: Config, corpus: Corpus) -> None:
+    """The folder says by itself what the run is: resolved config, identity, vocabulary."""
+    texts = {
+        CONFIG_FILE: dump_yaml(config).encode(),
+        IDENTITY_FILE: canonical_json(run_identity(config, corpus.manifest)).encode() + b"\n",
+        TOKENIZER_FILE: corpus.manifest.tokenizer.model_dump_json(indent=1).encode() + b"\n",
+        VOCAB_FILE: corpus.store.read(corpus.manifest.tokenizer.vocab_file),
+    }
+    for name, text in texts.items():
+        with replacing(Path(config.run_dir) / name) as file:
+            file.write(text)

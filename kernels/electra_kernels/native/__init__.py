@@ -1,0 +1,1 @@
+"""C and CUDA: the host library and the discriminator tail."""

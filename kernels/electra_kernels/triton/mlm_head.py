@@ -1,0 +1,272 @@
+"""Triton row kernel of the generator's head, and of `sampling.sample`: one program per row of a chunk of logits.
+
+Guarantee: the function of `mlm_head.row_pass_reference` and `sampling.sample_reference`, in fp32, with the same bits
+of noise. Nothing a program computes depends on another row, on the chunk or on the launch.
+
+How: first pass, 2048 tokens at a time: bias, online log-sum-exp, most likely token, Gumbel score. Every lane keeps
+its own maxima and its own sum and they are merged once at the end, so that a block costs no reduction and one
+exponential a token. Second pass, from L2: (softmax - onehot) * weight written over the logits. One Philox call serves
+the four tokens 4q .. 4q + 3, neighbours in a lane, so that loads stay 16 bytes wide. There is no `tl.dot`.
+
+Exactness, all in registers (`rounding.py`): the merge, the logarithm and weight / sum are sums of two numbers,
+so the loss and each gradient are rounded about once, where the plain formula rounds five times. The second pass's
+exponential is a polynomial that takes the scale in (16 instructions for the 7 of an approximate one). Unless the
+logits are bf16, where fp32 holds it all but always, logit + bias is kept as two numbers as well.
+
+Cost at 8192 rows of 30592 bf16: 1.5 GB of HBM traffic with the product's write, if the second read hits L2; registers
+and shared memory are in the compile snapshot (tests/kernels). No time is claimed: none was measured.
+
+Where it stops: fp64 is computed in fp32; rows must be contiguous (stride 1 between tokens).
+
+Shapes: M rows, V padded vocabulary.
+"""
+
+# Kernels are in Triton's language: their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from electra_kernels.keyed_random import Purpose
+from electra_kernels.mlm_head import RowOptions, RowStats
+from electra_kernels.sampling import SERIES_BELOW
+from electra_kernels.triton.rounding import fits_fp32, precise_log, precise_ratio, precise_sum, scaled_exp, two_sum
+
+BLOCK = 2048
+NUM_WARPS = 8
+_BLOCK_INTERPRETED = 32768  # the interpreter's cost is per operation, not per element
+_SERIES_BELOW: tl.constexpr = tl.constexpr(SERIES_BELOW)
+_PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE))
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below every finite logit; -inf would make inf - inf
+
+
+@triton.jit
+def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
+    """The bits of `keyed_random.bits_grid` at positions [4 * first_quad, 4 * first_quad + BLOCK) of a row, as uint32.
+
+    Seed halves and step are int32 with the bits of their unsigned words.
+    """
+    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
+    quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = quad * 0
+    step_word = step.to(tl.uint32, bitcast=True)
+    bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row.to(tl.uint32), zero + step_word, zero + purpose)
+    return tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
+
+
+@triton.jit
+def noise_log(x, APPROXIMATE: tl.constexpr):
+    """Natural logarithm for noise: one instruction instead of 20, within 2e-7 (absolute) or 2.4e-7 (relative)."""
+    if APPROXIMATE:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return 0.6931471805599453 * log2
+    return tl.log(x)
+
+
+@triton.jit
+def exponential(bits, APPROXIMATE: tl.constexpr):
+    """Exp(1) from 32 random bits, resolved where it is small; see `sampling.gumbel_from_bits`."""
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
+    one_minus_u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return tl.where(bits < _SERIES_BELOW, series, -noise_log(one_minus_u, APPROXIMATE))
+
+
+@triton.jit
+def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Gumbel noise of tokens [start, start + BLOCK) of a row; `start` and BLOCK are multiples of 4."""
+    bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
+    return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
+
+
+@triton.jit
+def merge_best(value, index):
+    """The largest value over the lanes and, among equals, the lowest index."""
+    best = tl.max(value, 0)
+    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def biased(logit, bias, PAIR: tl.constexpr):
+    """logit + bias in fp32, and what the rounding lost (PAIR) or 0."""
+    z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
+    return z, z_low if PAIR else 0.0
+
+
+@triton.jit
+def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
+    """(scale + scale_low) * exp(z + z_low - top) as a sum of two."""
+    if PAIR:
+        difference, difference_low = two_sum(z, -top)
+        softmax, softmax_low = scaled_exp(difference, difference_low + z_low, scale, scale_low)
+    else:
+        softmax, softmax_low = scaled_exp(z - top, None, scale, scale_low)
+    return softmax, softmax_low
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "inverse_temperature"])
+def row_kernel(
+    logits_ptr,  # [M, stride] in place
+    bias_ptr,  # [WIDTH], -inf on tokens that do not exist
+    target_ptr,  # [M] int64
+    weight_ptr,  # [M] fp32
+    row_ptr,  # [M] int64
+    loss_ptr,  # [M] fp32
+    best_ptr,  # [M] int64
+    sampled_ptr,  # [M] int64
+    stride,
+    seed_low,
+    seed_high,
+    step,
+    inverse_temperature,
+    WIDTH: tl.constexpr,
+    WITH_LOSS: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr,
+    WITH_TEMPERATURE: tl.constexpr,
+    DISALLOW_CORRECT: tl.constexpr,
+    PAIR: tl.constexpr,  # logit + bias is kept as a sum of two
+    BLOCK: tl.constexpr,
+    APPROXIMATE: tl.constexpr,  # the GPU's one-instruction logarithm in the noise; the interpreter has no assembly
+):
+    """Loss, most likely token and sample of a row; dlogits in place (WITH_GRADIENT). WITH_LOSS false: sample only."""
+    m = tl.program_id(0).to(tl.int64)
+    logits_ptr += m * stride
+    row = tl.load(row_ptr + m)
+    lane = tl.arange(0, BLOCK)
+    if WITH_LOSS:
+        target = tl.load(target_ptr + m).to(tl.int32)
+        z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
+
+    top = tl.full((BLOCK,), _LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    top_index = tl.zeros((BLOCK,), tl.int32)
+    score = tl.full((BLOCK,), float("-inf"), tl.float32)
+    score_index = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        index = start + lane
+        z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf")).to(tl.float32)
+        if WITH_LOSS:
+            z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
+            higher = z > top
+            decay = tl.exp(-tl.abs(z - top))
+            one = 1.0 + z_low
+            total = tl.where(higher, total * decay + one, decay * one + total)
+            top = tl.where(higher, z, top)
+            top_index = tl.where(higher, index, top_index)
+        noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
+        candidate = z * inverse_temperature + noise if WITH_TEMPERATURE else z + noise
+        if DISALLOW_CORRECT:
+            candidate = tl.where(index == target, float("-inf"), candidate)
+        better = candidate > score
+        score = tl.where(better, candidate, score)
+        score_index = tl.where(better, index, score_index)
+
+    _, sampled = merge_best(score, score_index)
+    tl.store(sampled_ptr + m, sampled.to(tl.int64))
+    if WITH_LOSS:
+        row_top, best = merge_best(top, top_index)
+        tl.store(best_ptr + m, best.to(tl.int64))
+        lane_total, lane_total_low = scaled_exp(*two_sum(top, -row_top), total, None)
+        row_total, row_total_low = precise_sum(*two_sum(lane_total, lane_total_low), 2.0 * WIDTH)
+        log_total, log_total_low = precise_log(row_total, row_total_low)
+        gap, gap_low = two_sum(row_top, -z_target)
+        loss, loss_low = two_sum(gap, log_total)
+        loss_low += log_total_low + gap_low
+        tl.store(loss_ptr + m, loss + (loss_low - z_target_low))
+    if WITH_GRADIENT:
+        # No thread may overwrite the target's logit before every thread has read it.
+        tl.debug_barrier()
+        weight = tl.load(weight_ptr + m)
+        scale, scale_low = precise_ratio(weight, row_total, row_total_low)
+        softmax, softmax_low = scaled_softmax(z_target, z_target_low, row_top, scale, scale_low, PAIR)
+        target_gradient, target_gradient_low = two_sum(softmax, -weight)
+        target_gradient += target_gradient_low + softmax_low
+        for start in range(0, WIDTH, BLOCK):
+            index = start + lane
+            z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf"))
+            z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
+            high, low = scaled_softmax(z, z_low, row_top, scale, scale_low, PAIR)
+            gradient = tl.where(index == target, target_gradient, high + low)
+            tl.store(logits_ptr + index, gradient.to(logits_ptr.dtype.element_ty), mask=index < WIDTH)
+
+
+def row_pass(
+    logits_MV: torch.Tensor,
+    bias_V: torch.Tensor,
+    target_M: torch.Tensor,
+    weight_M: torch.Tensor,
+    row_M: torch.Tensor,
+    options: RowOptions,
+) -> RowStats:
+    """`mlm_head.row_pass_reference` by one launch."""
+    num_rows, num_absent = len(logits_MV), logits_MV.shape[1] - len(bias_V)
+    # Whole aligned rows of logits and bias: a mask that ends within 16 bytes would make every load 2 bytes wide.
+    bias_V = F.pad(bias_V, (0, num_absent), value=-torch.inf)
+    loss_M = torch.empty(num_rows, dtype=torch.float32, device=logits_MV.device)
+    best_M, sampled_M = torch.empty_like(target_M), torch.empty_like(target_M)
+    _launch(
+        logits_MV,
+        (bias_V, target_M.contiguous(), weight_M.float().contiguous(), row_M.contiguous()),
+        (loss_M, best_M, sampled_M),
+        options,
+        with_loss=True,
+    )
+    return RowStats(loss_M.to(weight_M.dtype), best_M, sampled_M)
+
+
+def sample(logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`sampling.sample` by one launch."""
+    if logits_MV.stride(-1) != 1:
+        logits_MV = logits_MV.contiguous()
+    sampled_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
+    options = RowOptions(seed, step, logits_MV.shape[1], temperature, disallow_correct=False, with_gradient=False)
+    unused = sampled_M
+    _launch(
+        logits_MV, (unused, unused, unused, row_M.contiguous()), (unused, unused, sampled_M), options, with_loss=False
+    )
+    return sampled_M
+
+
+def _launch(
+    logits_MV: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    outputs: tuple[torch.Tensor, ...],
+    options: RowOptions,
+    with_loss: bool,
+) -> None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    grid: Any = (len(logits_MV),)
+    row_kernel[grid](
+        logits_MV,
+        *inputs,
+        *outputs,
+        logits_MV.stride(0),
+        as_int32(options.seed),
+        as_int32(options.seed >> 32),
+        as_int32(options.step),
+        1.0 / options.temperature,
+        WIDTH=logits_MV.shape[1],
+        WITH_LOSS=with_loss,
+        WITH_GRADIENT=options.with_gradient,
+        WITH_TEMPERATURE=options.temperature != 1.0,
+        DISALLOW_CORRECT=options.disallow_correct,
+        PAIR=not fits_fp32(logits_MV.dtype),
+        BLOCK=min(_BLOCK_INTERPRETED, triton.next_power_of_2(logits_MV.shape[1])) if interpreted else BLOCK,
+        APPROXIMATE=not interpreted,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def as_int32(word: int) -> int:
+    """The low 32 bits as a signed number, so that every launch has one argument type and one compiled kernel."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -1,0 +1,1 @@
+"""A drill: a run hit by faults against an uninterrupted one."""

@@ -1,0 +1,1 @@
+"""Checks of a node and of its network before a run."""

@@ -1,0 +1,1 @@
+"""Slurm: submission, the batch script and its bookkeeping, the queue."""

@@ -1,0 +1,137 @@
+"""Fragments, save and load on real DeepSpeed engines of every stage, in this process. More: tests/checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from electra_dist.checkpoint.load import assemble, load_newest
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.config import CheckpointConfig, Config
+from electra_dist.config_file import load_config
+from electra_dist.engine.engine import Engine
+from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish
+from electra_dist.store.local import open_store
+
+STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+
+
+class Toy(nn.Module):
+    """Odd sizes, a tied weight, a LayerNorm, a parameter group without decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.word = nn.Embedding(37, 12)
+        self.dense = nn.Linear(12, 7)
+        self.norm = nn.LayerNorm(7)
+        self.back = nn.Linear(7, 12)
+        self.tied = self.word
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.back(self.norm(self.dense(self.word(ids))))
+        return (hidden @ self.tied.weight.t()).float().logsumexp(-1).mean()
+
+
+@pytest.fixture
+def config(tiny_config: Callable[..., Path]) -> Config:
+    return load_config(tiny_config())
+
+
+def build(config: Config, stage: int, precision: str) -> Engine:
+    tree = config.model_dump()
+    tree["engine"]["zero_stage"], tree["train"]["precision"] = stage, precision
+    return Engine(Toy(), Config.model_validate(tree))
+
+
+def run_steps(engine: Engine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        for micro in range(engine.num_micro_batches):
+            ids = torch.randint(0, 37, (4, 9), generator=torch.Generator().manual_seed(100 * step + micro))
+            loss = engine.forward(ids)
+            engine.backward(loss / engine.num_micro_batches)
+            if micro < engine.num_micro_batches - 1:
+                engine.step_micro_batch()
+        losses.append(float(loss.detach()))
+        engine.step(1e-2)
+    return losses
+
+
+def state_of(engine: Engine, step: int) -> RunState:
+    return RunState(
+        step=step,
+        attempt=1,
+        identity_sha256="0" * 64,
+        corpus_fingerprint="c",
+        world_size=1,
+        zero_stage=engine.zero_stage,
+        shapes=parameter_shapes(engine.deepspeed.module),
+        shared={"tied.weight": "word.weight"},
+        versions={},
+    )
+
+
+def save(engine: Engine, folder: Path, step: int) -> None:
+    writer = CheckpointWriter([open_store(str(folder))], folder / "staging", 0, 1, CheckpointConfig(keep_last=9))
+    writer.save(state_of(engine, step), owned_fragments(engine.deepspeed.module, engine.optimizer))
+    writer.close()
+
+
+def load(engine: Engine, folder: Path) -> tuple[int | None, list[str]]:
+    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    found, notes = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
+    if found:
+        publish(engine.optimizer)
+    return (found.step if found else None), notes
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_restored_engine_repeats_the_uninterrupted_one_bit_for_bit(
+    config: Config, tmp_path: Path, stage: int, precision: str
+) -> None:
+    uncut = build(config, stage, precision)
+    run_steps(uncut, 0, 3)
+    save(uncut, tmp_path, 3)
+    expected = run_steps(uncut, 3, 6)
+    uncut.close()
+    fresh = build(config, stage, precision)
+    assert load(fresh, tmp_path) == (3, [])
+    assert run_steps(fresh, 3, 6) == expected
+    fresh.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_stage_loads_any_other_exactly(config: Config, tmp_path: Path, precision: str) -> None:
+    for source in range(4):
+        writer = build(config, source, precision)
+        run_steps(writer, 0, 2)
+        folder = tmp_path / f"{source}"
+        save(writer, folder, 2)
+        weights = assemble([open_store(str(folder))])[1]
+        for target in range(4):
+            engine = build(config, target, precision)
+            assert load(engine, folder) == (2, [])
+            save(engine, tmp_path / f"{source}-{target}", 2)
+            again = assemble([open_store(str(tmp_path / f"{source}-{target}"))])[1]
+            assert weights.keys() == again.keys()
+            assert all(torch.equal(weights[n], again[n]) for n in weights)
+            engine.close()
+        writer.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_param_groups_keep_their_decay_after_a_stage_3_load(config: Config, tmp_path: Path) -> None:
+    engine = build(config, 3, "fp32")
+    run_steps(engine, 0, 1)
+    save(engine, tmp_path, 1)
+    load(engine, tmp_path)
+    assert sorted({g["weight_decay"] for g in engine.optimizer.param_groups}) == [0.0, 0.01]
+    engine.close()

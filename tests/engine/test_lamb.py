@@ -1,0 +1,110 @@
+"""LAMB against a float64 transcription of the algorithm, under the engine, and where it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.real_runs import tiny_tree
+from torch import nn
+
+from electra_dist.config import Config, OptimizerConfig
+from electra_dist.config_file import load_config
+from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.fragments import held_fragments
+from electra_dist.engine.lamb import ForeachLamb
+from electra_dist.engine.optimizer import build_optimizer, check_optimizer
+from electra_dist.errors import UserError
+from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.build import build_objective
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_ten_updates_equal_a_float64_transcription() -> None:
+    """Two parameters with decay, one without: each has its own ratio, the last has none."""
+    torch.manual_seed(0)
+    shapes, decays = [(7, 5), (11,), (6,)], [0.01, 0.01, 0.0]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    groups = [{"params": params[:2], "weight_decay": 0.01}, {"params": params[2:], "weight_decay": 0.0}]
+    optimizer = ForeachLamb(groups, lr=1e-2, betas=(0.878, 0.974), eps=1e-6, weight_decay=0.01)
+    truth = [p.detach().double().numpy().copy() for p in params]
+    m, v = ([np.zeros(shape) for shape in shapes] for _ in range(2))
+    for _ in range(10):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(shapes[i]) * 10.0**-i
+            g = p.grad.double().numpy()
+            m[i], v[i] = 0.878 * m[i] + 0.122 * g, 0.974 * v[i] + 0.026 * g**2
+            r = m[i] / (np.sqrt(v[i]) + 1e-6) + decays[i] * truth[i]
+            ratio = np.sqrt((truth[i] ** 2).sum()) / np.sqrt((r**2).sum()) if decays[i] else 1.0
+            truth[i] -= 1e-2 * ratio * r
+        optimizer.step()
+    for p, expected in zip(params, truth):
+        np.testing.assert_allclose(p.detach().numpy(), expected, rtol=0, atol=2e-6)
+    assert set(optimizer.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
+    np.testing.assert_allclose(optimizer.state[params[1]]["exp_avg_sq"].numpy(), v[1], rtol=1e-5)
+
+
+def test_the_step_is_as_long_as_the_parameter_says_whatever_the_gradients_size() -> None:
+    """lr times the parameter's norm; of a parameter that is 0 the plain step."""
+    for scale in (1e-4, 1e4):
+        p, zero = nn.Parameter(torch.full((20,), 3.0)), nn.Parameter(torch.zeros(20))
+        optimizer = ForeachLamb([p, zero], lr=0.01, betas=(0.0, 0.0), eps=1e-12, weight_decay=1e-9)
+        p.grad = zero.grad = torch.randn(20, generator=torch.Generator().manual_seed(1)) * scale
+        optimizer.step()
+        assert (p.detach() - 3).norm().item() == pytest.approx(0.01 * 3 * 20**0.5, rel=1e-4)
+        assert zero.detach().norm().item() == pytest.approx(0.01 * 20**0.5, rel=1e-4)
+
+
+def test_nothing_happens_to_a_parameter_and_a_gradient_of_zero_at_lr_zero() -> None:
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.zeros(4)
+    ForeachLamb([p], lr=0.0, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01).step()
+    assert not p.any()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_under_the_engine_it_learns_and_its_moments_are_a_checkpoints(precision: str) -> None:
+    init_distributed()
+    settings = {"optimizer.name": "lamb", "engine.zero_stage": 0, "train.precision": precision}
+    config = Config.model_validate(tiny_tree("unused", "unused", **settings))
+    special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+    engine = Engine(build_objective(config.model, config.objective, special, 3), config)
+    assert engine.optimizer_name == "ForeachLamb (electra-dist)"
+    ids, losses = torch.randint(5, 300, (8, 32), generator=torch.Generator().manual_seed(0)), []
+    ids[:, 0], ids[:, 31] = 2, 3
+    for step in range(20):
+        out = engine.forward(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        engine.backward(out.loss / 2)  # two micro-batches, the same one twice
+        engine.step_micro_batch()
+        out = engine.forward(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        engine.backward(out.loss / 2)
+        engine.step(3e-3)
+        losses.append(out.loss.item())
+    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
+    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    engine.close()
+    assert all(set(f.views) == {"master", "exp_avg", "exp_avg_sq"} for f in fragments)
+    assert sum(bool(f.views["exp_avg_sq"].any()) for f in fragments) == len(fragments)
+
+
+def test_partitions_are_refused_in_one_line() -> None:
+    lamb = OptimizerConfig(name="lamb")
+    check_optimizer(lamb, 0)
+    check_optimizer(OptimizerConfig(), 3)
+    with pytest.raises(UserError, match=r"engine.zero_stage is 1; set engine.zero_stage: 0"):
+        check_optimizer(lamb, 1)
+    with pytest.raises(UserError, match="apex and foreach"):
+        check_optimizer(OptimizerConfig(name="lamb", implementation="deepspeed"), 0)
+
+
+@pytest.mark.parametrize(("phase", "length", "rows"), [(1, 128, 67_584), (2, 512, 27_648)])
+def test_the_recipes_are_what_they_say(phase: int, length: int, rows: int) -> None:
+    config = load_config(CONFIGS / f"base_size_lamb_phase{phase}.yaml")
+    assert (config.data.seq_len, config.train.global_batch, config.train.precision) == (length, rows, "bf16")
+    check_optimizer(config.optimizer, config.engine.zero_stage)
+    optimizer, name = build_optimizer(nn.Linear(2, 2), config.optimizer, "cpu")
+    assert name == "ForeachLamb (electra-dist)"
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]

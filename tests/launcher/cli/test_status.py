@@ -1,0 +1,197 @@
+"""`electra-dist status` for every kind of run: what it is called, what it shows, and the command that comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from electra_dist.analysis.run_state import Signs, standing
+from electra_dist.errors import UserError
+from electra_dist.run.heartbeat import Heartbeat
+from electra_dist.run.strikes import Strike, add_strike
+from launcher.cli import status
+from launcher.cli.main import app
+from launcher.slurm.queue import NodeOut, QueuedJob, QueueView, parse_jobs, parse_nodes
+
+MakeConfig = Callable[..., Path]
+NOW = time.time()
+START = {"event": "start", "step": 0}
+RUNNING = QueuedJob(job="7", state="RUNNING", reason="None", nodes="n[1-2]")
+WAITING = QueuedJob(job="8", state="PENDING", reason="Resources", nodes="")
+HELD = QueuedJob(job="7", state="PENDING", reason="launch failed requeued held", nodes="")
+
+
+@pytest.mark.parametrize(
+    ("ending", "signs", "state"),
+    [
+        ("checkpoint", {"running": True}, "living"),
+        ("checkpoint", {"sign_of_life": 95.0}, "living"),
+        ("checkpoint", {"sign_of_life": 60.0}, "dead"),
+        ("checkpoint", {"sign_of_life": 60.0, "running": True}, "living"),
+        ("checkpoint", {"sign_of_life": 60.0, "pending": True}, "waiting"),
+        ("checkpoint", {"sign_of_life": 60.0, "held": True}, "held"),
+        ("stop", {"sign_of_life": 99.0}, "stopped"),
+        ("stop", {"sign_of_life": 99.0, "pending": True}, "waiting"),
+        ("crash", {"sign_of_life": 99.0}, "dead"),
+        ("unhealthy", {"sign_of_life": 99.0}, "dead"),
+        ("done", {"sign_of_life": 0.0, "pending": True}, "finished"),
+    ],
+)
+def test_the_one_word(ending: str, signs: dict[str, Any], state: str):
+    seen = Signs(**{"now": 100.0, "sign_of_life": None, "patience_s": 30.0, **signs})
+    assert standing([START, {"event": ending, "step": 5}], seen) == state
+
+
+def test_a_run_that_was_submitted_and_has_not_begun():
+    nothing = {"now": 100.0, "sign_of_life": None, "patience_s": 30.0}
+    assert standing([], Signs(**nothing, pending=True)) == "waiting"
+    assert standing([], Signs(**nothing)) == "not begun"
+
+
+def test_what_squeue_and_sinfo_print_is_read():
+    held = parse_jobs(["7|PENDING||launch failed requeued held", "9|RUNNING|n[1-2]|None"])
+    assert [job.is_held for job in held] == [True, False]
+    lines = ["n1|drained|Duplicate jobid", "n1|drained|Duplicate jobid", "n2|down*|Not responding | at all"]
+    assert [out.node for out in parse_nodes(lines)] == ["n1", "n2"]
+    assert parse_nodes(lines)[1].reason == "Not responding | at all"
+
+
+@pytest.fixture
+def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of 20 steps at step 12, checkpoint 10, submitted to a Slurm that says what `queue` says."""
+    folder = tmp_path / "run"
+    (folder / "slurm").mkdir(parents=True)
+    (folder / "config.yaml").write_text(tiny_config("run").read_text())
+    (folder / "slurm" / "submission-0001.sh").write_text("#!/bin/bash\n# electra-dist submit --config c --nodes 2\n")
+    write(folder / "slurm" / "jobs.jsonl", [event("begin", job="7", restart=0, nodes="n1,n2", ledger_events=0)])
+    write(folder / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}])
+    ledger(folder)
+    monkeypatch.setattr(status, "queue_view", lambda name: None)
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))  # a slow machine must not age the run
+    return folder
+
+
+def event(name: str, ago_s: float = 60.0, **details: Any) -> dict[str, Any]:
+    moment = datetime.fromtimestamp(NOW - ago_s, UTC).isoformat(timespec="milliseconds")
+    return {"time": moment, "event": name, **details}
+
+
+def write(file: Path, records: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def ledger(folder: Path, *more: dict[str, Any]) -> None:
+    spent = {"first": 4.0, "step": 18.0, "data": 0.0, "stall": 0.5, "eval": 0.0}
+    start = event("start", 110, step=0, attempt=1, setup_s={"import": 5.0, "build": 2.0, "restore": 0.0})
+    saved = event("checkpoint", 80, step=10, attempt=1, stall_s=0.5, wait_s=0.0, spent_s=spent)
+    write(folder / "ledger.jsonl", [start, saved, *more])
+
+
+def shown(run: Path) -> list[str]:
+    result = CliRunner().invoke(app, ["status", str(run)])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def commands(page: list[str]) -> list[str]:
+    return [line.strip() for line in page[page.index("next:") + 1 :]]
+
+
+def queue(monkeypatch: pytest.MonkeyPatch, *jobs: QueuedJob, out: tuple[NodeOut, ...] = ()) -> None:
+    monkeypatch.setattr(status, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
+
+
+def test_a_living_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch, RUNNING, WAITING)
+    page = shown(run)
+    assert page[0] == f"run {run}: living"
+    assert "  step        12 of 20 (60.0 %), loss 8.5185, eta 16s" in page
+    assert "  checkpoint  step 10, 1m20s old" in page
+    assert "  job         7 RUNNING n[1-2]" in page
+    goodput = next(line for line in page if "goodput" in line)
+    assert goodput.startswith("  goodput     54.1 % (import")  # 20 s of steps in 37 s, from the process to the save
+    assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
+
+
+def test_a_rank_that_is_silent_in_a_running_job_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch, RUNNING)
+    for rank in (0, 1):
+        beat = Heartbeat(run, rank, attempt=1)
+        for step in range(12):
+            beat.beat("step", step)
+    later = dataclasses.replace(status.facts(run), now=time.time() + 1000)
+    silent = [line for line in status.lines(later) if line.startswith("  silent")]
+    assert [line.split()[2] for line in silent] == ["0", "1"]
+    assert "step 11, 1000 s" in silent[0]
+
+
+def test_a_waiting_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch, WAITING)
+    page = shown(run)
+    assert page[0].endswith(": waiting (Resources)")
+    assert commands(page)[0].startswith("squeue --start --name=run-")
+
+
+def test_a_held_job_and_its_drained_node_come_with_the_commands_that_release_them(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ours = NodeOut(node="n1", state="drained", reason="Duplicate jobid")
+    other = NodeOut(node="n9", state="down", reason="Maintenance")
+    queue(monkeypatch, HELD, out=(ours, other))
+    page = shown(run)
+    assert page[0].endswith(": held (launch failed requeued held)")
+    assert commands(page) == ["scontrol update nodename=n1 state=resume", "scontrol release 7"]
+    assert not any("n9" in line for line in page)
+
+
+def test_a_stopped_run_is_submitted_again_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch)
+    ledger(run, event("stop", 50, step=12, why="SIGTERM"))
+    page = shown(run)
+    assert page[0].endswith(": stopped (stop: SIGTERM, 50s ago)")
+    assert commands(page) == ["electra-dist submit --config c --nodes 2"]
+
+
+def test_a_run_that_the_launcher_gave_up_says_why(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch)
+    ledger(run, event("crash", 50, step=12))
+    with open(run / "slurm" / "jobs.jsonl", "a") as file:
+        file.write(json.dumps(event("end", job="7", restart=0, verdict="stop", why="4 starts in a row")) + "\n")
+    assert shown(run)[0].endswith(": dead (4 starts in a row)")
+
+
+def test_a_finished_run(run: Path):
+    ledger(run, event("done", 5, step=20))
+    page = shown(run)
+    assert page[0].endswith(": finished")
+    assert "  step        20 of 20 (100.0 %), loss 8.5185" in page
+    assert commands(page)[0] == f"electra-dist export {run}"
+
+
+def test_without_slurm_a_dead_run_is_started_as_it_was(run: Path):
+    (run / "slurm" / "submission-0001.sh").unlink()
+    (run / "slurm" / "jobs.jsonl").unlink()
+    ledger(run, event("crash", 50, step=12))
+    page = shown(run)
+    assert page[0].endswith(": dead (crash, 50s ago)")
+    assert commands(page) == [f"deepspeed launcher/pretrain.py --config {run}/config.yaml"]
+
+
+def test_a_struck_node_is_shown_with_its_reason(run: Path):
+    add_strike(run, Strike(time=NOW - 3600, node="n3", device="GPU 2", reason="ECC", by="preflight"))
+    line = next(line for line in shown(run) if "left out" in line)
+    assert line.startswith("  left out    n3 for 23h00m more: GPU 2 ECC")
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path):
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert isinstance(result.exception, UserError)

@@ -1,0 +1,157 @@
+"""Room on the disks, clocks, and what a check of them says: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from electra_dist.config import Config
+from electra_dist.config_file import load_config
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
+from launcher.preflight.disk_checks import LOG_BYTES, Need, check_disks, judge_disk, needs
+from launcher.preflight.findings import Finding, as_json, exit_code, from_error, print_findings, strike_of
+from launcher.preflight.storage_checks import judge_skew
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+LARGE = 335_136_769 + 19_511_098  # parameters of both towers: see tests/model
+
+
+def large(*overrides: str) -> Config:
+    return load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
+
+
+def corpus(*sizes: int) -> CorpusManifest:
+    special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    shards = [ShardEntry(name=f"{i}.tar", rows=1, tokens=1, bytes=b, sha256="0" * 64) for i, b in enumerate(sizes)]
+    tokenizer = TokenizerEntry(sha256="0" * 64, vocab_size=5, lowercase=True, special=special)
+    return CorpusManifest(seq_len=8, dtype="uint16", tokenizer=tokenizer, shards=tuple(shards))
+
+
+def test_checkpoints_of_large_need_twelve_bytes_a_parameter_times_those_kept_and_the_one_being_written():
+    _, checkpoints = needs(large(), {})
+    assert checkpoints.now_bytes == pytest.approx(12 * LARGE * 4, rel=1e-3)
+    assert checkpoints.whole_bytes == checkpoints.now_bytes
+    assert checkpoints.folder == Path("runs/large_25pct_mask/checkpoints")
+    more = needs(large("checkpoint.keep_best=2", "checkpoint.keep_every_steps=100000"), {})[1]
+    assert more.now_bytes == pytest.approx(12 * LARGE * 6, rel=1e-3)
+    assert more.whole_bytes == pytest.approx(12 * LARGE * 10, rel=1e-3)  # and four for ever
+
+
+def test_each_local_target_needs_its_own_and_one_on_s3_only_room_for_a_checkpoint_on_its_way(tmp_path: Path):
+    _, local, remote = needs(large(f"checkpoint.targets=[{tmp_path}/a, 's3://b/c']"), {})
+    assert (local.folder, remote.folder) == (tmp_path / "a", Path("runs/large_25pct_mask/staging"))
+    assert remote.whole_bytes * 4 == local.whole_bytes
+
+
+def test_a_cache_needs_two_windows_now_and_the_corpus_in_the_end_or_its_limit():
+    config = large("data.shuffle_window_shards=2")
+    corpora = {config.data.corpus: corpus(10, 20, 30, 40, 50), "/local": corpus(1000)}
+    cache = needs(config, corpora)[-1]
+    assert (cache.what, cache.now_bytes, cache.whole_bytes, cache.files) == ("cached shards", 140, 150, 5)
+    limited = needs(large("data.shuffle_window_shards=2", "data.cache_limit_gb=1.0e-7"), corpora)[-1]
+    assert (limited.now_bytes, limited.whole_bytes) == (100, 100)
+    assert len(needs(config, {"/local": corpus(1000)})) == 2
+
+
+def need(now: int, whole: int, files: int = 10) -> Need:
+    return Need(folder=Path("/data"), what="things", now_bytes=now, whole_bytes=whole, files=files, next_step="pay")
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "free_files", "severity", "what"),
+    [
+        (12_000_000_000, 20, "ok", "disk of /data: 12.0 GB free, 12.0 GB needed"),
+        (11_999_999_999, None, "warning", "enough to go on, but 12.0 GB needed by the end"),
+        (4_999_999_999, 20, "user error", "5.0 GB needed (2.0 GB for things, 3.0 GB for things)"),
+        (12_000_000_000, 19, "user error", "19 inodes free, 20 needed"),
+    ],
+)
+def test_the_needs_of_one_disk_add_up(free_bytes: int, free_files: int | None, severity: str, what: str):
+    both = [need(2_000_000_000, 4_000_000_000), need(3_000_000_000, 8_000_000_000)]
+    found = judge_disk(both, free_bytes, free_files, "n1")
+    assert found.severity == severity
+    assert what in found.what
+    assert (found.next_step == "") == (severity == "ok")
+
+
+def test_checkpoints_that_lie_there_already_are_not_asked_for_again(tmp_path: Path):
+    config = large(f"run_dir={tmp_path}")
+    folder = tmp_path / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    (before,) = check_disks(config, {}, "n1")
+    with (folder / "rank-00000.safetensors").open("wb") as file:
+        file.truncate(12 * 10**9)  # a hole: no disk space
+    (after,) = check_disks(config, {}, "n1")
+    assert before.what.endswith("17.1 GB needed")  # 12 bytes x 354.6 M x 4, and LOG_BYTES
+    assert after.what.endswith("5.1 GB needed")
+    assert LOG_BYTES == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "severity", "what"),
+    [
+        (1.9, "ok", "clock agrees with X"),
+        (-2.4, "warning", "clock is 2 s behind X"),
+        (59.0, "warning", "clock is 59 s ahead of X"),
+        (-3600.0, "unhealthy", "clock is 3600 s behind X"),
+    ],
+)
+def test_a_clock_that_is_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
+    found = judge_skew(skew_s, "X", "n1")
+    assert (found.severity, found.what) == (severity, what)
+
+
+def finding(severity: str, node: str = "n1", device: str = "", what: str = "x") -> Finding:
+    return Finding(severity=severity, node=node, device=device, what=what)  # type: ignore[arg-type]
+
+
+def test_the_exit_code_is_of_this_node_and_the_users_own_mistake_comes_first():
+    sick, full, warm, fine = finding("unhealthy"), finding("user error"), finding("warning"), finding("ok")
+    assert exit_code([fine, warm], "n1") == 0
+    assert exit_code([fine, sick, warm], "n1") == 69
+    assert exit_code([sick, full], "n1") == 78
+    assert exit_code([sick, full], "n2") == 0
+    nobody = finding("unhealthy", node="")
+    assert exit_code([nobody], "n1") == exit_code([nobody], "n2") == 1
+    assert exit_code([nobody, sick], "n1") == 69
+
+
+def test_a_node_gets_one_strike_for_all_its_faults_and_none_for_warnings_or_a_fault_that_is_nobodys():
+    faults = [finding("unhealthy", device="GPU 3", what="hot"), finding("unhealthy", device="GPU 5", what="lost")]
+    strike = strike_of([*faults, finding("warning"), finding("unhealthy", "n2")], "n1", 12.5)
+    assert strike is not None
+    assert (strike.time, strike.node, strike.device) == (12.5, "n1", "GPU 3, GPU 5")
+    assert (strike.reason, strike.by) == ("hot; lost", "preflight")
+    harmless = [finding("ok"), finding("warning"), finding("user error"), finding("unhealthy", node="")]
+    assert strike_of(harmless, "n1", 0.0) is None
+
+
+def test_an_error_of_the_store_becomes_a_finding_with_its_next_step():
+    from electra_dist.errors import StoreError
+
+    found = from_error(StoreError("s3://b: refused; give the key the right to write"), "n1")
+    assert (found.severity, found.what) == ("user error", "s3://b: refused")
+    assert found.next_step == "give the key the right to write"
+
+
+def test_findings_are_one_line_each_off_a_terminal(capsys: pytest.CaptureFixture[str]):
+    import sys
+
+    print_findings([finding("unhealthy", device="GPU 3", what="hot"), finding("ok", node="")], sys.stdout)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["unhealthy", "n1", "GPU", "3", "hot"], ["ok", "all", "nodes", "x"]]
+
+
+def test_json_has_the_exit_code_and_every_finding():
+    import json
+
+    tree = json.loads(as_json(iter([finding("unhealthy", device="GPU 3"), finding("ok")]), "n1"))
+    assert (tree["node"], tree["exit_code"]) == ("n1", 69)
+    assert tree["findings"][0] == {
+        "severity": "unhealthy",
+        "node": "n1",
+        "device": "GPU 3",
+        "what": "x",
+        "next_step": "",
+    }

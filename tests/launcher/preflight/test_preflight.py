@@ -1,0 +1,148 @@
+"""`launcher.preflight` as a node runs it: with a fake NVML, with none, with storage that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import s3_server
+from support.real_runs import REPOSITORY, write_corpus
+
+from electra_dist.run.strikes import read_strikes
+from electra_dist.store.local import open_store
+from launcher.preflight import node_check
+
+STUB = REPOSITORY / "tests" / "support" / "fake_nvml"
+
+
+def run(config: Path, *args: str, gpus: list[dict[str, Any]] | None = None, **env: str):
+    """The finished process of one node called n1, with `gpus` (differences from a healthy H200) or without NVML."""
+    if gpus is not None:
+        env |= {"PYTHONPATH": str(STUB), "FAKE_NVML": json.dumps(gpus)}
+    command = [sys.executable, "-m", "launcher.preflight", "--config", str(config), *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "SLURMD_NODENAME": "n1", **env}
+    )
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
+    tree = json.loads(done.stdout)
+    assert tree["exit_code"] == done.returncode
+    return [(finding["severity"], finding["what"]) for finding in tree["findings"]]
+
+
+def test_a_node_without_gpus_is_told_so_in_one_line_and_is_fit(tiny_config: Callable[..., Path]):
+    done = run(tiny_config())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok"] * 6
+    assert sum("no GPU" in line for line in lines) == 1
+
+
+def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_even_imported(tiny_config: Callable[..., Path]):
+    code = (
+        "import sys; sys.modules['pynvml'] = None; sys.argv[0] = 'preflight.py'\n"
+        "from launcher.preflight.__main__ import main\n"
+        "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)\n"
+    )
+    command = [sys.executable, "-c", code, "--config", str(tiny_config())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no GPU that NVML knows of (or no nvidia-ml-py): not checked" in done.stdout
+
+
+def test_a_sick_gpu_ends_with_69_and_one_strike_and_a_fit_node_adds_none(tiny_config: Callable[..., Path]):
+    config = tiny_config()
+    run_dir = config.parent / "run"
+    sick = run(config, gpus=[{}, {"remapped_rows": [0, 1, 0, 1], "recovery_action": 2}])
+    assert sick.returncode == 69, sick.stderr
+    assert [(s.node, s.device, s.by) for s in read_strikes(run_dir)] == [("n1", "GPU 1", "preflight")]
+    assert "could not be replaced by a spare" in read_strikes(run_dir)[0].reason
+    fit = run(config, "--json", gpus=[{}, {}])
+    assert fit.returncode == 0
+    assert [severity for severity, _ in findings(fit)] == ["ok"] * 7 + ["warning"]  # torch here has no CUDA
+    assert len(read_strikes(run_dir)) == 1
+
+
+def test_what_only_the_user_can_mend_ends_with_78_and_no_strike(tiny_config: Callable[..., Path], tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    blocked = f"checkpoint.targets=[{tmp_path}/file/target]"
+    missing = run(tiny_config(), "--json", "--set", f"data.corpus={tmp_path}/nowhere", "--set", blocked)
+    assert missing.returncode == 78
+    wrong = [what for severity, what in findings(missing) if severity == "user error"]
+    assert len(wrong) == 2
+    assert "nowhere/corpus.json: no corpus here" in wrong[0]
+    assert "file" in wrong[1]
+    assert read_strikes(tmp_path / "run") == []
+
+
+def test_a_run_that_will_fill_the_disk_is_refused_before_it_starts(tiny_config: Callable[..., Path]):
+    done = run(tiny_config(), "--json", "--set", "checkpoint.keep_last=100000000000")
+    assert done.returncode == 78
+    (wrong,) = [what for severity, what in findings(done) if severity == "user error"]
+    assert "for 100000000001 checkpoints" in wrong
+
+
+def test_a_mistake_in_the_config_is_one_line(tiny_config: Callable[..., Path]):
+    done = run(tiny_config(), "--set", "train.batch=1")
+    assert (done.returncode, done.stdout) == (78, "")
+    assert done.stderr.startswith("error: --set: unknown key `train.batch`")
+    assert done.stderr.count("\n") == 1
+
+
+def test_nothing_is_left_behind_where_checkpoints_go(tiny_config: Callable[..., Path]):
+    config = tiny_config()
+    assert run(config).returncode == 0
+    run_dir = config.parent / "run"
+    assert [path for path in run_dir.rglob("*") if path.is_file()] == []
+
+
+def test_storage_on_s3_is_tried_as_a_run_uses_it(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    with s3_server.running_s3("moto") as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        bucket = s3_server.make_bucket(*server, "preflight-test")
+        write_corpus(f"{bucket}/corpus", [20, 10], endpoint_url=server.endpoint_url)
+        settings = {
+            "data.corpus": f"{bucket}/corpus",
+            "data.heldout": None,
+            "data.endpoint_url": server.endpoint_url,
+            "checkpoint.targets": [f"{bucket}/checkpoints"],
+            "checkpoint.endpoint_url": server.endpoint_url,
+        }
+        config = tiny_config("run", **settings)
+        fit = run(config, "--json")
+        assert fit.returncode == 0, fit.stdout
+        whats = [what for _, what in findings(fit)]
+        assert f"clock agrees with {server.endpoint_url}" in whats
+        assert open_store(f"{bucket}/checkpoints", server.endpoint_url).list() == []
+        refused = run(config, "--json", "--set", f"checkpoint.targets=['{bucket}-none/checkpoints']")
+        assert refused.returncode == 78
+        (wrong,) = [what for severity, what in findings(refused) if severity == "user error"]
+        assert "preflight-test-none" in wrong
+
+
+def test_storage_that_does_not_answer_is_believed_down_soon(tiny_config: Callable[..., Path]):
+    config = tiny_config(
+        "run", **{"data.corpus": "s3://bucket/corpus", "data.heldout": None, "data.endpoint_url": "http://127.0.0.1:9"}
+    )
+    done = run(config, "--json", AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y", AWS_DEFAULT_REGION="us-east-1")
+    assert done.returncode == 78
+    (wrong,) = [what for severity, what in findings(done) if severity == "user error"]
+    assert "s3://bucket/corpus" in wrong
+
+
+def test_a_check_of_a_node_is_a_function_too(tiny_config: Callable[..., Path]):
+    from electra_dist.config_file import load_config
+
+    found = node_check.check_node(load_config(tiny_config()), "n7")
+    assert {finding.node for finding in found} == {"n7"}
+    assert {finding.severity for finding in found} == {"ok"}

@@ -1,0 +1,177 @@
+"""Who is slow: the ring of exchanges, load on devices, three real ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_nvml import pynvml as fake
+from support.real_runs import REPOSITORY
+
+from electra_dist import nvml
+from electra_dist.run.strikes import read_strikes
+from launcher.preflight import measurements, rank_checks
+from launcher.preflight.findings import Finding
+from launcher.preflight.gpu_checks import Speed
+from launcher.preflight.rank_checks import RankReport, check_load, judge_ranks, partner, peers
+
+
+@given(st.integers(3, 40))
+def test_in_the_ring_everybody_meets_both_neighbours_once_and_a_partner_agrees(count: int):
+    met: dict[int, list[int]] = {position: [] for position in range(count)}
+    for turn in range(3 if count % 2 else 2):
+        for position in range(count):
+            other = partner(position, count, turn)
+            if other is not None:
+                assert partner(other, count, turn) == position
+                met[position].append(other)
+    assert all(sorted(met[p]) == sorted([(p - 1) % count, (p + 1) % count]) for p in met)
+
+
+@given(st.integers(3, 20), st.data())
+def test_of_a_ring_with_one_slow_link_only_its_owner_has_two_slow_exchanges(count: int, data: st.DataObject):
+    slow = data.draw(st.integers(0, count - 1))
+    reports = []
+    for rank in range(count):
+        others = [partner(rank, count, turn) for turn in range(3)]
+        seconds = [9.0 if slow in (rank, other) else 1.0 for other in others[: 2 + count % 2] if other is not None]
+        reports.append(report(rank, node=f"n{rank}", exchange_s=min(seconds)))
+    named = [f for f in judge_ranks(reports, on_gpu=True) if f.severity == "unhealthy"]
+    assert [(f.node, f.device) for f in named] == [(f"n{slow}", f"rank {slow}")]
+
+
+def report(rank: int, node: str = "n0", **changes: object) -> RankReport:
+    fields: dict = {"skew_s": 0.0, "speed": None, "exchange_s": None, "all_reduce_gb_s": 10.0, "findings": ()}
+    return RankReport(**{**fields, "rank": rank, "node": node, **changes})
+
+
+def test_a_rank_exchanges_with_its_likes_on_all_nodes_or_with_all_of_a_single_node():
+    four_nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert [peers(four_nodes, rank) for rank in (0, 1, 7)] == [[0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+    assert peers(["a"] * 3, 2) == [0, 1, 2]
+    assert peers(["a", "a", "b"], 0) == []
+
+
+def test_findings_of_all_ranks_come_together_with_clocks_speeds_and_the_slowest_all_reduce():
+    sick = Finding(severity="unhealthy", node="n1", device="GPU 0", what="hot")
+    reports = [
+        report(0, "n0", speed=Speed(node="n0", device="cuda:0", tflops=700.0), all_reduce_gb_s=20.0),
+        report(1, "n0", speed=Speed(node="n0", device="cuda:1", tflops=690.0), skew_s=99.0),
+        report(2, "n1", speed=Speed(node="n1", device="cuda:0", tflops=300.0), findings=(sick,), skew_s=-5.0),
+    ]
+    findings = judge_ranks(reports, on_gpu=True)
+    assert [(f.severity, f.node, f.what) for f in findings] == [
+        ("unhealthy", "n1", "hot"),
+        ("ok", "n0", "clock agrees with the other nodes"),  # a node has one clock: its first rank's
+        ("warning", "n1", "clock is 5 s behind the other nodes"),
+        ("unhealthy", "n1", "matrix product at 300 TFLOP/s, the median is 690"),
+        ("ok", "n0", "matrix product at 690 to 700 TFLOP/s; median of 3: 690"),
+        ("ok", "", "all-reduce over 3 ranks: 10.00 GB/s"),
+    ]
+
+
+def test_without_gpus_a_slow_rank_is_a_warning_and_nobody_is_blamed_where_nothing_was_measured():
+    slow = [report(rank, exchange_s=9.0 if rank == 2 else 1.0) for rank in range(4)]
+    assert [f.severity for f in judge_ranks(slow, on_gpu=False)] == ["warning", "ok"]
+    untried = [report(rank, all_reduce_gb_s=None) for rank in range(2)]
+    assert [f.what for f in judge_ranks(untried, on_gpu=True)] == ["no all-reduce tried"]
+
+
+def test_the_speed_of_a_product_is_its_operations_by_its_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measurements.torch, "mm", lambda a, b, out: time.sleep(0.004))
+    tflops = measurements.matmul_tflops(torch.device("cpu"), 1000, 0.1)  # 2e9 operations in a little over 4 ms
+    assert 0.25 < tflops <= 0.5
+
+
+def test_load_looks_at_the_gpus_while_they_work_and_names_the_device_that_fails(monkeypatch: pytest.MonkeyPatch):
+    def product(device: torch.device, size: int, seconds: float) -> float:
+        devices[1]["throttle"] = 0x80  # shows only now
+        time.sleep(seconds)
+        if device.index == 1:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+        return 700.0
+
+    fake.configure([{}, {}])
+    devices = [fake.nvmlDeviceGetHandleByIndex(index) for index in range(2)]
+    monkeypatch.setattr(nvml, "pynvml", fake)
+    monkeypatch.setattr(measurements, "matmul_tflops", product)
+    monkeypatch.setattr(rank_checks, "LOAD_S", 0.3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    findings = check_load("n1")
+    assert [(f.severity, f.device, f.what) for f in findings] == [
+        ("ok", "GPU 0", "under load: 61 C, 652 W, 1755 MHz"),
+        ("unhealthy", "GPU 1", "slowed down: power brake"),
+        ("unhealthy", "cuda:1", "a matrix product failed: CUDA error: uncorrectable ECC error encountered"),
+        ("ok", "", "matrix product at 700 to 700 TFLOP/s; median of 1: 700"),
+    ]
+    assert fake.open_count == 0
+
+
+def start_rank(
+    config: Path, rank: int, world_size: int, port: int, code: str = "", **env: str
+) -> subprocess.Popen[str]:
+    launched = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, *(["-c", code] if code else ["-m", "launcher.preflight"]), "--config", str(config)]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **launched, "MASTER_PORT": str(port), "SLURMD_NODENAME": f"n{rank}", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.multiproc
+def test_of_three_nodes_only_the_sick_one_ends_with_69_and_gets_a_strike(
+    tiny_config: Callable[..., Path], free_port: int
+):
+    config = tiny_config()
+    stub = {
+        "PYTHONPATH": str(REPOSITORY / "tests" / "support" / "fake_nvml"),
+        "FAKE_NVML": json.dumps([{"ecc_volatile": 1}]),
+    }
+    ranks = [start_rank(config, rank, 3, free_port, **(stub if rank == 1 else {})) for rank in range(3)]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 69, 0], outputs
+    assert outputs[1][0] == outputs[2][0] == ""  # rank 0 speaks for all
+    lines = outputs[0][0].splitlines()
+    assert sum(line.startswith("unhealthy   n1 GPU 0") for line in lines) == 1
+    assert sum("clock agrees with the other nodes" in line for line in lines) == 3
+    assert sum("all-reduce over 3 ranks" in line for line in lines) == 1
+    run_dir = config.parent / "run"
+    assert [(s.node, s.device, s.by) for s in read_strikes(run_dir)] == [("n1", "GPU 0", "preflight")]
+
+
+@pytest.mark.multiproc
+def test_ranks_that_do_not_meet_end_as_a_crash_and_nobody_gets_a_strike(
+    tiny_config: Callable[..., Path], free_port: int
+):
+    code = (
+        "import sys, datetime, launcher.rank_checks as r; r.TIMEOUT = datetime.timedelta(seconds=3)\n"
+        "from launcher.preflight import main; sys.exit(main(sys.argv[1:]))\n"
+    )
+    config = tiny_config()
+    alone = start_rank(config, 0, 2, free_port, code)
+    out, err = alone.communicate(timeout=120)
+    assert alone.returncode == 1, (out, err)
+    assert "all nodes         the 2 ranks cannot work together" in out
+    assert read_strikes(config.parent / "run") == []
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

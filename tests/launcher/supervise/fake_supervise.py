@@ -1,0 +1,41 @@
+"""launcher.supervise with fake_rank.py in the place of the training. With `--without-deepspeed` first, the ranks are
+started by a few lines here instead, in a tenth of the time: for what has nothing to do with DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher.supervise import monitor, supervisor
+from launcher.supervise.placement import Placement
+
+FAKE_RANK = Path(__file__).with_name("fake_rank.py")
+COMMAND = Placement.command
+
+
+def with_fake_ranks(self: Placement, state: Path, port: int, arguments: list[str]) -> list[str]:
+    command = COMMAND(self, state, port, arguments)
+    at = command.index("--module")
+    if DEEPSPEED:
+        return [*command[:at], str(FAKE_RANK), *command[at + 2 :]]
+    ranks = [str(rank) for rank in self.ranks]
+    return [sys.executable, __file__, "ranks", ",".join(ranks), *command[at + 2 :]]
+
+
+def start_ranks(ranks: list[str], arguments: list[str]) -> None:
+    command = [sys.executable, str(FAKE_RANK), *arguments]
+    started = [subprocess.Popen(command, env={**os.environ, "RANK": rank}) for rank in ranks]
+    for process in started:
+        process.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ranks":
+        start_ranks(sys.argv[2].split(","), sys.argv[3:])
+        sys.exit(0)  # a wrapper's exit code means nothing
+    DEEPSPEED = sys.argv[1] != "--without-deepspeed"
+    monitor._LEAVE_S = 3.0
+    Placement.command = with_fake_ranks  # type: ignore[method-assign]
+    sys.exit(supervisor.main(sys.argv[1 if DEEPSPEED else 2 :]))

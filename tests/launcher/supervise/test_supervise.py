@@ -1,0 +1,234 @@
+"""Supervised runs: a hung rank, each exit code, runs that do not get on, two nodes. Most ranks only pretend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.real_runs import free_port, read_losses
+from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
+
+from electra_dist.run.strikes import node_name, read_strikes
+from launcher.preflight.node_check import preflight
+
+MakeConfig = Callable[..., Path]
+FAKE_NVML = Path(__file__).resolve().parents[2] / "support" / "fake_nvml"
+TWO = ("--gpus-per-node", "2")
+FOREVER = {"train.num_steps": 100_000}
+QUICK = {"cluster.hang_step_floor_s": 2.0, "cluster.hang_checkpoint_s": 10.0, "cluster.hang_setup_s": 120.0}
+
+
+@pytest.mark.multiproc
+def test_a_hung_rank_is_noticed_shown_and_the_run_goes_on_to_the_same_losses(
+    tiny_config: MakeConfig, pretrain: Callable, tmp_path: Path
+) -> None:
+    settings = {"train.num_steps": 60, "checkpoint.every_steps": 20, "model.hidden_dropout": 0.1, **QUICK}
+    pretrain(tiny_config("uncut", **settings), 2)
+    config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
+    with supervised(REAL, config, run_dir, *TWO) as run:
+        run.wait_for_step(29)
+        stopped = time.time()
+        os.kill(run.rank_pid(1), signal.SIGSTOP)
+        noticed = run.wait(lambda: run.logged("hung: rank", after=stopped))
+        step = run.wait(lambda: run.events("resume"))[0]["step"]
+        run.wait_for_step(step + 1, attempt=2)
+        print(f"hang to notice {noticed - stopped:.1f} s, to the next step {time.time() - stopped:.1f} s")
+        assert run.end(120) == 0, run.story()
+        log = "\n".join(run.log())
+    assert 2.0 <= noticed - stopped < 6.0  # the floor is 2 s; both ranks wait in a collective that moves megabytes
+    assert "not even running: [1]" in log and "State" not in log
+    shown = {rank: log.partition(f"  rank {rank}, pid ")[2].partition("  rank ")[0] for rank in (0, 1)}
+    assert shown[1].partition("\n")[0].count("T (stopped)") == 1
+    for text in shown.values():  # of both, also of the one that was stopped
+        assert "electra_dist/train/trainer.py" in text and "launcher/supervise/rank_main.py" in text
+    assert read_losses(run_dir) == read_losses(tmp_path / "uncut")
+
+
+COLLECTIVES = """
+import os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+from electra_dist.config import ClusterConfig
+from electra_dist.train.watch import Watch
+dist.init_process_group("gloo")
+cluster = ClusterConfig(hang_step_floor_s=1.0, hang_checkpoint_s=4.0, hang_eval_s=4.0, hang_setup_s=60.0)
+watch, phase, rank = Watch(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()
+for step in range(9):
+    watch.beat("step", step)
+    dist.all_reduce(torch.zeros(1))
+    time.sleep(0.02)
+watch.beat(phase, 9)
+watch.beat("step", 9)
+begin = time.monotonic()
+if rank == 1:
+    time.sleep(60.0)
+try:
+    dist.all_reduce(torch.zeros(1))
+except RuntimeError:
+    print("gave up after", time.monotonic() - begin, flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), [("step", 2.0), ("checkpoint", 8.0)])
+def test_a_collective_gives_up_after_twice_the_limit_of_its_phase(tmp_path: Path, phase: str, limit_s: float) -> None:
+    """As when the link to another machine is cut and nobody supervises; torch's own limit is 10 or 30 minutes. In the
+    first step after a checkpoint others may still be writing."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", COLLECTIVES, str(tmp_path), phase],
+            env={**os.environ, **group, "RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=120)
+        assert limit_s - 0.2 <= float(said.split()[-1]) < limit_s + 3.0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def test_three_restarts_without_a_new_checkpoint_end_the_run_with_1(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "crash").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 1, run.story()
+        assert run.starts() == 4
+        assert "3 restarts in a row without a new checkpoint" in run.log()[-1]
+
+
+def test_a_run_whose_checkpoints_advance_is_restarted_more_than_three_times(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**{"train.num_steps": 60}), tmp_path / "run", *TWO) as run:
+        for attempt in range(4):
+            run.wait(lambda wanted=10 * attempt: any(e["step"] > wanted for e in run.events("checkpoint")))
+            os.kill(run.rank_pid(attempt % 2), signal.SIGKILL)
+            run.wait(lambda seen=attempt + 1: len(run.events("resume")) == seen)
+            run.wait_for_step(run.events("resume")[-1]["step"] + 1, attempt=attempt + 3)
+        assert run.end() == 0, run.story()
+        assert len(run.events("resume")) == 4
+
+
+def test_a_rank_that_ends_with_78_ends_the_run_with_78(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "exit-1").write_text("78")
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 78, run.story()
+        assert run.starts() == 1
+
+
+def test_a_mistake_in_the_config_is_one_line_and_78_and_nothing_is_written(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    command = [*REAL, "--config", str(tiny_config()), "--set", "train.micro_bacth=4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 78
+    assert "did you mean `train.micro_batch`" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_crash_on_a_node_with_a_sick_gpu_ends_with_69_and_a_strike(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "crash").touch()
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        assert run.end() == 69, run.story()
+        assert run.starts() == 1
+    (strike,) = read_strikes(run_dir)
+    assert "GPU 1" in strike.device
+
+
+def test_a_node_that_fails_its_preflight_starts_no_ranks(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("FAKE_NVML", '[{}, {"ecc_volatile": 3}]')
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), tmp_path / "run", *TWO, "--preflight") as run:
+        assert run.end() == 69, run.story()
+        assert run.starts() == 0
+    assert [strike.device for strike in read_strikes(tmp_path / "run")] == ["GPU 1"]
+
+
+def test_a_preflight_that_hangs_is_a_strike_against_the_node(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert preflight(tmp_path / "run", ["--config", str(tiny_config())], limit_s=0.01) == 69
+    (strike,) = read_strikes(tmp_path / "run")
+    assert strike.node == node_name() and "not over within" in strike.reason
+
+
+def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(**FOREVER)
+    with supervised(FAKE_WITHOUT_DEEPSPEED, config, tmp_path / "run", *TWO) as run:
+        run.wait_for_step(2)
+        second = subprocess.run(
+            [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), *TWO], capture_output=True, text=True, timeout=30
+        )
+        assert second.returncode == 78 and "another supervisor" in second.stderr
+        assert len(run.pids("fake_rank.py")) == 2  # the first one still has them
+
+
+def test_ranks_that_are_done_but_do_not_leave_are_shown_and_killed_and_the_run_is_done(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As a communicator may do it that cannot be destroyed."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "linger").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**{"train.num_steps": 10}), run_dir, *TWO) as run:
+        assert run.end(40) == 0, run.story()
+        assert run.logged("hung: rank . in phase done")
+        assert run.pids() == []
+
+
+def test_a_stop_file_ends_with_75(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), tmp_path / "run", *TWO) as run:
+        run.wait_for_step(3)
+        (tmp_path / "run" / "stop").touch()
+        assert run.end() == 75, run.story()
+
+
+def test_two_interrupts_end_ranks_that_do_not_listen(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "deaf").touch()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, tiny_config(**FOREVER), run_dir, *TWO) as run:
+        run.wait_for_step(3)
+        run.process.send_signal(signal.SIGINT)
+        run.wait(lambda: run.logged("told SIGTERM"))
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(10) == 1, run.story()
+        assert run.pids() == []
+
+
+def test_nodes_that_lose_a_rank_meet_again_and_end_together(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config, run_dir = tiny_config(**{"train.num_steps": 60}), tmp_path / "run"
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "23000"]
+    with (
+        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "1", node=1) as one,
+        supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, *options, "--node-rank", "0", node=0) as zero,
+    ):
+        zero.wait_for_step(12)
+        os.kill(zero.rank_pid(1), signal.SIGKILL)
+        one.wait(lambda: one.logged("rank .*1 lost"))
+        zero.wait(lambda: len(zero.events("resume")) == 1)
+        assert zero.end() == 0, zero.story()
+        assert one.end() == 0, one.story()
+        for run in (zero, one):
+            assert sum("starting ranks" in line for line in run.log()) == 2

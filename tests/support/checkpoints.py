@@ -1,0 +1,97 @@
+"""Small checkpoints without an engine, for tests and drills: four parameters, cut over ranks as ZeRO-1 cuts them.
+
+What a checkpoint of (run, step) must hold is a pure function of both, so that any load can be judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from electra_dist.checkpoint.manifest import KINDS, Kind, RunState
+from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.config import CheckpointConfig
+from electra_dist.store.local import Store
+
+SHAPES = {"word.weight": [37, 12], "dense.weight": [7, 12], "dense.bias": [7], "back.weight": [12, 7]}
+KEEP_ALL = CheckpointConfig(keep_last=10**6)
+
+Content = dict[str, dict[Kind, torch.Tensor]]  # parameter -> kind -> flat values
+
+
+def content(step: int, run: int = 0) -> Content:
+    """What the checkpoint of `step` holds."""
+    numbers = np.random.default_rng([run, step])
+    return {
+        name: {kind: torch.from_numpy(numbers.standard_normal(prod(shape), np.float32)) for kind in KINDS}
+        for name, shape in SHAPES.items()
+    }
+
+
+def empty() -> Content:
+    """Zeros, to load into."""
+    return {name: {kind: torch.zeros(prod(shape)) for kind in KINDS} for name, shape in SHAPES.items()}
+
+
+def equal(a: Content, b: Content) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a[n][k].view(torch.int32), b[n][k].view(torch.int32)) for n in SHAPES for k in KINDS)
+
+
+def share(values: Content, rank: int, world_size: int) -> list[Fragment]:
+    """One rank's part: all parameters end to end, cut into `world_size` equal pieces."""
+    total = sum(prod(shape) for shape in SHAPES.values())
+    first, last = total * rank // world_size, total * (rank + 1) // world_size
+    fragments, reached = [], 0
+    for name, shape in SHAPES.items():
+        begin, end = max(first - reached, 0), min(last - reached, prod(shape))
+        if begin < end:
+            views = {kind: tensor[begin:end] for kind, tensor in values[name].items()}
+            fragments.append(Fragment(name=name, start=begin, numel=end - begin, views=views))
+        reached += prod(shape)
+    return fragments
+
+
+def state_at(step: int, attempt: int = 1, world_size: int = 2, **fields: Any) -> RunState:
+    settings: dict[str, Any] = {
+        "step": step,
+        "attempt": attempt,
+        "identity_sha256": "0" * 64,
+        "corpus_fingerprint": "corpus",
+        "world_size": world_size,
+        "zero_stage": 1,
+        "shapes": SHAPES,
+        "shared": {"tied.weight": "word.weight"},
+        "versions": {"torch": torch.__version__},
+        "rows_seen": 16 * step,
+        "rows_digest": (2**64 - 1) // (step + 1),
+        "recent_losses": (1.5, 0.1 + step),
+    }
+    return RunState(**{**settings, **fields})
+
+
+def save(
+    targets: Sequence[Store],
+    staging: Path,
+    step: int,
+    attempt: int = 1,
+    *,
+    world_size: int = 2,
+    policy: CheckpointConfig = KEEP_ALL,
+    run: int = 0,
+    fields: Mapping[str, Any] = {},
+) -> RunState:
+    """All ranks' writers in this process."""
+    values, state = content(step, run), state_at(step, attempt, world_size, **fields)
+    writers = [CheckpointWriter(targets, staging, rank, attempt, policy) for rank in range(world_size)]
+    for rank, writer in enumerate(writers):
+        writer.save(state, share(values, rank, world_size))
+    for writer in writers:
+        writer.close()
+    return state

@@ -1,0 +1,304 @@
+"""What tests and drills of real runs share: a synthetic corpus, a tiny config, the command a user types, kills."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+from electra_dist.data.shard import write_shard
+from electra_dist.store.local import open_store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+VOCAB_SIZE = 300  # not a multiple of 128: the padded table is exercised
+SEQ_LEN = 32
+LOSSES = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "replaced_accuracy", "original_accuracy")
+
+
+def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
+    """[num_rows, SEQ_LEN] uint16: one or two examples a row, some padding, each token predicting the next."""
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((num_rows, SEQ_LEN), np.uint16)
+    for row in rows:
+        at = 0
+        while SEQ_LEN - at >= 8:
+            length = int(rng.integers(8, min(24, SEQ_LEN - at) + 1))
+            words = (np.arange(length - 3) * 7 + rng.integers(5, VOCAB_SIZE)) % (VOCAB_SIZE - 5) + 5
+            cut = int(rng.integers(1, length - 3))
+            row[at : at + length] = [2, *words[:cut], 3, *words[cut:], 3]
+            at += length
+    return rows
+
+
+def write_corpus(
+    url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None
+) -> CorpusManifest:
+    """A corpus of synthetic rows at `url`; equal arguments give an equal fingerprint."""
+    store = open_store(url, endpoint_url)
+    shards = []
+    vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL)))]).encode() + b"\n"
+    store.write("vocab.txt", vocab)
+    for number, num_rows in enumerate(rows_per_shard):
+        rows = synthetic_rows(num_rows, seed * 1000 + number)
+        file = io.BytesIO()
+        write_shard(file, rows, block_rows=16)
+        data = file.getvalue()
+        name = f"shard-{number:06d}.tar"
+        store.write(name, data)
+        shards.append(
+            ShardEntry(
+                name=name,
+                rows=num_rows,
+                tokens=int((rows != 0).sum()),
+                bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+            )
+        )
+    manifest = CorpusManifest(
+        seq_len=SEQ_LEN,
+        dtype="uint16",
+        tokenizer=TokenizerEntry(
+            sha256=hashlib.sha256(vocab).hexdigest(), vocab_size=VOCAB_SIZE, lowercase=True, special=SPECIAL
+        ),
+        shards=tuple(shards),
+    )
+    write_manifest(store, manifest)
+    return manifest
+
+
+def tiny_tree(run_dir: Path, corpus: str, **settings: object) -> dict[str, Any]:
+    """A config of 20 steps of 16 rows, two towers of two layers; `settings` are dotted keys and their values."""
+    tree: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "seed": 7,
+        "model": {
+            "vocab_size": VOCAB_SIZE,
+            "embedding_size": 24,
+            "max_positions": SEQ_LEN,
+            "discriminator": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64},
+            "generator": {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "intermediate_size": 32},
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "data": {
+            "corpus": corpus,
+            "heldout": f"{corpus}/heldout",
+            "seq_len": SEQ_LEN,
+            "shuffle_window_shards": 2,
+        },
+        "optimizer": {"lr": 1e-3, "warmup_steps": 10},
+        "train": {"num_steps": 20, "global_batch": 16, "micro_batch": 8, "precision": "fp32"},
+        "checkpoint": {"every_steps": 5},
+        "log": {"every_steps": 1, "eval_rows": 20, "tensorboard": False},
+    }
+    for key, value in settings.items():
+        node = tree
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
+
+
+def write_tiny_config(file: Path, run_dir: Path, corpus: str, **settings: object) -> Path:
+    """`tiny_tree` as a YAML file."""
+    file.write_text(yaml.safe_dump(tiny_tree(run_dir, corpus, **settings)))
+    return file
+
+
+def step_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole step records of metrics.jsonl so far; a last line that is still being written is not one."""
+    file = run_dir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    records = [json.loads(line) for line in text.split("\n")[:-1]]
+    return [record for record in records if "grad_norm" in record]
+
+
+def read_losses(run_dir: Path) -> list[tuple]:
+    """The numbers of every step record that must repeat bit for bit."""
+    return [tuple(record[name] for name in LOSSES) for record in step_records(run_dir)]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
+    """What a user types, with a port of its own."""
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    command += [str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(config)]
+    for override in overrides:
+        command += ["--set", override]
+    return command
+
+
+def quick_command(config: Path, ranks: int, *overrides: str) -> list[str]:
+    """What `deepspeed_command` comes to, without the wrappers that only import DeepSpeed to start the next program."""
+    *_, script, option, file = deepspeed_command(config, ranks)
+    arguments = [script, option, file, *(part for override in overrides for part in ("--set", override))]
+    if ranks == 1:
+        return [sys.executable, *arguments]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    launch = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    return [*launch, "--master_addr=127.0.0.1", f"--master_port={free_port()}", *arguments]
+
+
+@contextlib.contextmanager
+def started(
+    config: Path, ranks: int, log: Path | None = None, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command under way in a session of its own, all of which is killed at the end of the block.
+
+    Args:
+        log: file for stdout and stderr; default: nowhere.
+        env: added to the environment.
+    """
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL
+        process = subprocess.Popen(
+            deepspeed_command(config, ranks),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        try:
+            yield process
+        except AssertionError as error:
+            if log:
+                error.add_note(log.read_text(errors="replace")[-6000:])
+            raise
+        finally:
+            kill_session(process.pid)
+            process.wait()
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 300, poll_s: float = 0.01
+) -> None:
+    """Return when `condition` holds; fail if the process ends before or if it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(poll_s)
+
+
+class Kill(NamedTuple):
+    """When, and what."""
+
+    step: int  # once so many steps are recorded
+    victim: int | None  # rank; None: every process of the run
+    during_save: bool = False  # then wait until a checkpoint is being written
+    delay_s: float = 0.0  # and then this long
+
+
+class Killed(NamedTuple):
+    """How a run ended."""
+
+    code: int  # exit code of the command
+    cut_a_save: bool
+
+
+def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Killed:
+    """Start a run and kill -9 at a moment."""
+    starts = len(_starts(run_dir))
+
+    def is_due() -> bool:  # records of the start before do not count, and it may have come further
+        begun = _starts(run_dir)[starts:]
+        return bool(begun) and len(step_records(run_dir)) >= max(kill.step, begun[0]["step"] + 1)
+
+    with started(config, ranks, run_dir.with_suffix(".log")) as process:
+        wait_until(is_due, process)
+        victims = session_pids(process.pid) if kill.victim is None else [rank_pid(process.pid, kill.victim)]
+        before = unfinished_saves(run_dir)
+        if kill.during_save:
+            wait_until(lambda: bool(unfinished_saves(run_dir) - before), process, poll_s=0.0005)
+            time.sleep(kill.delay_s)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return Killed(process.wait(timeout=180), bool(unfinished_saves(run_dir) - before))
+
+
+def _starts(run_dir: Path) -> list[dict[str, Any]]:
+    ledger = run_dir / "ledger.jsonl"
+    lines = ledger.read_text().split("\n")[:-1] if ledger.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] in ("start", "resume")]
+
+
+def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:
+    """Start a run and kill -9 one rank once `step` is in metrics.jsonl; returns the launcher's exit code."""
+    return run_until_killed(config, run_dir, ranks, Kill(step, victim)).code
+
+
+def unfinished_saves(run_dir: Path) -> set[str]:
+    """Folders of checkpoints that are not committed."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return {path.name for path in folders if not (path / "manifest.json").exists()}
+
+
+def rank_pid(session: int, rank: int) -> int:
+    """The process of `rank` within the session that a command was started in."""
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):
+            process = Path(f"/proc/{pid}")
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment and b"--local_rank" in (process / "cmdline").read_bytes():
+                return pid
+    raise AssertionError(f"no process of rank {rank} in session {session}")
+
+
+def session_pids(session: int) -> list[int]:
+    """All processes of a session, the first of which had its number."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                pids.append(int(stat.parent.name))
+    return pids
+
+
+def kill_session(session: int) -> None:
+    """kill -9 everything that a command has started, as a node that loses power does."""
+    for pid in session_pids(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Verdict(NamedTuple):
+    """One line of a drill's table."""
+
+    name: str
+    good: bool
+    detail: str
+
+
+def print_verdicts(title: str, verdicts: list[Verdict]) -> int:
+    """The table that a drill ends with; returns its exit code: 0 if there are verdicts and all are good."""
+    print(f"\n{title}")
+    for verdict in verdicts:
+        print(f"{'good' if verdict.good else 'BAD':4}  {verdict.name:32}  {verdict.detail}")
+    good = sum(verdict.good for verdict in verdicts)
+    print(f"{good} good, {len(verdicts) - good} bad")
+    return 0 if verdicts and good == len(verdicts) else 1

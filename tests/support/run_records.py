@@ -1,0 +1,68 @@
+"""Records of a small imaginary run, for all tests of this part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from electra_dist.run.records import EvalRecord, StepRecord
+
+STEP = StepRecord(
+    step=12340,
+    mlm_loss=2.3456789,
+    rtd_loss=0.1234567,
+    loss=8.5185139,
+    mlm_accuracy=0.551,
+    replaced_accuracy=0.6123,
+    original_accuracy=0.9784,
+    replaced_fraction=0.071,
+    lr=1.9383e-4,
+    grad_norm=0.8531,
+    tokens_per_s=1.2345e6,
+    mfu=0.4123,
+    data_wait=0.0012,
+    memory_gb=61.24,
+    eta_s=329_000.0,
+    tokens_seen=12_900_000_000,
+    step_s=0.8494,
+    rows_seen=25_272_320,
+    receipt="0123456789abcdef",
+    store_retries=3,
+    store_wait_s=0.25,
+    refetches=0,
+    gpu_temperature_c=64,
+    gpu_power_w=5321.5,
+    gpu_sm_clock_mhz=1980,
+    gpu_throttle=[],
+    slow_ranks=[],
+)
+EVAL = EvalRecord(
+    step=10000,
+    mlm_loss=2.2012,
+    mlm_accuracy=0.5312,
+    rtd_loss=0.1502,
+    auc=0.93412,
+    accuracy=0.9511,
+    precision=0.8012,
+    recall=0.4021,
+    rows=2048,
+)
+
+
+@pytest.fixture(scope="session")
+def step_record() -> Callable[..., StepRecord]:
+    def make(**changes: Any) -> StepRecord:
+        return dataclasses.replace(STEP, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def eval_record() -> Callable[..., EvalRecord]:
+    def make(**changes: Any) -> EvalRecord:
+        return dataclasses.replace(EVAL, **changes)
+
+    return make

@@ -1,0 +1,45 @@
+"""A tiny encoder with random weights and a vocabulary of common words."""
+
+from __future__ import annotations
+
+import pytest
+
+from electra_dist.config import ModelConfig
+from electra_dist.finetune.agreement import ADJECTIVES, NOUNS, THINGS
+from electra_dist.model.init import build_towers
+from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.tokenizer import Vocabulary
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = [*"abcdefghijklmnopqrstuvwxyz0123456789", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz0123456789")]
+FUNCTION_WORDS = "is are was were has have who the near behind saw knew this these that those they many one come"
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    """Specials, punctuation, letters and the words of the agreement templates."""
+    nouns = [form for forms in (*NOUNS, *THINGS) for form in forms]
+    tokens = dict.fromkeys([*SPECIAL, *".,!?'()-$%`", *PIECES, *FUNCTION_WORDS.split(), *nouns, *ADJECTIVES])
+    return Vocabulary("\n".join(tokens) + "\n", "test vocabulary")
+
+
+@pytest.fixture(scope="session")
+def model(vocabulary: Vocabulary) -> ModelConfig:
+    """Two layers of width 32; embeddings narrower, so that there is a projection."""
+    tower = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+    return ModelConfig.model_validate(
+        {
+            "vocab_size": vocabulary.size,
+            "embedding_size": 24,
+            "max_positions": 64,
+            "initializer_range": 0.1,
+            "discriminator": tower,
+            "generator": {**tower, "hidden_size": 16, "num_heads": 1},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def encoder(model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
+    """Its discriminator."""
+    return Pretrained.from_state("tiny", build_towers(model, 3).state_dict(), model, vocabulary, lowercase=True)

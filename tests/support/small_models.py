@@ -1,0 +1,104 @@
+"""Small models with every parameter off its default, rows of every shape, and Hugging Face twins."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
+
+from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.rows import SpecialIds
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
+
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+
+
+@pytest.fixture
+def special() -> SpecialIds:
+    return SPECIAL
+
+
+@pytest.fixture
+def make_config() -> Callable[..., ModelConfig]:
+    def make(
+        embedding: int = 32, hidden: int = 32, generator: int = 32, layers: int = 2, **extra: object
+    ) -> ModelConfig:
+        def tower(width: int) -> TowerConfig:
+            return TowerConfig(
+                hidden_size=width, num_layers=layers, num_heads=max(1, width // 16), intermediate_size=4 * width
+            )
+
+        fields = {"vocab_size": 300, "max_positions": 48, "hidden_dropout": 0.0, "attention_dropout": 0.0, **extra}
+        return ModelConfig(embedding_size=embedding, discriminator=tower(hidden), generator=tower(generator), **fields)
+
+    return make
+
+
+@pytest.fixture
+def make_towers() -> Callable[[ModelConfig], ElectraTowers]:
+    """Towers whose biases and LayerNorms are not 0 and 1, so that leaving one out shows."""
+
+    def make(model: ModelConfig) -> ElectraTowers:
+        torch.manual_seed(0)
+        towers = ElectraTowers(model).eval()
+        with torch.no_grad():
+            for name, parameter in towers.named_parameters():
+                is_norm_weight = "norm" in name and name.endswith("weight")
+                parameter.copy_(torch.randn(parameter.shape) * 0.1 + (1.0 if is_norm_weight else 0.0))
+        return towers
+
+    return make
+
+
+@pytest.fixture
+def hf_twins() -> Callable[[ElectraTowers, ModelConfig], tuple[ElectraForMaskedLM, ElectraForPreTraining]]:
+    """Hugging Face's generator and discriminator with the towers' weights, attention written out (eager)."""
+
+    def make(towers: ElectraTowers, model: ModelConfig) -> tuple[ElectraForMaskedLM, ElectraForPreTraining]:
+        twins = []
+        for tower, classes, state in (
+            (model.generator, ElectraForMaskedLM, to_hf_generator(towers.state_dict(), model)),
+            (model.discriminator, ElectraForPreTraining, to_hf_discriminator(towers.state_dict(), model)),
+        ):
+            config = ElectraConfig(
+                vocab_size=model.vocab_size,
+                embedding_size=model.embedding_size,
+                hidden_size=tower.hidden_size,
+                num_hidden_layers=tower.num_layers,
+                num_attention_heads=tower.num_heads,
+                intermediate_size=tower.intermediate_size,
+                max_position_embeddings=model.max_positions,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                attn_implementation="eager",
+            )
+            twin = classes(config).eval()
+            missing = twin.load_state_dict(state, strict=False)
+            assert not missing.unexpected_keys
+            assert set(missing.missing_keys) <= {"generator_lm_head.weight"}  # tied
+            twins.append(twin)
+        return tuple(twins)
+
+    return make
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., torch.Tensor]:
+    """Random rows: `lengths[b]` lists the (A, B) text lengths of row b's examples; B = 0 is a single segment."""
+
+    def make(lengths: list[list[tuple[int, int]]], seq_len: int, vocab_size: int = 300) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.full((len(lengths), seq_len), SPECIAL.pad)
+        for b, examples in enumerate(lengths):
+            at = 0
+            for first, second in examples:
+                text = torch.randint(5, vocab_size, (first + second,), generator=generator).tolist()
+                example = [SPECIAL.cls, *text[:first], SPECIAL.sep]
+                if second:
+                    example += [*text[first:], SPECIAL.sep]
+                rows[b, at : at + len(example)] = torch.tensor(example)
+                at += len(example)
+        return rows
+
+    return make

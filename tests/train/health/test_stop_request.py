@@ -1,0 +1,86 @@
+"""Stopped by signal, file and deadline, in real runs: all ranks after the same step, saved, exit 75, and exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.real_runs import deepspeed_command, rank_pid
+
+from electra_dist.train.health.stop_request import StopRequest
+
+pytestmark = pytest.mark.multiproc
+
+
+def stop_run(config: Path, run_dir: Path, step: int, stop: Callable[[int], None], env: dict[str, str]) -> int:
+    """Start a run on 2 ranks, call `stop(session)` once `step` is logged; the launcher's exit code."""
+    process = subprocess.Popen(
+        deepspeed_command(config, 2),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, **env},
+    )
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+            assert time.monotonic() < deadline, "the run makes no progress"
+            if process.poll() is not None:
+                break
+            time.sleep(0.01)
+        stop(process.pid)
+        return process.wait(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_run_stopped_by_signal_file_and_deadline_equals_an_uncut_one(
+    tiny_config: Callable[..., Path], pretrain: Callable, losses: Callable[[Path], list[tuple]], tmp_path: Path
+) -> None:
+    settings = {"train.num_steps": 160, "checkpoint.every_steps": 1000, "model.hidden_dropout": 0.1}
+    pretrain(tiny_config("uncut", **settings), 2)
+    config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
+    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 5)}  # within the least margin: stops after one step
+    assert stop_run(config, run_dir, 20, lambda s: os.kill(rank_pid(s, 1), signal.SIGUSR2), {}) == 75
+    assert stop_run(config, run_dir, 45, lambda s: (run_dir / "stop").touch(), {}) == 75
+    assert stop_run(config, run_dir, 10**6, lambda s: None, soon) == 75
+    assert stop_run(config, run_dir, 80, lambda s: (run_dir / "save").touch(), {}) == 0
+    assert losses(run_dir) == losses(tmp_path / "uncut")
+    assert not (run_dir / "stop").exists() and not (run_dir / "save").exists()
+    events = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    stops = [event["step"] for event in events if event["event"] == "stop"]
+    resumes = [event for event in events if event["event"] == "resume"]
+    assert [event["step"] for event in resumes] == stops  # nothing was lost
+    assert [event["repeated"] for event in resumes] == [0, 0, 0]
+    assert stops[2] == stops[1] + 1
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
+    assert len(saved) == 5 and saved[-1] == 160 and stops[2] < saved[3] < 160
+
+
+def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    }
+    try:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
+        first, other = StopRequest(tmp_path, True), StopRequest(tmp_path, False)
+        first.longest_step_s, first.longest_save_s = 10.0, 30.0
+        assert not first.wants_stop()  # 80 s are left to it
+        first.longest_save_s = 45.0
+        assert first.wants_stop() and "the job ends in" in first.reason
+        assert not other.wants_stop()  # the clock is rank 0's
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert other.wants_stop() and other.reason == "SIGTERM"
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,41 @@
+"""The corpus's token counts: exact, counted once, the builder's where there are any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpus
+
+from electra_dist.config import Config
+from electra_dist.engine.engine import init_distributed
+from electra_dist.store.local import open_store
+from electra_dist.train.inputs import Corpus
+from electra_dist.train.token_counts import unigram_counts
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Config, Corpus, np.ndarray]:
+    init_distributed()
+    manifest = write_corpus(str(tmp_path / "corpus"), [20, 7, 33])
+    rows = np.concatenate([synthetic_rows(count, number) for number, count in enumerate([20, 7, 33])])
+    config = Config.model_validate(tiny_tree(tmp_path / "run", str(tmp_path / "corpus")))
+    corpus = Corpus(store=open_store(str(tmp_path / "corpus")), manifest=manifest)
+    return config, corpus, np.bincount(rows.flatten(), minlength=VOCAB_SIZE)
+
+
+def test_every_id_of_every_row_is_counted_once_and_kept(run: Any) -> None:
+    config, corpus, truth = run
+    np.testing.assert_array_equal(unigram_counts(config, corpus), truth)
+    for shard in corpus.manifest.shards:
+        Path(corpus.store.local_path(shard.name)).unlink()
+    np.testing.assert_array_equal(unigram_counts(config, corpus), truth)  # from the run folder
+
+
+def test_the_builders_counts_are_taken(run: Any) -> None:
+    config, corpus, _ = run
+    given = list(range(VOCAB_SIZE))
+    manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": given}})
+    assert unigram_counts(config, Corpus(store=corpus.store, manifest=manifest)).tolist() == given
