@@ -39,10 +39,11 @@ from electra_dist.checkpoint.manifest import RunState, committed
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
-from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import owned_fragments, parameter_shapes
 from electra_dist.model.init import build_towers
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 LARGE = "configs/large_25pct_mask.yaml"
 MOST = 1.5  # of memcpy's time

@@ -23,7 +23,8 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest, write_manifest
 from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import write_shard
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 
 SEQ_LEN, VOCAB = 512, 30_522
 GLOBAL_BATCH, RANKS = 2_048, 8  # a rank reads 256 rows a step

@@ -8,8 +8,8 @@
    which is built here where nvcc is on PATH.
 2. Time (median of events, forward + backward) and peak memory above the inputs, against eager torch, torch.compile,
    and Liger and cut-cross-entropy with a separate sampler where they are installed.
-3. Training steps of the large model (`gpu_steps.py`): micro-batches, kernels and references, eager and compiled, each
-   fusion alone, where the time goes, and Hugging Face's modules on the same card.
+3. Training steps of the large model (`gpu_parts/steps.py`): micro-batches, kernels and references, eager and compiled,
+   each fusion alone, where the time goes, and Hugging Face's modules on the same card.
 
 It fails, at its end, if a result of ours is wrong or an operation of ours fails; a time is only reported. A rival that
 fails, and whatever does not fit into memory, is a row that says so. The JSON is written after each part, so a run that

@@ -27,7 +27,7 @@ from loader_rivals import BATCH, WAYS, Way, is_usable
 from measure import Json, Line, alternate, finish, installed, parser, print_table, ratio, summary, told
 
 from electra_dist.data.manifest import read_manifest
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 ROWS_PER_SHARD = 16_384  # 16.8 MB
 SHARDS_OF_33B = 3_907  # 64 M rows

@@ -29,7 +29,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import RowOrder
 from electra_dist.data.shard import Shard
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 BATCH = 256
 BUFFER_ROWS = 10_000  # of webdataset's shuffle

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py            # root, Linux: 1, 2 and 4 ranks; 1 Gb/s, 250 Mb/s and no limit, in turn
 
 Each rank is a machine of its own (`tests/cluster/machines.py`: network namespaces on a bridge), whose link `tc` limits
-with a token bucket. The prediction is that of `telemetry/scaling.py`: the step without a limit at the same number of
+with a token bucket. The prediction is that of `planning/scaling.py`: the step without a limit at the same number of
 ranks (they share this machine's cores, so compute is measured and not divided), plus bytes_on_wire over the bandwidth.
 The bytes that the interface sent stand beside those predicted; TCP and Ethernet headers come on top.
 

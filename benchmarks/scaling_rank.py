@@ -20,7 +20,8 @@ from measure import REPOSITORY
 from step_parts.ways import SPECIAL
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.engine import Engine
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective
 

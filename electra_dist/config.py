@@ -1,4 +1,4 @@
-"""The configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`train/engine.py`).
+"""The configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`engine/engine.py`).
 
 Every field says what it is and in what unit; that text is the manual (`electra-dist config --describe`). Unknown keys
 are errors. Each component is passed the smallest section it needs. Nothing here imports torch.

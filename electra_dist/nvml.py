@@ -8,7 +8,7 @@ Cost: opening some 20 ms, a sample of eight GPUs a few milliseconds, their healt
 running kernels. Imports no torch.
 
 Where it stops: it sees all GPUs that the operating system shows this process, also those that CUDA_VISIBLE_DEVICES
-hides; match by `uuid`. What the numbers mean for a run is decided elsewhere (`launcher/gpu_checks.py`).
+hides; match by `uuid`. What the numbers mean for a run is decided elsewhere (`launcher/preflight/gpu_checks.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +74,16 @@ def pretrain() -> Callable[..., subprocess.CompletedProcess[str]]:
 def losses() -> Callable[[Path], list[tuple]]:
     """`losses(run_dir)`: the numbers of every step record of metrics.jsonl that must repeat bit for bit."""
     return read_losses
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[None]:
+    """A process group of one rank in this process, in which engines can be built one after another."""
+    import torch.distributed as dist
+
+    from electra_dist.engine.distributed import init_distributed
+
+    init_distributed()
+    yield  # left in place for the session, because DeepSpeed remembers the group globally
+    if dist.is_initialized():
+        dist.destroy_process_group()

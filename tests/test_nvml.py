@@ -132,7 +132,7 @@ def test_no_library_no_driver_and_no_gpu_are_none_and_never_an_error(monkeypatch
 def test_it_imports_where_nvidia_ml_py_is_not_installed_and_without_torch(tmp_path: Path):
     code = (
         "import sys; sys.modules['pynvml'] = None\n"  # as if not installed
-        "from electra_dist.telemetry.gpu_watch import GpuSampler\n"
+        "from electra_dist.train.health.gpu_monitor import GpuSampler\n"
         "assert GpuSampler().read() is None; assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

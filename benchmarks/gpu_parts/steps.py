@@ -5,7 +5,7 @@
                FlexAttention; the generator's gradients made early; activations computed again
 
 A step is forward, backward of both losses and fused AdamW, all bf16 (no fp32 master weights), with the
-config's dropout. MFU is `telemetry/flops.py`'s count over the card's listed peak. Rows hold packed examples.
+config's dropout. MFU is `model/flops.py`'s count over the card's listed peak. Rows hold packed examples.
 
 Shapes: B rows, S tokens.
 """

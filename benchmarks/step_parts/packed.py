@@ -18,7 +18,7 @@ from electra_dist.config import Config
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.model.rows import SpecialIds
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 FULL_SHARE = 0.7
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from electra_dist.run.console import format_duration
+from electra_dist.run.formats import format_duration
 from electra_dist.run.jsonl import Record
 
 STARTS = ("start", "resume")

@@ -18,16 +18,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.checkpoint.manifest import RunState
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt, row_hash
-from electra_dist.run.metrics import read_metrics
 
 _CHUNK = 1 << 16  # positions located together
 _ALL_MARKS_ROWS = 20_000_000
@@ -109,18 +106,6 @@ class Expected:
     def _row_ids(self, first: int, end: int) -> NDArray[np.int64]:
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
-
-
-def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Every mark of a run, by step."""
-    marks = [
-        Mark(r["step"], "metrics.jsonl", Receipt(r["rows_seen"], int(r["receipt"], 16)))
-        for r in read_metrics(run_dir)
-        if r["kind"] == "train"
-    ]
-    for folder, state in checkpoints:
-        marks.append(Mark(state.step, f"checkpoint {folder}", Receipt(state.rows_seen, state.rows_digest)))
-    return sorted(marks)
 
 
 def verify(

@@ -34,7 +34,7 @@ from electra_dist.checkpoint.manifest import (
 from electra_dist.checkpoint.retention import Kept, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import StoreError, TornCheckpoint, UserError
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 ENTRY_TIMEOUT_S = 1800.0
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0

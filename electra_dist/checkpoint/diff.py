@@ -13,7 +13,7 @@ from electra_dist.checkpoint.manifest import KINDS, Kind, Manifest, RunState
 from electra_dist.checkpoint.read import fill
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 
 @dataclass(frozen=True, kw_only=True)

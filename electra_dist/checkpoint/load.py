@@ -24,7 +24,7 @@ from electra_dist.checkpoint.manifest import RunState, committed, read_manifest,
 from electra_dist.checkpoint.read import fill
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.set-aside.json"

@@ -21,7 +21,7 @@ import torch
 from electra_dist.checkpoint.manifest import READINGS, FileEntry, Manifest, TensorEntry, read_manifest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreExhausted, StoreMissing, TornCheckpoint
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 REQUEST_BYTES = 64 << 20
 THREADS = 4

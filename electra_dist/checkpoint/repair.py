@@ -25,7 +25,7 @@ from electra_dist.checkpoint.manifest import (
 )
 from electra_dist.checkpoint.read import verify, verify_file
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 Status = Literal["committed", "damaged", "set aside", "leftover"]
 

@@ -26,7 +26,8 @@ from electra_dist.checkpoint.commit import commit, is_older, retain, submit
 from electra_dist.checkpoint.manifest import KINDS, RunState, folder_name
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor, write_tensor_file
 from electra_dist.config import CheckpointConfig
-from electra_dist.store.local import LocalStore, Store
+from electra_dist.store.interface import Store
+from electra_dist.store.local import LocalStore
 
 
 @dataclass(frozen=True, kw_only=True)

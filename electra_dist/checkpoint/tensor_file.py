@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from electra_dist.checkpoint.manifest import FileEntry, Kind, TensorEntry
-from electra_dist.store.local import make_folder, sync_folder, writable
+from electra_dist.store.files import make_folder, sync_folder, writable
 
 PIECE = 1 << 22  # elements: 16 MiB
 _CHUNK_BYTES = 1 << 20  # written and hashed while it is in the processor's cache

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from electra_dist.compare.config import RANDOM
 from electra_dist.compare.table import AVERAGE, Row
 from electra_dist.report.curves import print_style
-from electra_dist.store.local import replacing
+from electra_dist.store.files import replacing
 
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
 _PANELS_ACROSS = 3

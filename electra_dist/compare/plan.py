@@ -1,7 +1,7 @@
 """From a comparison to its runs: equal FLOPs, one resolved config each. Pure but for reading the base.
 
 Guarantee: the budget is the FLOPs of the first objective's `steps` (or `flops`) by the count that MFU uses
-(telemetry/flops.py); every run has the number of steps whose FLOPs are nearest to it, so none is further from it than
+(model/flops.py); every run has the number of steps whose FLOPs are nearest to it, so none is further from it than
 half a step. Warm-up is the same share of the steps in all of them, as in the base; so is the decay. Seed s gives all
 objectives the same rows and the same initial weights of what they have in common.
 

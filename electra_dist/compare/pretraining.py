@@ -22,7 +22,7 @@ from electra_dist.checkpoint.manifest import committed
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.compare.plan import Cell
 from electra_dist.run.heartbeat import read_heartbeats
-from launcher.supervise.rank_processes import mark_of, marked_pids
+from electra_dist.run.processes import mark_of, marked_pids
 
 Progress = Callable[[str, int, int], None]  # what is being done, parts done, parts in all
 _LOOK_S = 0.5

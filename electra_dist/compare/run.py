@@ -32,7 +32,7 @@ from electra_dist.compare.table import Failure, Row, console_table, markdown, sc
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.model.parameters import parameter_counts
-from electra_dist.store.local import replacing
+from electra_dist.store.files import replacing
 from electra_dist.train.inputs import check_inputs
 
 Note = Callable[[str], None]

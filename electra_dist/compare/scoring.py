@@ -29,7 +29,7 @@ from electra_dist.finetune.result import summarize
 from electra_dist.finetune.run import finetune_task, probe_task
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
-from electra_dist.store.local import replacing
+from electra_dist.store.files import replacing
 
 MINIMAL_PAIRS = "minimal-pairs"
 _PAIRS = 200  # of each phenomenon

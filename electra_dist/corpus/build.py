@@ -36,7 +36,8 @@ from electra_dist.corpus.workers import process_in_order
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.data.shard import write_shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 from electra_dist.tokenizer import VOCAB_FILE
 
 _BLOCK_BYTES = 1 << 20

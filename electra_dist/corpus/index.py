@@ -22,7 +22,7 @@ from electra_dist.corpus.request import tokenizer_entry
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
 from electra_dist.data.shard import MEMBER_SUFFIX, Shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from electra_dist.config import Section, canonical_json
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from electra_dist.store.local import replacing
+from electra_dist.store.files import replacing
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # of a docstring

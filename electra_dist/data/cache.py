@@ -27,7 +27,8 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreMissing
-from electra_dist.store.local import Store, file_sha256, readable
+from electra_dist.store.files import file_sha256, readable
+from electra_dist.store.interface import Store
 
 _CLOSE_S = 2.0  # patience with threads that are in the middle of a download
 

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from electra_dist.config import Positive, Section, canonical_json
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
-from electra_dist.store.local import Store, check_key
+from electra_dist.store.interface import Store, check_key
 
 MANIFEST_KEY = "corpus.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

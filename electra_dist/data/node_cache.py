@@ -26,7 +26,8 @@ from pathlib import Path
 
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
-from electra_dist.store.local import Store, file_sha256, readable, writable
+from electra_dist.store.files import file_sha256, readable, writable
+from electra_dist.store.interface import Store
 
 _FETCHES = 5  # of a shard whose bytes come out wrong
 _SPARE_BYTES = 64 << 20  # left free on the disk

@@ -11,7 +11,7 @@ over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with 
 few that fall outside.
 
 Cost: O(shards) once an epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
-batches of 2,048 (2 to 4 us where `electra_kernels.host` was not built); no array as long as a window or an
+batches of 2,048 (2 to 4 us where `electra_kernels.native.host` was not built); no array as long as a window or an
 epoch ever exists. `benchmarks/loader.py` measures it.
 
 Where it stops: shuffling is as wide as a window: with 64 shards of 16,384 rows, over a million rows.

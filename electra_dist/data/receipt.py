@@ -2,7 +2,8 @@
 
 Guarantee: the digest is the sum, modulo 2**64, of one 64-bit hash per row consumed. It does not depend on order, ranks
 or restarts, so each rank adds up its own rows, one integer all-reduce makes the step's receipt, and anybody who knows
-the order can say afterwards what it must be (`train/verify.py`). A wrong multiset of rows passes with chance 2**-64.
+the order can say afterwards what it must be (`analysis/row_audit.py`). A wrong multiset of rows passes with chance
+2**-64.
 
 How: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers, so that two
 different rows never have the same hash and a row can be found again from its hash.

@@ -30,7 +30,8 @@ from electra_kernels.native import host
 from numpy.typing import NDArray
 
 from electra_dist.errors import ManifestMismatch
-from electra_dist.store.local import check_key, readable
+from electra_dist.store.files import readable
+from electra_dist.store.interface import check_key
 
 MEMBER_SUFFIX = ".rows.npy"
 
@@ -92,7 +93,7 @@ class Shard:
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.num_rows = int(self._starts[-1])
         self._lines, self._first_line, self._row_lines = self._lattice(self._offsets, lengths)
-        # For `electra_kernels.host.gather_rows`: address of the mapping, number of blocks, addresses of where each
+        # For `host.gather_rows`: address of the mapping, number of blocks, addresses of where each
         # block begins, in rows and in bytes. Good until `close`.
         address = self._lines.ctypes.data - int(self._offsets.min())
         self.table = (address, len(self._offsets), self._starts.ctypes.data, self._offsets.ctypes.data)

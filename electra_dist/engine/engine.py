@@ -11,12 +11,8 @@ What the stages run (DeepSpeed 0.19.8, tried here):
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -25,10 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from electra_dist.config import Config, EngineConfig, TrainConfig
+from electra_dist.engine.distributed import local_device
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.errors import UserError
-
-PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
@@ -67,30 +62,6 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
             f"{world_size} ranks; with this micro_batch use {shown} ranks, or change micro_batch"
         )
-
-
-def init_distributed() -> None:
-    """Join the process group that the launcher described in the environment (or make one of a single rank)."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of any optimizer but its own
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if not torch.cuda.is_available():
-        # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_SIZE", "1"))))
-    deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
-
-
-def local_device() -> torch.device:
-    """This rank's device."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
 
 
 class Engine:

@@ -25,7 +25,7 @@ from torch import nn
 
 from electra_dist.checkpoint.manifest import KINDS
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.engine.optimizer import MOMENTS, ForeachAdamW
+from electra_dist.engine.adamw import MOMENTS, ForeachAdamW
 
 assert ("master", *MOMENTS) == KINDS
 

@@ -6,7 +6,7 @@ ranks take the smallest of their answers.
 
 How: one and two full rows go forward and backward through a copy of the towers without an optimizer; memory is taken
 to be a constant and so much a row. On a GPU it is the allocator's peak, on a CPU what autograd keeps. Of what is free,
-a tenth is left alone, and the training state (`telemetry/budget.py`) comes off first.
+a tenth is left alone, and the training state (`engine/state_layout.py`) comes off first.
 
 Where it stops: communication buffers must live in that tenth. The largest is the fastest on a GPU; on a CPU it mostly
 is not. Evaluation uses the same micro-batch and keeps less.
@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config
+from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, loss_counts
-from electra_dist.planning.budget import PARTS, state_layout
-from electra_dist.store.local import replacing
+from electra_dist.store.files import replacing
 
 MICRO_BATCH_FILE = "micro_batch.json"
 _LEFT_ALONE = 0.1  # of what is free

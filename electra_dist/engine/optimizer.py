@@ -4,12 +4,7 @@ Three implementations of one update rule; `build_optimizer` takes the first that
 
 1. apex FusedAdam (NVIDIA's: it must bring the `amp_C` extension; the PyPI package named `apex` is something else),
 2. DeepSpeed FusedAdam (compiled once on the first use on a GPU),
-3. `ForeachAdamW` below: torch._foreach, no compilation, what a CPU runs.
-
-    m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2;   p -= lr * (m / (sqrt(v) + eps) + decay * p)
-
-Source: google-research/electra, model/optimization.py (AdamWeightDecayOptimizer). Without bias correction there is no
-step counter, so the whole state is (m, v): a zero gradient on fresh state with lr 0 changes nothing.
+3. `ForeachAdamW` of `adamw.py`, which states the rule: torch._foreach, no compilation, what a CPU runs.
 
 `optimizer.name: lamb` is `lamb.py`'s, or apex FusedLAMB. It runs at ZeRO stage 0 only: each parameter's step is scaled
 by the parameter's norm, and at the other stages an optimizer sees flat pieces of many parameters; apex's would take
@@ -19,52 +14,16 @@ the norm of a piece for the norm of a parameter and say nothing.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from electra_dist.config import OptimizerConfig
+from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.errors import UserError
 from electra_dist.objectives.two_stage import TwoStageDetection, is_generators
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class ForeachAdamW(torch.optim.Optimizer):
-    """The update above over lists of tensors; fp32 state, any device."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if not params:
-                continue
-            grads = [p.grad for p in params]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p].update({name: torch.zeros_like(p) for name in MOMENTS})
-            exp_avgs = [self.state[p]["exp_avg"] for p in params]
-            exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
-            beta1, beta2 = group["betas"]
-            torch._foreach_mul_(exp_avgs, beta1)
-            torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
-            updates = torch._foreach_sqrt(exp_avg_sqs)
-            torch._foreach_add_(updates, group["eps"])
-            updates = torch._foreach_div(exp_avgs, updates)
-            if group["weight_decay"]:
-                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ one: lr * d ** (L + 1 - depth), the top layer d, the embeddings d ** (L + 1).
 The schedule is lr * (1 - t / T) * min(1, t / (warmup_fraction * T)), so that the first update has lr 0.
 
 Source: google-research/electra, model/optimization.py (`_get_layer_lrs`), issues 51 and 64; AdamW without bias
-correction is the one of pretraining (`train/optimizer.py`).
+correction is the one of pretraining (`engine/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from electra_dist.engine.optimizer import ForeachAdamW
+from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.finetune.config import FinetuneConfig
 
 _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")

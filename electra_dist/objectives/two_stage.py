@@ -2,7 +2,7 @@
 
 Steps below `generator_only_steps` train the generator by MLM; the discriminator does not run. At that step the
 discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward has no
-gradient and its learning rate is 0. The copy and the learning rates are the training loop's (`train/two_stage.py`).
+gradient and its learning rate is 0. The copy and the learning rates are the training loop's (`engine/two_stage.py`).
 In evaluation both run, whatever the step.
 
 The towers must be of one size and share nothing (`model.sharing: none`).

@@ -1,7 +1,7 @@
 """How long a step takes on N nodes: compute of one GPU, bytes on the wire, and the links that carry them.
 
 Guarantee: pure functions of what they are given. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under
-`train/engine.py`; a test compares it with the collectives of real steps, `benchmarks/scaling.py` the step time with
+`engine/engine.py`; a test compares it with the collectives of real steps, `benchmarks/scaling.py` the step time with
 measured ones at limited bandwidth.
 
 Model, each point of which `ASSUMPTIONS` tells the user: a step is compute, then communication, nothing hidden behind

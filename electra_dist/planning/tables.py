@@ -19,9 +19,10 @@ from rich.text import Text
 
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
-from electra_dist.planning.budget import PARTS, Budget, make_budget, state_layout
+from electra_dist.engine.state_layout import PARTS, state_layout
+from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.scaling import ASSUMPTIONS, Cluster, scale
-from electra_dist.run.console import format_count, format_duration
+from electra_dist.run.formats import format_count, format_duration
 
 
 @dataclass(frozen=True)

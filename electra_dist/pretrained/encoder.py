@@ -202,7 +202,7 @@ def _from_run(run: Path, tower: TowerName, step: int | None) -> Pretrained:
     from electra_dist.checkpoint.load import assemble
     from electra_dist.checkpoint.targets import open_targets
     from electra_dist.data.manifest import TokenizerEntry
-    from electra_dist.train.inputs import CONFIG_FILE, TOKENIZER_FILE
+    from electra_dist.run.folder import CONFIG_FILE, TOKENIZER_FILE
 
     config = load_config(run / CONFIG_FILE)
     entry = TokenizerEntry.model_validate_json((run / TOKENIZER_FILE).read_text())

@@ -13,7 +13,7 @@ from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
 from electra_dist.pretrained.hf import export_towers
-from electra_dist.train.inputs import CONFIG_FILE, TOKENIZER_FILE, VOCAB_FILE
+from electra_dist.run.folder import CONFIG_FILE, TOKENIZER_FILE, VOCAB_FILE
 
 
 def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:

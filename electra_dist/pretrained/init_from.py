@@ -5,7 +5,7 @@ source lacks is said (a head, the generator, always the moments). A vocabulary o
 refused before anything is written. Once the run has a checkpoint of its own the source is not looked at again.
 
 How: a run gives its newest good checkpoint, whatever its objective and its towers share; an export and a Hugging Face
-folder are read by `model/hf_load.py`. Every rank reads the source, so all nodes must see it.
+folder are read by `hf_load.py`. Every rank reads the source, so all nodes must see it.
 
 Where it stops: steps, schedule and moments begin anew. In bf16 at ZeRO 1 to 3 the masters begin rounded to bf16, as
 initial weights do.

@@ -24,8 +24,8 @@ from electra_dist.analysis.goodput import Goodput, goodput
 from electra_dist.errors import UserError
 from electra_dist.report.curves import PANELS, panel_svg, write_curves_png
 from electra_dist.report.style import STYLE
-from electra_dist.run.console import format_count, format_duration
 from electra_dist.run.environment import read_environment
+from electra_dist.run.formats import format_count, format_duration
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics import read_metrics

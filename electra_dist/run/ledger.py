@@ -11,6 +11,7 @@ Where it stops: one writer (rank 0). It records; `launcher` decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -54,3 +55,8 @@ def read_ledger(path: Path) -> list[Record]:
 def read_jobs(run_dir: Path) -> list[Record]:
     """The lines of RUN/slurm/jobs.jsonl, oldest first; none without a file."""
     return read_records(Path(run_dir) / JOBS_FILE)
+
+
+def newest_checkpoint(ledger: Sequence[Record]) -> int:
+    """The furthest step that was ever saved; 0 before the first. One that is saved again is no progress."""
+    return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.run.jsonl import encode, read_records
-from electra_dist.store.local import writable
+from electra_dist.store.files import writable
 
 STRIKES_FILE = "strikes.jsonl"
 EXPIRES_S = 24 * 3600.0

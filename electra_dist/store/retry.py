@@ -10,7 +10,7 @@ puts `REFUND` back. It stops what the other two limits cannot see: storage that 
 
 Cost: nothing while requests succeed. With the defaults an outage is waited out for about three minutes.
 
-Where it stops: which errors deserve a retry is the store's knowledge (`store_s3.py`).
+Where it stops: which errors deserve a retry is the store's knowledge (`s3.py`).
 """
 
 from __future__ import annotations

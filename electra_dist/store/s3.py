@@ -4,7 +4,7 @@ Guarantee: a download is the bytes of one version of the object. A broken body i
 a ranged GET with If-Match on the ETag; if the object was replaced meanwhile, the download starts again from zero.
 `write_new` is PUT with If-None-Match: *; a racer whose own answer was lost on the way recognises its object by a
 random tag in the object's metadata. Uploads carry Content-MD5, so the service refuses bytes that were damaged on the
-way. What is retried and what fails at once: `store_s3_errors.py`; how patiently: `store_retry.py`.
+way. What is retried and what fails at once: `s3_errors.py`; how patiently: `retry.py`.
 
 How: boto3's retries are off (they do not cover bodies, and would multiply with ours). Size and existence are asked by
 a GET of one byte, because the answer to a HEAD cannot say which of bucket, key or right is missing. Expired
@@ -31,7 +31,8 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from electra_dist.errors import StoreMissing, UserError
-from electra_dist.store.local import Store, check_key, replacing
+from electra_dist.store.files import replacing
+from electra_dist.store.interface import Store, check_key
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:

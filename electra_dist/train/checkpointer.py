@@ -28,7 +28,8 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish, shared_names
 from electra_dist.model.init import build_towers
 from electra_dist.pretrained.init_from import load_source
-from electra_dist.train.guard import Guard, SkipList
+from electra_dist.train.guard import Guard
+from electra_dist.train.skip_list import SkipList
 from electra_dist.train.step import StepResult
 
 

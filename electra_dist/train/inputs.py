@@ -5,13 +5,11 @@ Each check is read-only and raises UserError with one line; the process then end
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from electra_kernels import BackendUnavailable
 from electra_kernels.backend import resolve
 
 from electra_dist.config import Config
@@ -21,13 +19,12 @@ from electra_dist.engine.optimizer import check_optimizer
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build import check_objective
 from electra_dist.pretrained.init_from import check_source, needs_source
-from electra_dist.store.local import Store, open_store
+from electra_dist.run.folder import (
+    check_run_folder,
+)
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 from electra_dist.tokenizer import Vocabulary
-
-CONFIG_FILE = "config.yaml"
-IDENTITY_FILE = "identity.json"
-TOKENIZER_FILE = "tokenizer.json"
-VOCAB_FILE = "vocab.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,10 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
     check_world_size(config.train, world_size)
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
-    resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
+    except BackendUnavailable as error:
+        raise UserError(str(error)) from None
     corpus = _open_corpus(config, "corpus", config.data.corpus)
     check_run_folder(config, run_identity(config, corpus.manifest))
     if needs_source(config):
@@ -91,31 +91,3 @@ def _open_corpus(config: Config, key: str, url: str) -> Corpus:
 def run_identity(config: Config, corpus: CorpusManifest) -> dict[str, Any]:
     """What a run folder is bound to: everything that defines the trajectory."""
     return {**config.identity(), "corpus_fingerprint": corpus.fingerprint}
-
-
-def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
-    """Refuse a run folder that cannot be written or that belongs to another run."""
-    run_dir = Path(config.run_dir)
-    existing = run_dir
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"run_dir {config.run_dir}: {existing} is not a writable folder; choose another run_dir")
-    identity_file = run_dir / IDENTITY_FILE
-    if identity_file.exists():
-        difference = _first_difference(json.loads(identity_file.read_text()), identity)
-        if difference:
-            raise UserError(
-                f"run_dir {config.run_dir} holds a run of another config or corpus ({difference}); "
-                f"choose another run_dir, or restore it to go on with that run"
-            )
-
-
-def _first_difference(old: object, new: object, key: str = "") -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(n for n in new if n not in old)]:
-            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
-            if found:
-                return found
-        return ""
-    return "" if old == new else f"{key} was {old}, is {new}"

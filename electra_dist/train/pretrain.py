@@ -14,7 +14,8 @@ from electra_kernels.native import host
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml
-from electra_dist.engine.engine import Engine, init_distributed, local_device
+from electra_dist.engine.distributed import init_distributed, local_device
+from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.model.attention import AttentionChoice, choose_attention
@@ -24,22 +25,14 @@ from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.init_from import begin_with_source
-from electra_dist.store.local import replacing
+from electra_dist.run.folder import CONFIG_FILE, IDENTITY_FILE, TOKENIZER_FILE, VOCAB_FILE
+from electra_dist.store.files import replacing
 from electra_dist.train.clock import seconds_since_process_start
-from electra_dist.train.guard import SkipList
 from electra_dist.train.health.error_relay import another_rank_told, tell_once
 from electra_dist.train.health.rank_monitor import Watch
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.inputs import (
-    CONFIG_FILE,
-    IDENTITY_FILE,
-    TOKENIZER_FILE,
-    VOCAB_FILE,
-    Corpus,
-    Inputs,
-    check_inputs,
-    run_identity,
-)
+from electra_dist.train.inputs import Corpus, Inputs, check_inputs, run_identity
+from electra_dist.train.skip_list import SkipList
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Round
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from electra_dist.config import Config
 from electra_dist.data.cache import ShardCache
-from electra_dist.engine.engine import local_device
-from electra_dist.store.local import replacing
+from electra_dist.engine.distributed import local_device
+from electra_dist.store.files import replacing
 from electra_dist.train.inputs import Corpus
 
 

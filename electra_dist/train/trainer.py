@@ -28,12 +28,13 @@ from electra_dist.model.rows import SpecialIds
 from electra_dist.train.checkpointer import Progress, RunMemory
 from electra_dist.train.clock import Clock
 from electra_dist.train.evaluator import Evaluator
-from electra_dist.train.guard import Guard, SkipList, first_to_skip
+from electra_dist.train.guard import Guard, first_to_skip
 from electra_dist.train.health.rank_monitor import Watch
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.inputs import Corpus, Inputs
 from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.save_schedule import SaveSchedule
+from electra_dist.train.skip_list import SkipList
 from electra_dist.train.step import Signs, StepResult, TrainStep, outlier
 
 _ENDINGS: dict[int | None, Ending] = {

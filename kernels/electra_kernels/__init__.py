@@ -5,3 +5,7 @@ holds the Triton kernel and its launch. They are two files because Triton is not
 interpreter switch when a kernel is defined: the second file is imported at the first launch and never on a machine
 that runs the reference. `backend.py` decides which one runs.
 """
+
+
+class BackendUnavailable(Exception):
+    """The demanded implementation of an operation cannot run here. The text is one line with the next step."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from electra_dist.errors import UserError
+from electra_kernels import BackendUnavailable
 
 BACKENDS = ("auto", "triton", "cuda", "reference")
 
@@ -25,7 +25,7 @@ def resolve(backend: str, device: str) -> str:
         device: a device type, "cuda" or "cpu" (an index after a colon is ignored).
 
     Raises:
-        UserError: the demanded implementation cannot run here.
+        BackendUnavailable: the demanded implementation cannot run here.
     """
     assert backend in BACKENDS, backend
     on_gpu = device.split(":")[0] == "cuda"
@@ -33,12 +33,18 @@ def resolve(backend: str, device: str) -> str:
         return "triton" if on_gpu and _has_triton() else "reference"
     if backend == "triton":
         if not _has_triton():
-            raise UserError("kernels.backend is triton, but triton is not installed here: install it or set auto")
+            raise BackendUnavailable(
+                "kernels.backend is triton, but triton is not installed here: install it or set auto"
+            )
         if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError("kernels.backend is triton, but there is no CUDA device here: set auto or reference")
+            raise BackendUnavailable(
+                "kernels.backend is triton, but there is no CUDA device here: set auto or reference"
+            )
     if backend == "cuda":
         if not on_gpu:
-            raise UserError("kernels.backend is cuda, but there is no CUDA device here: set auto or reference")
+            raise BackendUnavailable(
+                "kernels.backend is cuda, but there is no CUDA device here: set auto or reference"
+            )
         from electra_kernels.native.discriminator_tail import library
 
         library()

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from electra_kernels.backend import resolve_without_cuda
-from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm_reference, keep_scale
+from electra_kernels.dropout_add_norm import dropout_add_norm_reference, keep_scale
 from electra_kernels.keyed_random import Purpose, keep_grid
+from electra_kernels.op_types import DropoutKey
 
 SITES = 2  # places of a layer that drop
 

@@ -21,7 +21,7 @@ Shapes: B rows, S tokens, H hidden.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from electra_kernels.backend import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
-
-
-class DropoutKey(NamedTuple):
-    """What the dropped elements depend on, besides their row and place in it."""
-
-    probability: float  # of an element to be dropped; 0 draws nothing
-    seed: int
-    step: int
-    site: int  # a number of its own for each place in the model that drops
+from electra_kernels.op_types import DropoutKey
 
 
 def dropout_add_norm(

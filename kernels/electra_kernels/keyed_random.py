@@ -9,7 +9,7 @@ positions. `tl.philox` in Triton gives the same bits, so a kernel and its refere
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words ride in
 int64; the 64-bit product wraps, and its two's-complement bits are still the right ones. On a CPU a grid is made in
-slices shared among threads, by `electra_kernels.host` (about 1 ns a number on a core) or, where that was not
+slices shared among threads, by `electra_kernels.native.host` (about 1 ns a number on a core) or, where that was not
 built, by NumPy (10 ns).
 
 Where it stops: dropout inside torch's own operators is seeded from here (`derive_seed`), not drawn from here.

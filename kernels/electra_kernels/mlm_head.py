@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from electra_kernels.backend import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose
 from electra_kernels.native import host
+from electra_kernels.op_types import RowOptions, RowStats
 from electra_kernels.sampling import block_rows, sample_reference
 
 _LEAST_ROWS_CPU = 8
@@ -51,25 +52,6 @@ class MlmHeadOutput(NamedTuple):
     sampled_M: torch.Tensor
     correct_sum: torch.Tensor
     sampled_correct_sum: torch.Tensor
-
-
-class RowOptions(NamedTuple):
-    """What the row pass needs besides tensors."""
-
-    seed: int
-    step: int
-    vocab_size: int
-    temperature: float
-    disallow_correct: bool
-    with_gradient: bool
-
-
-class RowStats(NamedTuple):
-    """What the row pass finds in each row: unweighted loss, most likely token, drawn token."""
-
-    loss_M: torch.Tensor
-    best_M: torch.Tensor
-    sampled_M: torch.Tensor
 
 
 def mlm_head_loss_and_sample(

@@ -27,9 +27,9 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
 from electra_dist.run.jsonl import encode, read_records
+from electra_dist.run.processes import mark_of, marked_pids
 from launcher.chaos.drill import Drill, Hit, Stuck, plan
 from launcher.chaos.faults import FAULTS, SmallDisk
-from launcher.supervise.rank_processes import mark_of, marked_pids
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")
 

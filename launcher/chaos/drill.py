@@ -20,9 +20,8 @@ from typing import TypeVar
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import read_ledger
+from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from launcher.chaos.faults import FAULTS, Fault, SmallDisk, Victim, kill_everything
-from launcher.supervise.outcome import newest_checkpoint
 
 PATIENCE_S = 900.0  # a run that does not get on for so long has failed the drill
 _SAVE_PATIENCE_S = 10.0

@@ -1,7 +1,7 @@
 """What chaos can do to a run, one function a fault. They touch the processes and files of that run and nothing else.
 
 A process belongs to the run if it carries the supervisor's mark of exactly this run folder in its environment
-(ranks.py), or is the supervisor that the drill itself started.
+(run/processes.py), or is the supervisor that the drill itself started.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 from electra_dist.checkpoint.manifest import committed
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.store.local import LocalStore
-from launcher.supervise.rank_processes import mark_of, marked_pids
 
 FILLER = "chaos-filler"
 

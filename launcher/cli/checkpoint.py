@@ -16,14 +16,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from electra_dist.checkpoint.manifest import KINDS, read_manifest
-from electra_dist.checkpoint.targets import find_checkpoint, find_targets
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
+from launcher.cli.checkpoint_paths import find_checkpoint, find_targets
 
 if TYPE_CHECKING:  # torch is imported by the commands that read tensors
     from electra_dist.checkpoint.diff import Side
     from electra_dist.checkpoint.repair import Found
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(help="What a run has saved: list, verify, diff, repair.", no_args_is_help=True, add_completion=False)
 
 Where = Annotated[str, typer.Argument(metavar="PATH", help="run's folder, folder of checkpoints, or s3:// prefix")]
 Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint other than AWS's, for an s3:// PATH")]

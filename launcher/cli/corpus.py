@@ -21,10 +21,11 @@ from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.readers import DocumentStream, InputFile, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
-from electra_dist.store.local import open_store, replacing
+from electra_dist.store.files import replacing
+from electra_dist.store.open import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-app = typer.Typer(help="Text -> WordPiece rows -> shards.", no_args_is_help=True)
+app = typer.Typer(help="Text to rows to shards.", no_args_is_help=True, add_completion=False)
 
 Inputs = Annotated[
     list[str],

@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 
 from electra_dist.analysis.goodput import goodput
+from electra_dist.analysis.hangs import hang_limits, hung
 from electra_dist.analysis.run_state import Signs, State, standing
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.run.console import format_duration
-from electra_dist.run.heartbeat import Beat, hang_limits, hung, read_heartbeats
+from electra_dist.run.formats import format_duration
+from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics import read_metrics

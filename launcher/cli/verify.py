@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from electra_dist.analysis.row_audit import Expected, Mark, Verdict, verify
 from electra_dist.checkpoint.manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
+from electra_dist.data.manifest import read_manifest as read_corpus
+from electra_dist.data.order import RowOrder
+from electra_dist.data.receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.ledger import read_ledger
-from electra_dist.store.local import open_store
-from electra_dist.train.guard import SkipList
-
-if TYPE_CHECKING:  # the order needs torch: only when the command runs
-    from electra_dist.analysis.row_audit import Expected, Verdict
+from electra_dist.run.metrics import read_metrics
+from electra_dist.store.open import open_store
+from electra_dist.train.skip_list import SkipList
 
 
 def verify_command(run: Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo_cpu")]) -> None:
     """Prove which rows the run was trained on, up to the step reached; exit 1 if they are not the order's."""
-    from electra_dist.analysis.row_audit import Expected, read_marks, verify
-    from electra_dist.data.manifest import read_manifest as read_corpus
-    from electra_dist.data.order import RowOrder
-
     if not (run / "config.yaml").exists():
         raise UserError(f"{run}: not a run folder (no config.yaml); name the run_dir of a started run")
     config = load_config(run / "config.yaml")
@@ -81,3 +80,15 @@ def _print(run: Path, verdict: Verdict, expected: Expected, out: Console) -> Non
     out.print(
         f"BAD: steps {bad.first_step:,} to {bad.end_step - 1:,} ({bad.source}): {bad.text}; everything before is good"
     )
+
+
+def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
+    """Every mark of a run, by step."""
+    marks = [
+        Mark(r["step"], "metrics.jsonl", Receipt(r["rows_seen"], int(r["receipt"], 16)))
+        for r in read_metrics(run_dir)
+        if r["kind"] == "train"
+    ]
+    for folder, state in checkpoints:
+        marks.append(Mark(state.step, f"checkpoint {folder}", Receipt(state.rows_seen, state.rows_digest)))
+    return sorted(marks)

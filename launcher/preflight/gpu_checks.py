@@ -1,4 +1,4 @@
-"""Which GPUs can be trusted with a run: pure, from what NVML says (`telemetry/gpu.py`) and from measured speeds.
+"""Which GPUs can be trusted with a run: pure, from what NVML says (`electra_dist/nvml.py`) and from measured speeds.
 
 Unhealthy (the node is left out): lost, memory damaged since the driver was loaded, repairs of memory pending or
 failed, a recovery that the driver asks for, slowed by the hardware, at the slowdown temperature, fewer NVLinks than

@@ -11,12 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from launcher.preflight.rank_checks import partner
+if TYPE_CHECKING:
+    import torch
 
 _LOOKS, _REPEATS, _CHUNK = 3, 5, 8
 
@@ -109,3 +110,31 @@ def gather(value: T) -> list[T]:
     box: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box
+
+
+def partner(position: int, count: int, turn: int) -> int | None:
+    """With whom `position` of a ring of `count` exchanges in turn 0, 1 or 2: each meets both neighbours once.
+
+    Turn 2 is for an odd count, where the last and the first are left over. None: nobody in this turn.
+    """
+    if turn == 2:
+        return {0: count - 1, count - 1: 0}.get(position) if count % 2 else None
+    other = position + 1 if position % 2 == turn else position - 1
+    if count % 2:
+        return other if 0 <= other < count else None
+    return other % count
+
+
+def peers(nodes: Sequence[str], rank: int) -> list[int]:
+    """The ring that `rank` exchanges with, itself included: its likes on all nodes, or all ranks of a single node.
+
+    Args:
+        nodes: node of each rank. Unless all have as many ranks, nobody can be compared: an empty ring.
+    """
+    ranks_of = {node: [r for r, n in enumerate(nodes) if n == node] for node in nodes}
+    if len(ranks_of) == 1:
+        return list(range(len(nodes)))
+    if len({len(ranks) for ranks in ranks_of.values()}) > 1:
+        return []
+    place = ranks_of[nodes[rank]].index(rank)
+    return [ranks[place] for ranks in ranks_of.values()]

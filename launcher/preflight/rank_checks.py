@@ -30,6 +30,7 @@ from launcher.preflight.storage_checks import judge_skew
 
 if TYPE_CHECKING:
     import torch
+from launcher.preflight.measurements import peers
 
 TIMEOUT = timedelta(minutes=5)  # a node may still be waiting for its storage
 LOAD_S, LOAD_SIZE = 3.0, 8192
@@ -91,34 +92,6 @@ def judge_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]
     bandwidths = [report.all_reduce_gb_s for report in reports if report.all_reduce_gb_s is not None]
     what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s" if bandwidths else "no all-reduce tried"
     return [*findings, Finding(severity="ok", node=JOB, what=what)]
-
-
-def partner(position: int, count: int, turn: int) -> int | None:
-    """With whom `position` of a ring of `count` exchanges in turn 0, 1 or 2: each meets both neighbours once.
-
-    Turn 2 is for an odd count, where the last and the first are left over. None: nobody in this turn.
-    """
-    if turn == 2:
-        return {0: count - 1, count - 1: 0}.get(position) if count % 2 else None
-    other = position + 1 if position % 2 == turn else position - 1
-    if count % 2:
-        return other if 0 <= other < count else None
-    return other % count
-
-
-def peers(nodes: Sequence[str], rank: int) -> list[int]:
-    """The ring that `rank` exchanges with, itself included: its likes on all nodes, or all ranks of a single node.
-
-    Args:
-        nodes: node of each rank. Unless all have as many ranks, nobody can be compared: an empty ring.
-    """
-    ranks_of = {node: [r for r, n in enumerate(nodes) if n == node] for node in nodes}
-    if len(ranks_of) == 1:
-        return list(range(len(nodes)))
-    if len({len(ranks) for ranks in ranks_of.values()}) > 1:
-        return []
-    place = ranks_of[nodes[rank]].index(rank)
-    return [ranks[place] for ranks in ranks_of.values()]
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:

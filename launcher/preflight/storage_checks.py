@@ -21,7 +21,8 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.store.local import open_store, readable
+from electra_dist.store.files import readable
+from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
 from launcher.preflight.disk_checks import check_disks, targets
 from launcher.preflight.findings import Finding, Severity, from_error

@@ -4,12 +4,12 @@ Guarantee: equal requests give equal text. Every value is quoted for where it st
 Slurm's own parser in an #SBATCH line; what that parser cannot carry is refused before anything is submitted.
 
 What the script does, on the first node of the job, outside any container:
-  1. notes the job in RUN/slurm/jobs.jsonl (`launcher.job begin`),
+  1. notes the job in RUN/slurm/jobs.jsonl (`launcher.slurm.job begin`),
   2. starts one task on each node (`srun`): `launcher.supervise`, which checks that node, then starts and watches its
      ranks,
   3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75,
-  4. asks `launcher.job end` for a verdict, which reads the ledger and the exit code of every node, and does what it
-     says: cancel what is left of the chain, leave out a node, requeue, or replace a link that crashed.
+  4. asks `launcher.slurm.job end` for a verdict, which reads the ledger and the exit code of every node, and does
+     what it says: cancel what is left of the chain, leave out a node, requeue, or replace a link that crashed.
 
 Slurm ends a job as FAILED, without a requeue, when a node crashes and is back within SlurmdTimeout: step 4 is what
 brings such a run back. srun's own exit code is not looked at: it is the highest of all nodes' codes.
@@ -158,7 +158,7 @@ if [ "${{1:-}}" = node ]; then # one task per node; the lines below it are the j
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
-ours() {{ {ours}"$python" -m launcher.job "$@"; }}
+ours() {{ {ours}"$python" -m launcher.slurm.job "$@"; }}
 start_step() {{ srun --kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{srun} bash "$script" node & }}
 """
 
@@ -215,7 +215,7 @@ fi
 pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
 IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
     --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
-echo "${action:-no verdict}: ${why:-launcher.job could not be run}"
+echo "${action:-no verdict}: ${why:-launcher.slurm.job could not be run}"
 case $action in
 done | stop) for job in $(pending); do scancel "$job"; done ;;
 next) @NEXT@ ;;

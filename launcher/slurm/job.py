@@ -28,9 +28,8 @@ from typing import Any, Literal
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import JOBS_FILE, read_jobs, read_ledger
+from electra_dist.run.ledger import JOBS_FILE, newest_checkpoint, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
-from launcher.supervise.outcome import newest_checkpoint
 
 _CANCELLED_BEFORE_S = 30.0  # a TERM earlier than this before the limit is not the limit's
 
@@ -167,8 +166,8 @@ def end(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m launcher.job begin|end RUN ...`."""
-    parser = argparse.ArgumentParser(prog="launcher.job", description="The batch script's bookkeeping.")
+    """`python -m launcher.slurm.job begin|end RUN ...`."""
+    parser = argparse.ArgumentParser(prog="launcher.slurm.job", description="The batch script's bookkeeping.")
     commands = parser.add_subparsers(required=True)
     for command, names in ((begin, ("nodes", "submitted", "started")), (end, ("told", "end-time"))):
         sub = commands.add_parser(command.__name__)

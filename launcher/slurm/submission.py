@@ -28,7 +28,7 @@ from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
-from electra_dist.store.local import writable
+from electra_dist.store.files import writable
 from launcher.slurm.batch_script import Container, SubmitRequest, batch_script
 from launcher.slurm.job import note
 
@@ -146,10 +146,3 @@ def _sbatch(script: Path) -> str:
 def _next_number(run_dir: Path) -> int:
     numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / "slurm").glob("submission-[0-9]*.yaml")]
     return max(numbers, default=0) + 1
-
-
-if __name__ == "__main__":
-    from launcher.cli.main import main
-
-    sys.argv.insert(1, "submit")
-    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.run.strikes import node_name
-from electra_dist.store.local import writable
+from electra_dist.store.files import writable
 from launcher.supervise.rendezvous import MEETING_DIR
 
 

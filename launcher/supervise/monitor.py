@@ -4,7 +4,7 @@ Guarantee: it returns when all ranks have ended, and otherwise as soon as they s
 stacks are then in the log), or some are lost, here or on another node, and the others did not follow within seconds.
 It ends nothing itself but DeepSpeed's launcher, which would kill ranks that still save.
 
-Where it stops: what the end means is outcome.py's; killing is ranks.py's.
+Where it stops: what the end means is outcome.py's; killing is rank_processes.py's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from electra_dist.analysis.hangs import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH
-from electra_dist.run.heartbeat import HangLimits, Hung, hung, read_heartbeats
+from electra_dist.run.heartbeat import read_heartbeats
 from launcher.supervise.placement import Placement
 from launcher.supervise.rank_processes import Ranks
 from launcher.supervise.rendezvous import Meeting

@@ -55,11 +55,6 @@ def awaits_ledger(end: StartEnd) -> bool:
     return len(end.codes) == end.num_ranks and told <= {EXIT_DONE, EXIT_STOPPED} and outcome(end).code == EXIT_CRASH
 
 
-def newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """The furthest step that was ever saved; 0 before the first. One that is saved again is no progress."""
-    return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)
-
-
 def _ends(end: StartEnd) -> str:
     told = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
     silent = end.num_ranks - len(end.codes)

@@ -26,17 +26,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.run.processes import MARK, _field, is_alive, marked_pids
 from launcher.supervise.rank_main import STACK_SIGNAL
 
-MARK = "ELECTRA_DIST_SUPERVISED"  # run folder and node of the supervisor, in the environment of all it starts
 _STACK_WAIT_S = 3.0
 _KILL_WAIT_S = 30.0
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # ignored signals stay ignored across exec
-
-
-def mark_of(run_dir: Path, node: int) -> str:
-    """What tells this run's processes on this node from all others."""
-    return f"{Path(run_dir).absolute()}#{node}"
 
 
 class Ranks:
@@ -158,33 +153,9 @@ def condensed(stacks: str) -> list[str]:
     return lines
 
 
-def marked_pids(mark: str) -> list[int]:
-    """Processes, other than this one, that were started with this mark."""
-    entry, found = f"{MARK}={mark}".encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if entry in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
-                found.append(int(process.name))
-    return [pid for pid in found if is_alive(pid)]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected does not."""
-    return _field(pid, "State")[:1] not in ("", "Z", "X")
-
-
 def _catches(pid: int, number: int) -> bool:
     mask = _field(pid, "SigCgt")
     return bool(mask) and bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def _field(pid: int, name: str) -> str:
-    """A line of /proc/PID/status; "" of a process that is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return line.partition(":")[2].strip()
-    return ""
 
 
 def _command_line(pid: int) -> bytes:

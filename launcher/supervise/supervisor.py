@@ -1,8 +1,5 @@
 """One per node: starts the ranks, watches them, restarts them while checkpoints advance, ends with a known exit code.
 
-    python -m launcher.supervise --config C                                            one machine
-    python -m launcher.supervise --config C --nodes 2 --node-rank K --master-addr H    the same on each of two
-
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (5 learned step times), its
 stacks are in the log before it is killed; after three restarts without a new checkpoint the run ends. The exit code
 is one of errors.py, decided from the ledger and the codes that the ranks themselves left (outcome.py). SIGTERM,
@@ -18,26 +15,24 @@ supervisor there.
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.analysis.hangs import hang_limits
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
-from electra_dist.run.heartbeat import hang_limits
-from electra_dist.run.ledger import read_ledger
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_UNHEALTHY
+from electra_dist.run.ledger import newest_checkpoint, read_ledger
+from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.run.strikes import add_strike, node_name, read_strikes
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.log import Log
 from launcher.supervise.monitor import Told, Watch
-from launcher.supervise.outcome import Outcome, StartEnd, awaits_ledger, newest_checkpoint, outcome
+from launcher.supervise.outcome import Outcome, StartEnd, awaits_ledger, outcome
 from launcher.supervise.placement import Placement
-from launcher.supervise.rank_processes import Ranks, mark_of, marked_pids
+from launcher.supervise.rank_processes import Ranks
 from launcher.supervise.rendezvous import Meeting
 
 _PREFLIGHT_S = 600.0
@@ -148,43 +143,3 @@ class Supervisor:
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
         return end.code
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise this node's part of a run. Returns the process's exit code."""
-    args = _parse(argv)
-    arguments = ["--config", args.config, *(part for override in args.set for part in ("--set", override))]
-    try:
-        config = load_config(args.config, args.set)
-        placement = Placement.from_options(
-            nodes=args.nodes,
-            node=args.node_rank,
-            ranks_per_node=args.gpus_per_node,
-            address=args.master_addr,
-            port=args.master_port,
-            hostfile=args.hostfile,
-        )
-        supervisor = Supervisor(config, placement, arguments, args.session)
-        return (args.preflight and supervisor.check()) or supervisor.run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="supervise.py", description="Start, watch and restart one node's ranks.")
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, may repeat")
-    parser.add_argument("--nodes", type=int, help="nodes of the job; default: those of --hostfile, else 1")
-    parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0")
-    parser.add_argument("--gpus-per-node", type=int, help="ranks per node; default: the GPUs here, else 1")
-    parser.add_argument("--master-addr", help="address of node 0; needed with several nodes")
-    parser.add_argument("--master-port", type=int, help="first of 64 ports; default: 29500, alone: any free one")
-    parser.add_argument("--session", default="", help="the same word on all nodes, another in each job")
-    parser.add_argument("--preflight", action="store_true", help="check this node first (launcher.preflight)")
-    parser.add_argument("--hostfile", type=Path, help="DeepSpeed's: HOST slots=N a line; default: as the options say")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

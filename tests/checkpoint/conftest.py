@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from support import s3_server
 
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from electra_dist.checkpoint.manifest import MANIFEST, SET_ASIDE, committed, fol
 from electra_dist.checkpoint.read import verify
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 from launcher.cli.main import app
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}

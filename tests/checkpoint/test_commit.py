@@ -22,7 +22,9 @@ from electra_dist.checkpoint.retention import Kept, superfluous
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import StoreError, UserError
-from electra_dist.store.local import LocalStore, Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.local import LocalStore
+from electra_dist.store.open import open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 

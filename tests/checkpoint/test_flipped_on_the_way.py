@@ -12,7 +12,8 @@ from support.s3_server import S3Server
 
 from electra_dist.checkpoint import read
 from electra_dist.checkpoint.load import load_newest
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,7 +16,7 @@ from electra_dist.checkpoint import tensor_file
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest, committed, folder_name, read_manifest
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 from electra_dist.errors import TornCheckpoint
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 
 @pytest.fixture(scope="module")

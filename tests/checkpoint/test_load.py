@@ -23,7 +23,9 @@ from electra_dist.checkpoint.manifest import (
 )
 from electra_dist.checkpoint.read import fill, requests, verify
 from electra_dist.errors import StoreError, StoreExhausted, UserError
-from electra_dist.store.local import LocalStore, Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.local import LocalStore
+from electra_dist.store.open import open_store
 
 FILE = "rank-00001.safetensors"
 

@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(make_comparison: MakeCompariso
 
 
 def test_a_mistake_ends_with_78(make_comparison: MakeComparison) -> None:
-    script = "from electra_dist.cli.main import main; main()"
+    script = "from launcher.cli.main import main; main()"
     command = [sys.executable, "-c", script, "compare", str(make_comparison(steps=None))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def command(file: Path) -> list[str]:
-    return [sys.executable, "-c", "from electra_dist.cli.main import main; main()", "compare", str(file)]
+    return [sys.executable, "-c", "from launcher.cli.main import main; main()", "compare", str(file)]
 
 
 def test_stopped_in_a_run_and_typed_again(make_comparison: Callable[..., Path], tmp_path: Path) -> None:

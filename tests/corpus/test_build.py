@@ -20,7 +20,7 @@ from electra_dist.corpus.request import BuildRequest
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]

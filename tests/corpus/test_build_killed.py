@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-COMMAND = [sys.executable, "-c", "from electra_dist.corpus.cli import app; app()", "build"]
+COMMAND = [sys.executable, "-c", "from launcher.cli.corpus import app; app()", "build"]
 CONFIG = """
 run_dir: unused
 model:

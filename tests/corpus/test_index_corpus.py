@@ -13,7 +13,7 @@ from electra_dist.corpus.index import index_corpus
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 from electra_dist.tokenizer import Vocabulary
 
 

@@ -14,7 +14,8 @@ from support.fault_server import FaultPlan, FaultProxy, running_faults
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 
 SEQ_LEN = 16
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

@@ -24,7 +24,9 @@ from support.fault_server import FaultPlan, FaultProxy
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.errors import ManifestMismatch, StoreError, StoreExhausted, StoreMissing
-from electra_dist.store.local import LocalStore, file_sha256, open_store, replacing
+from electra_dist.store.files import file_sha256, replacing
+from electra_dist.store.local import LocalStore
+from electra_dist.store.open import open_store
 
 FORK = multiprocessing.get_context("fork")
 
@@ -102,7 +104,7 @@ def test_many_processes_fetch_each_shard_once(
         "from pathlib import Path\n"
         "from electra_dist.data.cache import ShardCache\n"
         "from electra_dist.data.manifest import read_manifest\n"
-        "from electra_dist.store import open_store\n"
+        "from electra_dist.store.open import open_store\n"
         "store = open_store(sys.argv[1], sys.argv[2])\n"
         "cache = ShardCache(store, read_manifest(store), Path(sys.argv[3]))\n"
         "cache.prefetch(range(5))\n"

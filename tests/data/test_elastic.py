@@ -34,7 +34,7 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 from electra_dist.train.step import TrainStep
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -20,7 +20,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import RowOrder
 from electra_dist.errors import StoreExhausted, StoreMissing, UserError
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

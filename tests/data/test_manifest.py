@@ -10,7 +10,7 @@ import pytest
 
 from electra_dist.data.manifest import CorpusManifest, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing, UserError
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from electra_dist.checkpoint.manifest import (
     committed,
     folder_name,
 )
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 SAVED = [(10, 1), (20, 1), (30, 1), (30, 2)]  # step, attempt: oldest first
 NEWEST = folder_name(30, 2)

@@ -49,7 +49,8 @@ from electra_dist.checkpoint.manifest import MANIFEST, committed
 from electra_dist.checkpoint.read import fill, verify
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 POLICY = CheckpointConfig(keep_last=2, keep_best=1)

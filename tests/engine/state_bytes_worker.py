@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.engine import Engine
 
 
 def live_bytes() -> int:

@@ -16,7 +16,7 @@ from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from electra_dist.config import OptimizerConfig
 from electra_dist.engine import optimizer as module_under_test
-from electra_dist.engine.optimizer import ForeachAdamW, build_optimizer, has_nvidia_apex, parameter_groups
+from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.optimizer import build_optimizer, has_nvidia_apex, parameter_groups
 from electra_dist.engine.schedule import learning_rate
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}

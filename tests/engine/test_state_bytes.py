@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import free_port
 
-from electra_dist.planning.budget import PARTS, state_layout
+from electra_dist.engine.state_layout import PARTS, state_layout
 
 WORKER = Path(__file__).parent / "state_bytes_worker.py"
 STAGE = 1

@@ -21,7 +21,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]
     """The printed table and its rows. A process of its own: the interpreter must be off where Triton is imported."""
     rows = tmp_path_factory.mktemp("compiled") / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "electra_kernels.triton.ahead_of_time", "--arch", "80", "90", "--json", str(rows)]
+    command = [sys.executable, "-m", "electra_kernels.ahead_of_time", "--arch", "80", "90", "--json", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads(rows.read_text())

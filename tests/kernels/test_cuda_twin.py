@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from electra_kernels import BackendUnavailable
 from electra_kernels.backend import resolve
 from electra_kernels.discriminator_tail import _RtdLosses, rtd_losses_reference
 from electra_kernels.native import discriminator_tail
-
-from electra_dist.errors import UserError
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 
@@ -78,11 +77,11 @@ def test_nvcc_builds_it_without_spills(tmp_path):
 
 def test_a_demand_that_cannot_be_met_is_the_users_to_know(monkeypatch, tmp_path):
     monkeypatch.setattr(discriminator_tail, "library_path", lambda: tmp_path / "absent.so")
-    with pytest.raises(UserError, match="run python -m electra_kernels"):
+    with pytest.raises(BackendUnavailable, match="run python -m electra_kernels"):
         resolve("cuda", "cuda")
-    with pytest.raises(UserError, match="no CUDA device"):
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
         resolve("cuda", "cpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match="no CUDA device"):
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
         resolve("triton", "cpu")
     assert resolve("auto", "cpu") == resolve("reference", "cuda:0") == "reference"

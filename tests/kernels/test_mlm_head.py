@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from electra_kernels.gumbel import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.mlm_head import MlmHeadOutput, RowOptions, mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import host
-from electra_kernels.sampling import gumbel_from_bits
+from electra_kernels.op_types import RowOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

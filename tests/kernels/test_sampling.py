@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels import sampling
-from electra_kernels.sampling import gumbel_from_bits, sample
+from electra_kernels.gumbel import gumbel_from_bits
+from electra_kernels.sampling import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare

@@ -10,7 +10,8 @@ import torch
 from support.real_runs import tiny_tree
 
 from electra_dist.config import Config
-from electra_dist.engine.engine import Engine, init_distributed
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments
 from electra_dist.engine.two_stage import Stages
 from electra_dist.model.rows import SpecialIds

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.engine.engine import init_distributed
-from electra_dist.engine.optimizer import ForeachAdamW
+from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.distributed import init_distributed
 from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.build import build_objective

@@ -43,8 +43,10 @@ def wrap(name: str) -> None:
 for collective in WHOLE:
     wrap(collective)
 
-from electra_dist.config_file import load_config  # noqa: E402 - DeepSpeed keeps the functions that it finds
-from electra_dist.engine.engine import Engine, init_distributed  # noqa: E402
+# DeepSpeed keeps the functions that it finds when it is imported.
+from electra_dist.config_file import load_config  # noqa: E402
+from electra_dist.engine.distributed import init_distributed  # noqa: E402
+from electra_dist.engine.engine import Engine  # noqa: E402
 
 MICRO_BATCHES = 2
 WIDTHS = [(400, 400), (400, 400), (400, 50)]  # two tensors that stage 3 cuts up, and one that it does not

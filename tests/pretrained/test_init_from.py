@@ -17,7 +17,6 @@ import torch
 from support.real_runs import REPOSITORY, SEQ_LEN, step_records
 
 from electra_dist.checkpoint.load import assemble
-from electra_dist.checkpoint.targets import find_targets
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.data.order import RowOrder
@@ -31,6 +30,7 @@ from electra_dist.pretrained import init_from
 from electra_dist.pretrained.encoder import _tower_state
 from electra_dist.pretrained.export import export_run
 from electra_dist.pretrained.init_from import load_source
+from launcher.cli.checkpoint_paths import find_targets
 
 MakeConfig = Callable[..., Path]
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]

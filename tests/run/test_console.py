@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.run.console import Console, format_count, format_duration, format_evaluation, format_line
+from electra_dist.run.console import Console, format_evaluation, format_line
+from electra_dist.run.formats import format_count, format_duration
 from electra_dist.run.records import EvalRecord, StepRecord
 
 GOLDEN = Path(__file__).parent / "golden" / "lines.txt"

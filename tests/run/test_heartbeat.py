@@ -10,18 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from electra_dist.analysis.hangs import HangLimits, Hung, hung
 from electra_dist.errors import StoreError
 from electra_dist.run import heartbeat
-from electra_dist.run.heartbeat import (
-    HEARTBEAT_DIR,
-    RECORD_BYTES,
-    Beat,
-    HangLimits,
-    Heartbeat,
-    Hung,
-    hung,
-    read_heartbeats,
-)
+from electra_dist.run.heartbeat import HEARTBEAT_DIR, RECORD_BYTES, Beat, Heartbeat, read_heartbeats
 
 LIMITS = HangLimits(setup_s=100.0, step_factor=5.0, step_floor_s=10.0, checkpoint_s=60.0, eval_s=40.0)
 
@@ -113,7 +105,7 @@ def test_the_step_time_is_the_median_of_the_newest_steps_and_leaves_out_the_firs
 
 def test_a_reader_never_sees_a_torn_record_while_a_rank_beats_as_fast_as_it_can(tmp_path: Path):
     code = (
-        "import sys, time; from pathlib import Path; from electra_dist.telemetry.heartbeat import Heartbeat\n"
+        "import sys, time; from pathlib import Path; from electra_dist.run.heartbeat import Heartbeat\n"
         "h = Heartbeat(Path(sys.argv[1]), 0, 1); end = time.time() + 2.0; i = 0\n"
         "while time.time() < end:\n"
         "    i += 1; h.beat(('step', 'checkpoint', 'eval')[i % 3], 10 ** (i % 9))\n"

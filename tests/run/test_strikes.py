@@ -30,7 +30,7 @@ def test_what_was_added_is_read_back_in_order_and_nothing_where_there_is_no_file
 
 def test_eight_processes_that_add_at_once_lose_and_tear_nothing(tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from electra_dist.telemetry.strikes import *\n"
+        "import sys; from pathlib import Path; from electra_dist.run.strikes import *\n"
         "for i in range(25):\n"
         "    s = Strike(time=float(i), node=sys.argv[2], device='', reason='x' * 280, by='test')\n"
         "    add_strike(Path(sys.argv[1]), s)\n"

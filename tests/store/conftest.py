@@ -10,7 +10,8 @@ import pytest
 from support import s3_server
 from support.fault_server import FaultPlan, FaultProxy, running_faults
 
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
 
 QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)

@@ -18,7 +18,8 @@ from support import s3_server
 from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing, UserError
-from electra_dist.store.local import Store, open_store
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
 
 DATA = os.urandom(1 << 20)
@@ -290,7 +291,7 @@ def test_unreachable_service_is_named_soon(bucket: str) -> None:
 
 def test_without_boto3_the_next_step_is_named() -> None:
     script = (
-        "import sys; sys.modules['boto3'] = None; from electra_dist.store import open_store; open_store('s3://b/c')"
+        "import sys; sys.modules['boto3'] = None; from electra_dist.store.open import open_store; open_store('s3://b/c')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr

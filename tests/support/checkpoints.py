@@ -17,7 +17,7 @@ from electra_dist.checkpoint.manifest import KINDS, Kind, RunState
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import CheckpointConfig
-from electra_dist.store.local import Store
+from electra_dist.store.interface import Store
 
 SHAPES = {"word.weight": [37, 12], "dense.weight": [7, 12], "dense.bias": [7], "back.weight": [12, 7]}
 KEEP_ALL = CheckpointConfig(keep_last=10**6)

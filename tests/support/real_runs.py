@@ -22,7 +22,7 @@ import yaml
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
-from electra_dist.store.local import open_store
+from electra_dist.store.open import open_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

@@ -16,7 +16,8 @@ from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
 from electra_dist.config import GuardConfig
 from electra_dist.errors import UserError
-from electra_dist.train.guard import Guard, SkipList, first_to_skip
+from electra_dist.train.guard import Guard, first_to_skip
+from electra_dist.train.skip_list import SkipList
 from electra_dist.train.step import outlier
 from launcher.cli.main import app
 

@@ -10,8 +10,8 @@ import pytest
 from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpus
 
 from electra_dist.config import Config
-from electra_dist.engine.engine import init_distributed
-from electra_dist.store.local import open_store
+from electra_dist.engine.distributed import init_distributed
+from electra_dist.store.open import open_store
 from electra_dist.train.inputs import Corpus
 from electra_dist.train.token_counts import unigram_counts
 

@@ -1,6 +1,6 @@
 """What a rank shows its supervisor, and what it sees of its node: heartbeats, GPU health, stragglers.
 
-Guarantee: a beat at every step and change of phase, so that a hang is noticed from outside (telemetry/heartbeat.py).
+Guarantee: a beat at every step and change of phase, so that a hang is noticed from outside (run/heartbeat.py).
 At log steps the first rank of each node reads its GPUs; new uncorrected memory errors get the node a strike and end
 the run with exit code 69, without a save: what such a GPU holds is not to be trusted.
 
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from electra_dist.analysis.hangs import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
-from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
+from electra_dist.run.heartbeat import Heartbeat, Phase
 from electra_dist.run.strikes import Strike, add_strike, node_name
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
 

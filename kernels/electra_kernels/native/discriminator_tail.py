@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from electra_dist.errors import UserError
+from electra_kernels import BackendUnavailable
 from electra_kernels.partial_sums import sum_of_strips
 
 SOURCE = Path(__file__).with_name("discriminator_tail.cu")
@@ -46,19 +46,21 @@ def build(path: Path) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise UserError("nvcc is not on PATH: install the CUDA toolkit, or leave kernels.backend at auto") from None
+        raise BackendUnavailable(
+            "nvcc is not on PATH: install the CUDA toolkit, or leave kernels.backend at auto"
+        ) from None
     except subprocess.CalledProcessError as error:
-        raise UserError(f"nvcc could not compile {SOURCE}: {error.stderr.strip().splitlines()[-1]}") from None
+        raise BackendUnavailable(f"nvcc could not compile {SOURCE}: {error.stderr.strip().splitlines()[-1]}") from None
     unfinished.replace(path)
     return done.stderr
 
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """The library; a UserError names the command that builds it where it is missing."""
+    """The library; a BackendUnavailable names the command that builds it where it is missing."""
     path = path or library_path()
     if not path.exists():
-        raise UserError(f"kernels.backend is cuda, but {path} is not built: run {_BUILD}")
+        raise BackendUnavailable(f"kernels.backend is cuda, but {path} is not built: run {_BUILD}")
     loaded = ctypes.CDLL(str(path))
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.electra_tail_forward.argtypes = [number, *[pointer] * 8, size, number, pointer]
@@ -131,5 +133,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as error:
+    except BackendUnavailable as error:
         sys.exit(str(error))

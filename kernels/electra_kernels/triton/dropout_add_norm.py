@@ -27,10 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.dropout_add_norm import DropoutKey
 from electra_kernels.keyed_random import Purpose, drop_threshold
+from electra_kernels.op_types import DropoutKey
 from electra_kernels.partial_sums import sum_of_strips
-from electra_kernels.triton.mlm_head import as_int32, four_way_bits
+from electra_kernels.triton.philox import as_int32, four_way_bits
 from electra_kernels.triton.rounding import precise_inverse_root
 
 NUM_PROGRAMS = 1024

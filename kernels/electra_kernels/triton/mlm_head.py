@@ -34,9 +34,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from electra_kernels.gumbel import SERIES_BELOW
 from electra_kernels.keyed_random import Purpose
-from electra_kernels.mlm_head import RowOptions, RowStats
-from electra_kernels.sampling import SERIES_BELOW
+from electra_kernels.op_types import RowOptions, RowStats
+from electra_kernels.triton.philox import as_int32, four_way_bits
 from electra_kernels.triton.rounding import fits_fp32, precise_log, precise_ratio, precise_sum, scaled_exp, two_sum
 
 BLOCK = 2048
@@ -45,20 +46,6 @@ _BLOCK_INTERPRETED = 32768  # the interpreter's cost is per operation, not per e
 _SERIES_BELOW: tl.constexpr = tl.constexpr(SERIES_BELOW)
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE))
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below every finite logit; -inf would make inf - inf
-
-
-@triton.jit
-def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
-    """The bits of `keyed_random.bits_grid` at positions [4 * first_quad, 4 * first_quad + BLOCK) of a row, as uint32.
-
-    Seed halves and step are int32 with the bits of their unsigned words.
-    """
-    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
-    quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = quad * 0
-    step_word = step.to(tl.uint32, bitcast=True)
-    bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row.to(tl.uint32), zero + step_word, zero + purpose)
-    return tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
 
 
 @triton.jit
@@ -265,8 +252,3 @@ def _launch(
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def as_int32(word: int) -> int:
-    """The low 32 bits as a signed number, so that every launch has one argument type and one compiled kernel."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -7,10 +7,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from electra_kernels.gumbel import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.mlm_head import RowOptions, mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.mlm_head import mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import host
-from electra_kernels.sampling import gumbel_from_bits, sample
+from electra_kernels.op_types import RowOptions
+from electra_kernels.sampling import sample
 from electra_kernels.triton import mlm_head
 from electra_kernels.triton.mlm_head import exponential, row_pass
 from electra_kernels.triton.rounding import fits_fp32

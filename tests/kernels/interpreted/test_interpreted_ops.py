@@ -3,8 +3,9 @@
 import pytest
 import torch
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
-from electra_kernels.dropout_add_norm import DropoutKey, dropout_add_norm
+from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
+from electra_kernels.op_types import DropoutKey
 from electra_kernels.replace import replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
 from electra_kernels.triton import dropout_add_norm as norm_kernels

@@ -22,7 +22,8 @@ from electra_dist.run.strikes import read_strikes
 from launcher.preflight import measurements, rank_checks
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import Speed
-from launcher.preflight.rank_checks import RankReport, check_load, judge_ranks, partner, peers
+from launcher.preflight.measurements import partner, peers
+from launcher.preflight.rank_checks import RankReport, check_load, judge_ranks
 
 
 @given(st.integers(3, 40))
@@ -157,7 +158,7 @@ def test_ranks_that_do_not_meet_end_as_a_crash_and_nobody_gets_a_strike(
     tiny_config: Callable[..., Path], free_port: int
 ):
     code = (
-        "import sys, datetime, launcher.rank_checks as r; r.TIMEOUT = datetime.timedelta(seconds=3)\n"
+        "import sys, datetime, launcher.preflight.rank_checks as r; r.TIMEOUT = datetime.timedelta(seconds=3)\n"
         "from launcher.preflight import main; sys.exit(main(sys.argv[1:]))\n"
     )
     config = tiny_config()

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.supervise.rank_processes import MARK, Ranks, condensed, is_alive, mark_of, marked_pids
+from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
+from launcher.supervise.rank_processes import Ranks, condensed
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):

@@ -54,7 +54,7 @@ COLLECTIVES = """
 import os, sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from electra_dist.config import ClusterConfig
-from electra_dist.train.watch import Watch
+from electra_dist.train.health.rank_monitor import Watch
 dist.init_process_group("gloo")
 cluster = ClusterConfig(hang_step_floor_s=1.0, hang_checkpoint_s=4.0, hang_eval_s=4.0, hang_setup_s=60.0)
 watch, phase, rank = Watch(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()

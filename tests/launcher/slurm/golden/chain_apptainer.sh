@@ -44,7 +44,7 @@ if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
-ours() { apptainer exec --nv --bind '/shared/it'"'"'s a run,/home/ada/electra' electra.sif "$python" -m launcher.job "$@"; }
+ours() { apptainer exec --nv --bind '/shared/it'"'"'s a run,/home/ada/electra' electra.sif "$python" -m launcher.slurm.job "$@"; }
 start_step() { srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node & }
 
 told= step=
@@ -75,7 +75,7 @@ fi
 pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
 IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
     --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
-echo "${action:-no verdict}: ${why:-launcher.job could not be run}"
+echo "${action:-no verdict}: ${why:-launcher.slurm.job could not be run}"
 case $action in
 done | stop) for job in $(pending); do scancel "$job"; done ;;
 next) : ;;

@@ -1,0 +1,6 @@
+"""Entry point: `python -m electra_kernels.ahead_of_time` compiles all Triton kernels without a GPU."""
+
+from electra_kernels.triton.ahead_of_time import main
+
+if __name__ == "__main__":
+    main()

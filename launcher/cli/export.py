@@ -1,0 +1,36 @@
+"""`electra-dist export` and `electra-dist report`: what a run leaves for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from electra_dist.pretrained.export import export_run
+from electra_dist.report.page import write_report
+from launcher.cli.options import RunFolder
+
+
+def export(
+    run: RunFolder,
+    output: Annotated[Path | None, typer.Option(help="folder to write; default: RUN/export")] = None,
+) -> None:
+    """Write the newest checkpoint as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator."""
+    state, folders = export_run(run, output or run / "export")
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(f"\n[bold]{run}[/bold] at step {state.step:,}")
+    out.print(f"  report         {run / 'report.html'}")
+    out.print(f"  metrics        {run / 'metrics.jsonl'}   (tensorboard --logdir {run / 'tensorboard'})")
+    for name, folder in folders.items():
+        out.print(f"  {name:<14} {folder}")
+    out.print("next:")
+    load = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))"
+    out.print(f'  python -c "{load}"')
+    out.print("  deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run")
+
+
+def report(run: RunFolder) -> None:
+    """Write RUN/report.html again."""
+    print(write_report(run))
