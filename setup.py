@@ -1,6 +1,10 @@
 """Packages, extras and the `electra-dist` command. Ranges here; the exact tested versions in constraints.txt."""
 
+import runpy
+
 from setuptools import Extension, setup
+
+VERSION = runpy.run_path("electra_dist/version.py")["VERSION"]
 
 EXTRAS = {
     "s3": ["boto3>=1.36"],
@@ -28,7 +32,7 @@ EXTRAS = {
 
 setup(
     name="electra-dist",
-    version="0.1.0",
+    version=VERSION,
     description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
     python_requires=">=3.11",
     # The import name `kernels` belongs to a Hugging Face package that transformers looks for.

@@ -1,3 +1,5 @@
-"""ELECTRA pretraining at scale: what is trained and how a run remembers itself. DESIGN: README.md and docs/."""
+"""ELECTRA pretraining at scale on PyTorch and DeepSpeed."""
 
-__version__ = "0.1.0"
+from electra_dist.version import VERSION as __version__
+
+__all__ = ["__version__"]

@@ -17,6 +17,9 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+CHECKPOINTS_DIR = "checkpoints"  # in the run folder, unless checkpoint.targets names other places
+CACHE_DIR = "cache"  # in the run folder, unless data.cache_dir names another place
+
 
 class Section(BaseModel):
     """A frozen section: keyword-only, no unknown keys."""
@@ -200,6 +203,16 @@ class TrainConfig(Section):
         if self.init_generator_from and not self.init_from:
             raise ValueError("init_generator_from needs init_from, the folder of the discriminator")
         return self
+
+    def micro_batches(self, num_ranks: int) -> int:
+        """Return how many micro-batches each of `num_ranks` ranks runs in a step; 0 if they cannot share it evenly."""
+        micro_batches, rest = divmod(self.global_batch, self.micro_batch * num_ranks)
+        return 0 if rest else micro_batches
+
+    def possible_ranks(self) -> list[int]:
+        """Return the numbers of ranks that can share the global batch evenly, ascending."""
+        most = self.global_batch // self.micro_batch
+        return [ranks for ranks in range(1, most + 1) if self.micro_batches(ranks)]
 
 
 class GuardConfig(Section):
@@ -406,7 +419,12 @@ class Config(Section):
     @property
     def cache_folder(self) -> Path:
         """What this node keeps: shards fetched from S3, compiled code."""
-        return Path(self.data.cache_dir or Path(self.run_dir) / "cache")
+        return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
+
+    @property
+    def checkpoint_urls(self) -> tuple[str, ...]:
+        """Where every checkpoint is written, the preferred place first; default: checkpoints/ in the run folder."""
+        return self.checkpoint.targets or (str(Path(self.run_dir) / CHECKPOINTS_DIR),)
 
     def identity(self) -> dict[str, Any]:
         """What defines the trajectory of a run. All else (ranks, ZeRO stage, logging) may change at a restart."""

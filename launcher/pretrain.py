@@ -10,9 +10,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from electra_dist.run.folder import is_run_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +30,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 print_plan(config)
             return EXIT_DONE
-        from electra_dist.train.pretrain import run  # torch and deepspeed load only when there is something to run
-
-        return run(config)
+        return _pretrain(config, is_first)
     except UserError as error:
         if is_first:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+
+
+def _pretrain(config: Config, is_first: bool) -> int:
+    """Run this rank, and have the first one write the report, however the run ended.
+
+    Raises:
+        UserError: the inputs were refused before anything was written; then no report is written either.
+    """
+    from electra_dist.train.pretrain import run  # torch and deepspeed load only when there is something to run
+
+    is_refused = False
+    try:
+        return run(config)
+    except UserError:
+        is_refused = True
+        raise
+    finally:
+        run_dir = Path(config.run_dir)
+        if is_first and not is_refused and is_run_folder(run_dir):
+            from electra_dist.report.page import write_report  # matplotlib: half a second that no step waits for
+
+            write_report(run_dir)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

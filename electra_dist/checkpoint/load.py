@@ -14,8 +14,7 @@ stage 0 every rank reads all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,9 @@ import torch.distributed as dist
 from electra_dist.checkpoint.manifest import RunState, committed, read_manifest, set_aside
 from electra_dist.checkpoint.read import fill
 from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
-
-T = TypeVar("T")
 
 
 def load_newest(
@@ -47,19 +45,19 @@ def load_newest(
     """
     bad: list[tuple[int, str]] = []  # step, what is wrong
     unread: tuple[int, int, str] | None = None  # step, attempt, why
-    for step, attempt, number, folder in _on_rank_0(lambda: _newest_first(targets)):
+    for step, attempt, number, folder in from_rank_0(lambda: _newest_first(targets)):
         if unread and unread[:2] != (step, attempt):
             break
         target = targets[number]
         found, fault, readable = _try(target, folder, fragments, expected)
-        faults = [each for each in _gathered((fault, readable)) if each[0]]
+        faults = [each for each in gather((fault, readable)) if each[0]]
         if not faults:
             assert found is not None
             return found, [_note(text, bad_step, found.step, target) for bad_step, text in bad]
         damage = next((fault for fault, readable in faults if readable), "")
         if damage:
             bad.append((step, f"checkpoint {target.url}/{folder} is set aside: {damage}"))
-            _on_rank_0(lambda at=target, name=folder, why=damage: set_aside(at, name, why))  # type: ignore[misc]
+            from_rank_0(lambda at=target, name=folder, why=damage: set_aside(at, name, why))  # type: ignore[misc]
         else:
             unread = (step, attempt, faults[0][0])
     if unread:
@@ -153,24 +151,3 @@ def _note(text: str, bad_step: int, used_step: int, used: Store) -> str:
     if bad_step == used_step:
         return f"{text}; the same step is good in {used.url}"
     return f"{text}; step {used_step:,} is used instead, {bad_step - used_step:,} steps are done again"
-
-
-def _on_rank_0(function: Callable[[], T]) -> T:
-    """What rank 0 gets, on all ranks; its StoreError, too."""
-    box: list[tuple[T | None, str]] = [(None, "")]
-    if dist.get_rank() == 0:
-        try:
-            box = [(function(), "")]
-        except StoreError as error:
-            box = [(None, str(error))]
-    dist.broadcast_object_list(box)
-    value, error_text = box[0]
-    if error_text:
-        raise StoreError(error_text)
-    return value  # type: ignore[return-value]  # rank 0 filled it
-
-
-def _gathered(value: T) -> list[T]:
-    everyone: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from electra_dist.config import Config
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
@@ -11,5 +9,4 @@ from electra_dist.store.open import open_store
 
 def open_targets(config: Config) -> list[Store]:
     """The stores that every checkpoint is written to, the preferred one first."""
-    urls = config.checkpoint.targets or (str(Path(config.run_dir) / "checkpoints"),)
-    return [open_store(url, config.checkpoint.endpoint_url) for url in urls]
+    return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]

@@ -8,12 +8,21 @@ step counter, so the whole state is (m, v): a zero gradient on fresh state with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def moments_of(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """Return the moments of parameters, one list for each name in MOMENTS; new ones are zero, of the same dtype."""
+    states = [optimizer.state[p] for p in params]
+    for state, p in zip(states, params, strict=True):
+        if MOMENTS[0] not in state:
+            state.update({name: torch.zeros_like(p) for name in MOMENTS})
+    return tuple([state[name] for state in states] for name in MOMENTS)
 
 
 class ForeachAdamW(torch.optim.Optimizer):
@@ -32,11 +41,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             if not params:
                 continue
             grads = [p.grad for p in params]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p].update({name: torch.zeros_like(p) for name in MOMENTS})
-            exp_avgs = [self.state[p]["exp_avg"] for p in params]
-            exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
+            exp_avgs, exp_avg_sqs = moments_of(self, params)
             beta1, beta2 = group["betas"]
             torch._foreach_mul_(exp_avgs, beta1)
             torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)

@@ -25,7 +25,7 @@ from torch import nn
 
 from electra_dist.checkpoint.manifest import KINDS
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.engine.adamw import MOMENTS, ForeachAdamW
+from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
 
 assert ("master", *MOMENTS) == KINDS
 
@@ -63,13 +63,11 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
     base = getattr(optimizer, "optimizer", optimizer)
     fragments = []
     for place in _places(module, optimizer, share, num_shares):
-        state = base.state[place.flat]
-        for moment in MOMENTS:
-            if moment not in state:
-                state[moment] = torch.zeros_like(place.flat)
+        moments = [of_place for (of_place,) in moments_of(base, [place.flat])]
         if not isinstance(base, ForeachAdamW):
-            state.setdefault("step", 0)  # fused Adams count steps; without bias correction they never use it
-        whole = dict(zip(KINDS, (place.flat, *(state[moment] for moment in MOMENTS))))
+            # Fused Adams count steps; without bias correction they never use the count.
+            base.state[place.flat].setdefault("step", 0)
+        whole = dict(zip(KINDS, (place.flat, *moments)))
         views = {k: t.detach().reshape(-1).narrow(0, place.offset, place.numel) for k, t in whole.items()}
         for kind, view in views.items():
             if view.dtype != torch.float32:

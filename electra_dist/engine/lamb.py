@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from electra_dist.engine.adamw import moments_of
+
 
 class ForeachLamb(torch.optim.Optimizer):
     """The update above over lists of tensors; fp32 state, any device."""
@@ -37,11 +39,7 @@ class ForeachLamb(torch.optim.Optimizer):
             if not params:
                 continue
             grads = [p.grad for p in params]
-            for p in params:
-                if "exp_avg" not in self.state[p]:
-                    self.state[p].update({name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")})
-            exp_avgs = [self.state[p]["exp_avg"] for p in params]
-            exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
+            exp_avgs, exp_avg_sqs = moments_of(self, params)
             beta1, beta2 = group["betas"]
             torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
             torch._foreach_mul_(exp_avg_sqs, beta2)

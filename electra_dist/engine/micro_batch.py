@@ -28,9 +28,9 @@ from electra_dist.config import Config
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, loss_counts
+from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.files import replacing
 
-MICRO_BATCH_FILE = "micro_batch.json"
 _LEFT_ALONE = 0.1  # of what is free
 
 

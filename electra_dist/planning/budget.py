@@ -55,7 +55,6 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
         UserError: no peak is known for `plan.gpu`.
     """
     train, seq_len = config.train, config.data.seq_len
-    units = train.global_batch // train.micro_batch
     tokens = train.num_steps * train.global_batch * seq_len
     flops = token_flops(config.model, seq_len, config.objective)
     return Budget(
@@ -64,7 +63,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
         tokens_per_step=train.global_batch * seq_len,
         rows=train.num_steps * train.global_batch,
         tokens=tokens,
-        accumulation={size: units // size for size in range(1, units + 1) if units % size == 0},
+        accumulation={ranks: train.micro_batches(ranks) for ranks in train.possible_ranks()},
         flops=flops,
         run_flops=run_flops(config),
         compute=_compute(config, flops.total, tokens),

@@ -142,8 +142,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
         UserError: the GPU's links or peak are not known, or the batch does not go into the nodes asked for.
     """
     nodes = [n for n in (2**i for i in range(cluster.nodes.bit_length())) if n < cluster.nodes] + [cluster.nodes]
-    units = config.train.global_batch // config.train.micro_batch
-    fitting = [n for n in nodes if units % (n * cluster.gpus_per_node) == 0]
+    fitting = [n for n in nodes if config.train.micro_batches(n * cluster.gpus_per_node)]
     if cluster.nodes not in fitting:
         raise UserError(
             f"--nodes {cluster.nodes}: {cluster.nodes * cluster.gpus_per_node} GPUs do not share "
@@ -151,7 +150,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
             "choose other --nodes, --gpus-per-node or train.micro_batch"
         )
     gpu_tokens_per_s = cluster.gpu_tokens_per_s or _assumed_tokens_per_s(config, cluster.gpu)
-    return [_scaled(config, cluster, n, units, gpu_tokens_per_s) for n in fitting]
+    return [_scaled(config, cluster, n, gpu_tokens_per_s) for n in fitting]
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
@@ -162,11 +161,11 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
     return compute.tokens_per_s
 
 
-def _scaled(config: Config, cluster: Cluster, nodes: int, units: int, gpu_tokens_per_s: float) -> Scaled:
+def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
     if cluster.gpu.upper() not in _NODE_LINK:
         raise UserError(f"--gpu {cluster.gpu}: the links within a node are known for {', '.join(_NODE_LINK)}")
     budget, ranks = make_budget(config), nodes * cluster.gpus_per_node
-    micro_batches = units // ranks
+    micro_batches = config.train.micro_batches(ranks)
     wire_bytes = bytes_on_wire(
         budget.parameters.total,
         config.engine.zero_stage,

@@ -52,11 +52,6 @@ def print_plan(
         print(_text(sections), file=stream, flush=True)
 
 
-def plan_text(config: Config, corpus: CorpusManifest | None = None) -> str:
-    """The plan as plain text."""
-    return _text(plan_sections(config, corpus))
-
-
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[Section]:
     """The plan as tables of text.
 

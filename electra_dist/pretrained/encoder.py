@@ -31,8 +31,10 @@ from electra_dist.errors import UserError
 from electra_dist.model.encoder import Encoder, Noise, SharedEmbeddings
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds, attention_bias, derive
-from electra_dist.pretrained.hf import State, from_hf_discriminator, from_hf_generator
+from electra_dist.pretrained.hf import State, from_hf_discriminator, from_hf_generator, standalone
 from electra_dist.pretrained.hf_load import read_weights
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.run.folder import is_run_folder
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
@@ -142,7 +144,7 @@ def load_pretrained(
     if spec.startswith(_RANDOM):
         return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
     folder = Path(spec)
-    if (folder / "config.yaml").exists():
+    if is_run_folder(folder):
         return _from_run(folder, tower, step)
     if (folder / "config.json").exists():
         return _from_hugging_face(folder)
@@ -159,27 +161,19 @@ def device_of_choice() -> torch.device:
 
 def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """The weights of one tower under our names; the head is the one that it was trained with."""
-    ours = {key.removeprefix("towers."): weight.detach().float().cpu() for key, weight in state.items()}
+    ours = standalone(state, model, tower)
 
     def part(name: str) -> dict[str, torch.Tensor]:
         return {key.removeprefix(f"{name}."): v for key, v in ours.items() if key.startswith(f"{name}.")}
 
-    embeddings = part("embeddings")
-    if tower == "discriminator" and (own := part("discriminator_embeddings")):
-        if model.sharing == "gdes":  # differences to the generator's tables; the LayerNorm is whole
-            own = {key: v if key.startswith("layer_norm") else v + embeddings[key] for key, v in own.items()}
-        embeddings = own
     if tower == "discriminator":
         gate = {f"copy_gate.{key}": weight for key, weight in part("copy_gate").items()}
         encoder, head = part("discriminator"), part("discriminator_head") or part("token_head") | gate
     else:
-        encoder, head = (
-            part("generator") or part("discriminator"),
-            part("generator_head"),
-        )  # sharing `all`: one encoder
+        encoder, head = part("generator"), part("generator_head")
         if not head or part("generator_reverse"):
             raise UserError("--tower generator: this model has no bidirectional generator; leave --tower out")
-    parts = {"embeddings": embeddings, "encoder": encoder, "head": head}
+    parts = {"embeddings": part("embeddings"), "encoder": encoder, "head": head}
     return {f"{name}.{key}": weight for name, weights in parts.items() for key, weight in weights.items()}
 
 
@@ -199,20 +193,18 @@ def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
 
 
 def _from_run(run: Path, tower: TowerName, step: int | None) -> Pretrained:
-    from electra_dist.checkpoint.load import assemble
-    from electra_dist.checkpoint.targets import open_targets
-    from electra_dist.data.manifest import TokenizerEntry
-    from electra_dist.run.folder import CONFIG_FILE, TOKENIZER_FILE
-
-    config = load_config(run / CONFIG_FILE)
-    entry = TokenizerEntry.model_validate_json((run / TOKENIZER_FILE).read_text())
-    reached, weights, damaged = assemble(open_targets(config.model_copy(update={"run_dir": str(run)})), step)
-    for line in damaged:
+    found = load_run_weights(run, step)
+    for line in found.damaged:
         print(line, file=sys.stderr)
-    vocabulary = Vocabulary.read(run / VOCAB_FILE)
-    name = f"{run} at step {reached.step:,}"
-    reads_masks = _reads_masks(config.objective, tower)
-    return Pretrained.from_state(name, weights, config.model, vocabulary, entry.lowercase, tower, reads_masks)
+    return Pretrained.from_state(
+        f"{run} at step {found.state.step:,}",
+        found.weights,
+        found.config.model,
+        Vocabulary.read(found.vocab_file),
+        found.tokenizer.lowercase,
+        tower,
+        _reads_masks(found.config.objective, tower),
+    )
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:

@@ -13,20 +13,20 @@ initial weights do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
-from electra_dist.checkpoint.load import assemble
 from electra_dist.checkpoint.manifest import committed
-from electra_dist.checkpoint.targets import open_targets
-from electra_dist.config import Config, TrainConfig
-from electra_dist.config_file import load_config
+from electra_dist.collectives import from_rank_0
+from electra_dist.config import TrainConfig
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import State, standalone
 from electra_dist.pretrained.hf_load import check_shape, load_pretrained, load_towers, shape_of
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.run.folder import is_run_folder
+from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _LARGE = ("embeddings.", "discriminator.", "discriminator_head.", "token_head.", "copy_gate.")
@@ -49,7 +49,7 @@ def find_source(train: TrainConfig) -> Source:
     """
     folder, given = Path(train.init_from or ""), train.init_generator_from
     generator = Path(given) if given else None
-    if (folder / "config.yaml").exists():
+    if is_run_folder(folder):
         if generator:
             raise UserError(f"train.init_generator_from: the run {folder} brings its own generator; leave it out")
         return Source(run=folder)
@@ -78,16 +78,14 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
             )
 
 
-def needs_source(config: Config) -> bool:
-    """Whether the run begins with other weights, and has no checkpoint of its own yet."""
-    return bool(config.train.init_from) and not any(committed(target) for target in open_targets(config))
+def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
+    """Return whether the run begins with other weights and has no checkpoint of its own in `targets` yet."""
+    return bool(train.init_from) and not any(committed(target) for target in targets)
 
 
-def begin_with_source(towers: ElectraTowers, config: Config) -> list[str]:
-    """`load_source` where it is needed; returns what there is to say. Collective."""
-    box = [needs_source(config) if dist.get_rank() == 0 else False]
-    dist.broadcast_object_list(box)
-    return load_source(towers, config.train) if box[0] else []
+def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
+    """Load the source where it is needed; return lines that say what was loaded. Collective."""
+    return load_source(towers, train) if from_rank_0(lambda: needs_source(train, targets)) else []
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
@@ -104,18 +102,18 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     if source.run is None:
         notes = load_pretrained(towers, source.discriminator, source.generator)
         return [f"the weights of {train.init_from}", *notes]
-    config = load_config(source.run / "config.yaml")
-    reached, weights, damaged = assemble(open_targets(config.model_copy(update={"run_dir": str(source.run)})))
-    large = _part(standalone(weights, config.model, "discriminator"), _LARGE)
-    small = _part(standalone(weights, config.model, "generator"), _SMALL)
+    run = load_run_weights(source.run)
+    model = run.config.model
+    large = _part(standalone(run.weights, model, "discriminator"), _LARGE)
+    small = _part(standalone(run.weights, model, "generator"), _SMALL)
     if not any(name.startswith("generator_head.") for name in small):
         small = {}  # that run has no generator
-    check_shape(str(source.run), shape_of(config.model, "discriminator"), towers.model, "discriminator")
+    check_shape(str(source.run), shape_of(model, "discriminator"), towers.model, "discriminator")
     if small and hasattr(towers, "generator_head"):
-        check_shape(str(source.run), shape_of(config.model, "generator"), towers.model, "generator")
+        check_shape(str(source.run), shape_of(model, "generator"), towers.model, "generator")
     notes = load_towers(towers, large, small, str(source.run))
     moments = "optimizer: moments are not taken over; they start at zero"
-    return [f"the weights of {source.run} after {reached.step:,} steps", *damaged, *notes, moments]
+    return [f"the weights of {source.run} after {run.state.step:,} steps", *run.damaged, *notes, moments]
 
 
 def _part(state: State, prefixes: tuple[str, ...]) -> State:

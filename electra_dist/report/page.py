@@ -11,7 +11,6 @@ Cost: about 2 s, 300 KB. Where it stops: it is a picture of the moment at which 
 from __future__ import annotations
 
 import html
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -25,14 +24,15 @@ from electra_dist.errors import UserError
 from electra_dist.report.curves import PANELS, panel_svg, write_curves_png
 from electra_dist.report.style import STYLE
 from electra_dist.run.environment import read_environment
+from electra_dist.run.folder import CONFIG_FILE, REPORT_FILE
 from electra_dist.run.formats import format_count, format_duration
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics import read_metrics
+from electra_dist.store.files import replacing
 
 __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 
-REPORT_FILE = "report.html"
 MAX_EVENTS = 40
 MAX_EVALUATIONS = 12
 
@@ -46,13 +46,10 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of a run")
-    path, temporary = run_dir / REPORT_FILE, run_dir / (REPORT_FILE + ".tmp")
+    path = run_dir / REPORT_FILE
     page = report_page(run_dir)
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); mend the permissions of the folder") from None
+    with replacing(path) as file:
+        file.write(page.encode())
     return path
 
 
@@ -60,7 +57,7 @@ def report_page(run_dir: Path) -> str:
     """The page of the run in `run_dir`."""
     metrics, ledger = read_metrics(run_dir), read_ledger(run_dir)
     account = goodput(ledger, read_jobs(run_dir))
-    config_file = run_dir / "config.yaml"
+    config_file = run_dir / CONFIG_FILE
     config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     train = [record for record in metrics if record["kind"] == "train"]
     evals = [record for record in metrics if record["kind"] == "eval"]

@@ -22,10 +22,9 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from electra_dist.errors import UserError
+from electra_dist.run.folder import LOG_FILE
 from electra_dist.run.formats import format_count, format_duration
 from electra_dist.run.records import EvalRecord, StepRecord
-
-LOG_FILE = "log.txt"
 
 
 class Console:

@@ -17,17 +17,17 @@ from typing import Any
 
 import psutil
 
-import electra_dist
 from electra_dist.nvml import GpuProbe
-
-ENVIRONMENT_FILE = "environment.json"
+from electra_dist.run.folder import ENVIRONMENT_FILE
+from electra_dist.store.files import replacing
+from electra_dist.version import VERSION
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of the packages that compute; those not installed are left out."""
-    found = {"electra-dist": electra_dist.__version__, "python": platform.python_version()}
+    found = {"electra-dist": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
@@ -91,9 +91,8 @@ def environment(world_size: int) -> dict[str, Any]:
 def write_environment(run_dir: Path, world_size: int) -> Path:
     """Save `environment(world_size)` in the run folder, in place of that of the last start."""
     path = Path(run_dir) / ENVIRONMENT_FILE
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(environment(world_size), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(json.dumps(environment(world_size), indent=1).encode() + b"\n")
     return path
 
 

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.strikes import node_name
 from electra_dist.store.files import writable
 
-HEARTBEAT_DIR = "heartbeats"
 RECORD_BYTES = 320
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate: nothing is learned from them

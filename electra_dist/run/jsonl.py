@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import UserError
+from electra_dist.store.files import replacing
 
 Record = dict[str, Any]
 
@@ -49,13 +50,9 @@ class JsonlFile:
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Put `records` in place of all that was written: a reader sees the old file or the new one."""
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with open(temporary, "wb") as file:
+        with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
-            file.flush()
-            os.fsync(file.fileno())
         self._file.close()
-        os.replace(temporary, self.path)
         self._file = open(self.path, "ab")  # noqa: SIM115
 
     def close(self) -> None:

@@ -16,10 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
-
-LEDGER_FILE = "ledger.jsonl"
-JOBS_FILE = Path("slurm") / "jobs.jsonl"  # the batch script's: what happens before and after the processes
 
 Event = Literal[
     "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "unhealthy", "crash"

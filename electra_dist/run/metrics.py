@@ -17,14 +17,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.records import EvalRecord, StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 
 _TAGS = {
     "train": {

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.jsonl import encode, read_records
 from electra_dist.store.files import writable
 
-STRIKES_FILE = "strikes.jsonl"
 EXPIRES_S = 24 * 3600.0
 _REASON_CHARS, _NAME_CHARS = 300, 64  # a character is at most 6 bytes of JSON: a line stays within PIPE_BUF (4096)
 

@@ -5,29 +5,28 @@ Where it stops: what is kept and verified is `checkpoint/`'s; when to save is th
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 import torch.distributed as dist
 
-import electra_dist
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.load import load_newest
 from electra_dist.checkpoint.manifest import RunState, committed
 from electra_dist.checkpoint.save import CheckpointWriter, SaveTiming
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish, shared_names
 from electra_dist.model.init import build_towers
 from electra_dist.pretrained.init_from import load_source
+from electra_dist.run.environment import versions
+from electra_dist.run.folder import STAGING_DIR
 from electra_dist.train.guard import Guard
 from electra_dist.train.skip_list import SkipList
 from electra_dist.train.step import StepResult
@@ -82,22 +81,21 @@ class RunMemory:
         self._module, self._optimizer = engine.deepspeed.module, engine.optimizer
         self._targets = open_targets(config)
         run = {"identity_sha256": config.identity_sha256(), "corpus_fingerprint": corpus_fingerprint}
-        box = [begin_attempt(self._targets, run) if dist.get_rank() == 0 else 0]
-        dist.broadcast_object_list(box)
+        attempt = from_rank_0(lambda: begin_attempt(self._targets, run))
         self._state = RunState(
             step=0,
-            attempt=box[0],
+            attempt=attempt,
             identity_sha256=run["identity_sha256"],
             corpus_fingerprint=corpus_fingerprint,
             world_size=dist.get_world_size(),
             zero_stage=config.engine.zero_stage,
             shapes=parameter_shapes(self._module),
             shared=shared_names(self._module),
-            versions=versions(),
+            versions=_versions(),
             skipped=tuple(sorted(skipped)),
         )
-        staging = Path(config.run_dir) / "staging"
-        self.writer = CheckpointWriter(self._targets, staging, dist.get_rank(), box[0], config.checkpoint)
+        staging = Path(config.run_dir) / STAGING_DIR
+        self.writer = CheckpointWriter(self._targets, staging, dist.get_rank(), attempt, config.checkpoint)
 
     @property
     def attempt(self) -> int:
@@ -152,22 +150,14 @@ class RunMemory:
 
     def committed_steps(self) -> list[int]:
         """Steps of the checkpoints there are, ascending; the same on all ranks. Collective."""
-        box: list[list[int]] = [[]]
-        if dist.get_rank() == 0:
-            box = [sorted({step for target in self._targets for step, _, _ in committed(target)})]
-        dist.broadcast_object_list(box)
-        return box[0]
+        return from_rank_0(lambda: sorted({step for target in self._targets for step, _, _ in committed(target)}))
 
     def close(self) -> None:
         """Wait until everything saved is committed."""
         self.writer.close()
 
 
-def versions() -> dict[str, str]:
-    """What the state was computed with."""
-    return {
-        "electra_dist": electra_dist.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-    }
+def _versions() -> dict[str, str]:
+    """Return the versions that a manifest records: of this package, Python, torch and DeepSpeed."""
+    found = versions()
+    return {"electra_dist": found["electra-dist"], **{name: found[name] for name in ("python", "torch", "deepspeed")}}

@@ -6,13 +6,15 @@ Each check is read-only and raises UserError with one line; the process then end
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from electra_kernels import BackendUnavailable
 from electra_kernels.backend import resolve
 
-from electra_dist.config import Config
+from electra_dist.checkpoint.targets import open_targets
+from electra_dist.config import Config, DataConfig
+from electra_dist.data.cache import ShardCache
 from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.engine.engine import check_world_size
 from electra_dist.engine.optimizer import check_optimizer
@@ -21,6 +23,7 @@ from electra_dist.objectives.build import check_objective
 from electra_dist.pretrained.init_from import check_source, needs_source
 from electra_dist.run.folder import (
     check_run_folder,
+    run_identity,
 )
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
@@ -33,6 +36,11 @@ class Corpus:
 
     store: Store
     manifest: CorpusManifest
+
+    def open_cache(self, data: DataConfig, folder: Path) -> ShardCache:
+        """Return this node's cache of the corpus's shards in `folder`, with the limits of `data`; close it."""
+        limit_bytes = None if data.cache_limit_gb is None else round(data.cache_limit_gb * 1e9)
+        return ShardCache(self.store, self.manifest, folder, data.fetch_threads, limit_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +64,16 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
         resolve(config.kernels.backend, "cuda" if torch.cuda.is_available() else "cpu")
     except BackendUnavailable as error:
         raise UserError(str(error)) from None
-    corpus = _open_corpus(config, "corpus", config.data.corpus)
-    check_run_folder(config, run_identity(config, corpus.manifest))
-    if needs_source(config):
+    corpus = _open_corpus("corpus", config.data.corpus, config.data, config.model.vocab_size)
+    check_run_folder(Path(config.run_dir), run_identity(config, corpus.manifest.fingerprint))
+    if needs_source(config.train, open_targets(config)):
         vocab_file = corpus.manifest.tokenizer.vocab_file
         check_source(
             config.train, Vocabulary(corpus.store.read(vocab_file).decode(), f"{config.data.corpus}/{vocab_file}")
         )
-    heldout = _open_corpus(config, "heldout", config.data.heldout) if config.data.heldout else None
+    heldout = None
+    if config.data.heldout:
+        heldout = _open_corpus("heldout", config.data.heldout, config.data, config.model.vocab_size)
     if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
@@ -72,22 +82,18 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
     return Inputs(corpus=corpus, heldout=heldout)
 
 
-def _open_corpus(config: Config, key: str, url: str) -> Corpus:
-    store = open_store(url, config.data.endpoint_url)
+def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> Corpus:
+    """Open the corpus that the config key data.`key` names; refuse one of other rows or of another vocabulary."""
+    store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store)
-    if manifest.seq_len != config.data.seq_len:
+    if manifest.seq_len != data.seq_len:
         raise ManifestMismatch(
-            f"data.{key} {url} has rows of {manifest.seq_len} tokens, data.seq_len is {config.data.seq_len}; "
+            f"data.{key} {url} has rows of {manifest.seq_len} tokens, data.seq_len is {data.seq_len}; "
             f"set data.seq_len or build the corpus with it"
         )
-    if manifest.tokenizer.vocab_size != config.model.vocab_size:
+    if manifest.tokenizer.vocab_size != vocab_size:
         raise ManifestMismatch(
             f"data.{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, "
-            f"model.vocab_size is {config.model.vocab_size}; set model.vocab_size or take the corpus of this tokenizer"
+            f"model.vocab_size is {vocab_size}; set model.vocab_size or take the corpus of this tokenizer"
         )
     return Corpus(store=store, manifest=manifest)
-
-
-def run_identity(config: Config, corpus: CorpusManifest) -> dict[str, Any]:
-    """What a run folder is bound to: everything that defines the trajectory."""
-    return {**config.identity(), "corpus_fingerprint": corpus.fingerprint}

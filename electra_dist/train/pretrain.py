@@ -12,8 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 from electra_kernels.native import host
 
-from electra_dist.config import Config, canonical_json
-from electra_dist.config_file import dump_yaml
+from electra_dist.checkpoint.targets import open_targets
+from electra_dist.collectives import gather
+from electra_dist.config import Config
 from electra_dist.engine.distributed import init_distributed, local_device
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_micro_batch
@@ -25,13 +26,12 @@ from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.init_from import begin_with_source
-from electra_dist.run.folder import CONFIG_FILE, IDENTITY_FILE, TOKENIZER_FILE, VOCAB_FILE
-from electra_dist.store.files import replacing
+from electra_dist.run.folder import begin_run_folder
 from electra_dist.train.clock import seconds_since_process_start
 from electra_dist.train.health.error_relay import another_rank_told, tell_once
 from electra_dist.train.health.rank_monitor import Watch
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.inputs import Corpus, Inputs, check_inputs, run_identity
+from electra_dist.train.inputs import Inputs, check_inputs, run_identity
 from electra_dist.train.skip_list import SkipList
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Round
@@ -74,9 +74,16 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     if config.engine.compile:
         notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
     # Before the folder: other weights may be refused.
-    notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config)]
+    notes += [f"init_from: {note}" for note in begin_with_source(module.towers, config.train, open_targets(config))]
     if dist.get_rank() == 0:
-        _make_run_folder(config, inputs.corpus)
+        manifest = inputs.corpus.manifest
+        tokenizer = manifest.tokenizer
+        begin_run_folder(
+            config,
+            run_identity(config, manifest.fingerprint),
+            tokenizer.model_dump_json(indent=1),
+            inputs.corpus.store.read(tokenizer.vocab_file),
+        )
     dist.barrier()
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device())
@@ -94,7 +101,15 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
 
 
 def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
-    counts = unigram_counts(config, inputs.corpus) if config.objective.generator == "unigram" else None
+    counts = None
+    if config.objective.generator == "unigram":
+        corpus = inputs.corpus
+        counts = unigram_counts(
+            corpus,
+            config.model.vocab_size,
+            Path(config.run_dir),
+            lambda: corpus.open_cache(config.data, config.cache_folder),
+        )
     objective = build_objective(config.model, config.objective, special, config.seed, config.kernels.backend, counts)
     objective.attention = _agreed(choose_attention(config, local_device().type))
     for module in objective.modules():
@@ -111,19 +126,4 @@ def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Object
 
 def _agreed(choice: AttentionChoice) -> AttentionChoice:
     """The same on all ranks: one whose trial failed decides for the others."""
-    choices = [choice] * dist.get_world_size()
-    dist.all_gather_object(choices, choice)
-    return next((each for each in choices if each.backend == "sdpa"), choice)
-
-
-def _make_run_folder(config: Config, corpus: Corpus) -> None:
-    """The folder says by itself what the run is: resolved config, identity, vocabulary."""
-    texts = {
-        CONFIG_FILE: dump_yaml(config).encode(),
-        IDENTITY_FILE: canonical_json(run_identity(config, corpus.manifest)).encode() + b"\n",
-        TOKENIZER_FILE: corpus.manifest.tokenizer.model_dump_json(indent=1).encode() + b"\n",
-        VOCAB_FILE: corpus.store.read(corpus.manifest.tokenizer.vocab_file),
-    }
-    for name, text in texts.items():
-        with replacing(Path(config.run_dir) / name) as file:
-            file.write(text)
+    return next((each for each in gather(choice) if each.backend == "sdpa"), choice)

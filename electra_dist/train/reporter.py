@@ -1,4 +1,4 @@
-"""What rank 0 tells: one dense line, metrics.jsonl, TensorBoard, the ledger, the report. Others have no Reporter.
+"""What rank 0 tells: one dense line, metrics.jsonl, TensorBoard, the ledger. Others have no Reporter.
 
 A record holds the values of its own step, not of an interval: a run cut anywhere writes the same records as an uncut
 one.
@@ -37,7 +37,7 @@ Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
 
 
 class Reporter:
-    """Rank 0's voice: `began` once, then `step`, `evaluation`, `saving`, `committed`; `close` writes the report."""
+    """Rank 0's voice: `began` once, then `step`, `evaluation`, `saving`, `committed`; `close` at the end."""
 
     def __init__(self, config: Config, engine: Engine, corpus: CorpusManifest, restored: RunState | None) -> None:
         """Open everything and cut off the records of steps that will be repeated."""
@@ -149,15 +149,12 @@ class Reporter:
         self._console.note(text)
 
     def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
-        """Say how it ended after `step` steps, flush everything and write report.html."""
+        """Record how it ended after `step` steps, and flush everything."""
         if ending != "rollback":
             self._record(ending, step, **({"why": why} if why else {}), spent_s=spent_s)
         self._console.close()
         self._metrics.close()
         self._ledger.close()
-        from electra_dist.report.page import write_report  # matplotlib: half a second that no step waits for
-
-        write_report(Path(self._config.run_dir))
 
     def _greet(self, corpus: CorpusManifest) -> None:
         config, engine = self._config, self._engine

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from electra_dist.analysis.save_interval import automatic_steps
+from electra_dist.collectives import from_rank_0
 from electra_dist.config import CheckpointConfig
 from electra_dist.run.ledger import read_ledger
 
@@ -42,6 +41,4 @@ class SaveSchedule:
         return step % self.every_steps == 0
 
     def _automatic(self) -> int:
-        box = [automatic_steps(read_ledger(self._run_dir)) if dist.get_rank() == 0 else 0]
-        dist.broadcast_object_list(box)
-        return box[0]
+        return from_rank_0(lambda: automatic_steps(read_ledger(self._run_dir)))

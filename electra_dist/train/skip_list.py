@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.run.folder import SKIPPED_STEPS_FILE
 from electra_dist.store.files import replacing
-
-SKIP_FILE = "skipped_steps.json"
 
 
 class SkipList:
@@ -21,7 +20,7 @@ class SkipList:
         Raises:
             UserError: the file is damaged.
         """
-        self._file = run_dir / SKIP_FILE
+        self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
         self.rollbacks = 0
         self.streak: list[int] = []  # the last steps that were stopped in a row

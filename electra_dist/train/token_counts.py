@@ -10,35 +10,37 @@ cache that training uses; 3 ns a token on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from electra_dist.config import Config
+from electra_dist.collectives import from_rank_0
 from electra_dist.data.cache import ShardCache
 from electra_dist.engine.distributed import local_device
+from electra_dist.run.folder import token_counts_file
 from electra_dist.store.files import replacing
 from electra_dist.train.inputs import Corpus
 
 
-def unigram_counts(config: Config, corpus: Corpus) -> np.ndarray:
-    """[V] int64: how often each id is in the corpus. Collective; the run folder must exist."""
+def unigram_counts(corpus: Corpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]) -> np.ndarray:
+    """Return how often each id is in the corpus, int64 [V]. Collective; the run folder must exist.
+
+    Args:
+        open_cache: opens this node's cache of the corpus; called only where the rows must be counted.
+    """
     given = corpus.manifest.totals.get("token_counts")
     if given is not None:
         return np.asarray(given, np.int64)
-    file = Path(config.run_dir) / f"token_counts-{corpus.manifest.fingerprint[:16]}.npy"
-    box: list[np.ndarray | None] = [np.load(file) if dist.get_rank() == 0 and file.exists() else None]
-    dist.broadcast_object_list(box)
-    if box[0] is not None:
-        return box[0]
-    data = config.data
-    limit = None if data.cache_limit_gb is None else round(data.cache_limit_gb * 1e9)
-    cache = ShardCache(corpus.store, corpus.manifest, config.cache_folder, data.fetch_threads, limit)
+    file = token_counts_file(run_dir, corpus.manifest.fingerprint)
+    kept = from_rank_0(lambda: np.load(file) if file.exists() else None)
+    if kept is not None:
+        return kept
+    cache = open_cache()
     mine = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
-    total = torch.from_numpy(count_tokens(cache, mine, config.model.vocab_size)).to(local_device())
+    total = torch.from_numpy(count_tokens(cache, mine, vocab_size)).to(local_device())
     cache.close()
     dist.all_reduce(total)
     count_V: np.ndarray = total.cpu().numpy()

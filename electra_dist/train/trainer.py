@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.save import SaveTiming
+from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import Batch, RowLoader
@@ -201,8 +202,7 @@ class Round:
             self.reporter.stopped_step(batch.step, fault, suspects)
 
     def _suspects(self, batch: Batch, losses: list[float]) -> str:
-        everyone: list[tuple[list[float], list[int]]] = [([], [])] * dist.get_world_size()
-        dist.all_gather_object(everyone, (losses, batch.row_ids.tolist()))
+        everyone = gather((losses, batch.row_ids.tolist()))
         all_losses = [loss for part, _ in everyone for loss in part]
         row_ids = [row for _, part in everyone for row in part]
         found = outlier(all_losses)
@@ -228,9 +228,7 @@ class Round:
             self.reporter.rolled_back(first, stopped)
 
     def _open_cache(self, corpus: Corpus, stack: contextlib.ExitStack) -> ShardCache:
-        data = self.config.data
-        limit = None if data.cache_limit_gb is None else round(data.cache_limit_gb * 1e9)
-        cache = ShardCache(corpus.store, corpus.manifest, self.config.cache_folder, data.fetch_threads, limit)
+        cache = corpus.open_cache(self.config.data, self.config.cache_folder)
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:

@@ -23,10 +23,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.config import Config
+from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
-from electra_dist.run.jsonl import encode, read_records
+from electra_dist.run.jsonl import encode
+from electra_dist.run.metrics import read_metrics
 from electra_dist.run.processes import mark_of, marked_pids
 from launcher.chaos.drill import Drill, Hit, Stuck, plan
 from launcher.chaos.faults import FAULTS, SmallDisk
@@ -36,7 +37,7 @@ COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
     """Steps of the reference run, and where the two part: empty if nowhere. Compared as written: bit for bit."""
-    records = [[r for r in read_records(run / "metrics.jsonl") if "grad_norm" in r] for run in (found, expected)]
+    records = [[r for r in read_metrics(run) if "grad_norm" in r] for run in (found, expected)]
     texts = [[encode({name: r[name] for name in COMPARED}).decode() for r in run] for run in records]
     for one, two in zip(*texts):
         if one != two:
@@ -73,7 +74,7 @@ def _mean(values: Sequence[float | None]) -> str:
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
     """Useful: what the reference run's steps took. An interruption costs what passed without a new step, and its
     lost steps again."""
-    step_s = [record["step_s"] for record in read_records(reference / "metrics.jsonl") if "grad_norm" in record]
+    step_s = [record["step_s"] for record in read_metrics(reference) if "grad_norm" in record]
     useful, lost = sum(step_s), sum(hit.steps_lost for hit in hits)
     cost = (sum(h.recovery_s or 0.0 for h in hits) + lost * useful / len(step_s)) / max(1, len(hits))
     print(
@@ -100,8 +101,8 @@ def drill(config: Config, args: argparse.Namespace) -> int:
         raise UserError(f"the uninterrupted run {reference} ended with {done.returncode}; see {output}")
     disk = None
     if "disk" in args.faults:
-        size = sum(file.stat().st_size for file in (reference / "checkpoints").rglob("*") if file.is_file())
-        disk = SmallDisk(run_dir / "checkpoints", 4 * size + (8 << 20))
+        size = sum(file.stat().st_size for file in (reference / CHECKPOINTS_DIR).rglob("*") if file.is_file())
+        disk = SmallDisk(run_dir / CHECKPOINTS_DIR, 4 * size + (8 << 20))
     begin, hits, problem = time.monotonic(), list[Hit](), ""
     run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed, disk)
     try:

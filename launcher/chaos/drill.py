@@ -17,7 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
+from electra_dist.run.folder import supervise_log
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
@@ -174,7 +176,7 @@ class Drill:
     def _wait_for_save(self) -> None:
         """Until a checkpoint is being written, if one soon is."""
         deadline = time.monotonic() + _SAVE_PATIENCE_S
-        folders = self._run_dir / "checkpoints"
+        folders = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline and all(list(f.glob("manifest*")) for f in folders.glob("step-*")):
             time.sleep(0.0005)
 
@@ -196,7 +198,7 @@ class Drill:
             hit.fault = "no checkpoint was set aside" if fault.bad_checkpoint else "a checkpoint was set aside"
 
     def _log(self) -> list[tuple[float, str]]:
-        file = self._run_dir / "supervise-0.log"
+        file = supervise_log(self._run_dir, 0)
         lines = [line.partition(" ") for line in file.read_text().splitlines()]
         return [(datetime.fromisoformat(at).timestamp(), text) for at, _, text in lines]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.checkpoint.manifest import committed
+from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.store.local import LocalStore
@@ -35,7 +36,7 @@ class Victim:
     @property
     def checkpoints(self) -> Path:
         """Where the drill has the run save."""
-        return self.run_dir / "checkpoints"
+        return self.run_dir / CHECKPOINTS_DIR
 
     def pids(self, words: str = "") -> list[int]:
         """Processes of the run, but for the supervisor, whose command line has `words`."""

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from electra_dist.checkpoint.manifest import committed, parse_folder
 from electra_dist.checkpoint.targets import open_targets
-from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
-
-_RUN_CONFIG = "config.yaml"  # what a run writes into its folder
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
@@ -23,8 +21,8 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
     if path.startswith("s3://"):
         return [open_store(path, endpoint_url)]
     folder = Path(path)
-    if (folder / _RUN_CONFIG).exists():
-        return open_targets(load_config(folder / _RUN_CONFIG).model_copy(update={"run_dir": path}))
+    if is_run_folder(folder):
+        return open_targets(open_run(folder))
     if not folder.is_dir():
         raise UserError(f"{path}: no such folder; name a run's folder, a folder of checkpoints or an s3:// prefix")
     return [open_store(path)]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from electra_dist.pretrained.export import export_run
 from electra_dist.report.page import write_report
+from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
 from launcher.cli.options import RunFolder
 
 
@@ -18,11 +19,11 @@ def export(
     output: Annotated[Path | None, typer.Option(help="folder to write; default: RUN/export")] = None,
 ) -> None:
     """Write the newest checkpoint as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator."""
-    state, folders = export_run(run, output or run / "export")
+    state, folders = export_run(run, output or run / EXPORT_DIR)
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"\n[bold]{run}[/bold] at step {state.step:,}")
-    out.print(f"  report         {run / 'report.html'}")
-    out.print(f"  metrics        {run / 'metrics.jsonl'}   (tensorboard --logdir {run / 'tensorboard'})")
+    out.print(f"  report         {run / REPORT_FILE}")
+    out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
     for name, folder in folders.items():
         out.print(f"  {name:<14} {folder}")
     out.print("next:")

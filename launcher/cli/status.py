@@ -18,6 +18,7 @@ from electra_dist.analysis.run_state import Signs, State, standing
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
+from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
 from electra_dist.run.formats import format_duration
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
@@ -61,10 +62,8 @@ def facts(run: Path) -> Facts:
     Raises:
         UserError: there is no such run.
     """
-    scripts = sorted((run / "slurm").glob("submission-[0-9]*.sh"))
-    configs = [
-        file for file in (run / "config.yaml", *(s.with_suffix(".yaml") for s in scripts[-1:])) if file.exists()
-    ]
+    scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
+    configs = [file for file in (run / CONFIG_FILE, *(s.with_suffix(".yaml") for s in scripts[-1:])) if file.exists()]
     if not configs:
         raise UserError(f"{run}: no such run folder (it has no config.yaml); give the run_dir of a run")
     records = [record for record in read_metrics(run) if record["kind"] == "train"]
@@ -109,7 +108,7 @@ def lines(seen: Facts) -> list[str]:
 def _signs(seen: Facts) -> Signs:
     jobs = seen.queue.jobs if seen.queue else ()
     times = [beat.time for beat in seen.beats] + [_seconds(event["time"]) for event in seen.ledger[-1:]]
-    metrics = seen.run / "metrics.jsonl"
+    metrics = seen.run / METRICS_FILE
     times += [metrics.stat().st_mtime] if metrics.exists() else []
     step_s = seen.last["step_s"] if seen.last else 0.0
     limits = seen.config.cluster
@@ -155,12 +154,12 @@ def _silent(seen: Facts) -> list[str]:
 
 def _next(seen: Facts, state: State) -> list[str]:
     run = shlex.quote(str(seen.run))
-    again = seen.submitted_by or f"deepspeed launcher/pretrain.py --config {run}/config.yaml"
+    again = seen.submitted_by or f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"
     if state == "finished":
         return [f"electra-dist export {run}", f"electra-dist report {run}"]
     if state == "living":
-        log = f"{run}/slurm/job-{_running(seen)}.log" if _running(seen) else f"{run}/log.txt"
-        return [f"tail -f {log}", f"touch {run}/stop    # saves and stops"]
+        log = f"{run}/{SLURM_DIR}/job-{_running(seen)}.log" if _running(seen) else f"{run}/{LOG_FILE}"
+        return [f"tail -f {log}", f"touch {run}/{STOP_FILE}    # saves and stops"]
     if state == "waiting":
         return [f"squeue --start --name={job_name(seen.run.absolute())}"]
     if state == "held" and seen.queue:

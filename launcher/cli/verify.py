@@ -14,11 +14,11 @@ from electra_dist.analysis.row_audit import Expected, Mark, Verdict, verify
 from electra_dist.checkpoint.manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config import Config
-from electra_dist.config_file import load_config
 from electra_dist.data.manifest import read_manifest as read_corpus
 from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
+from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics import read_metrics
 from electra_dist.store.open import open_store
@@ -27,9 +27,7 @@ from electra_dist.train.skip_list import SkipList
 
 def verify_command(run: Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo_cpu")]) -> None:
     """Prove which rows the run was trained on, up to the step reached; exit 1 if they are not the order's."""
-    if not (run / "config.yaml").exists():
-        raise UserError(f"{run}: not a run folder (no config.yaml); name the run_dir of a started run")
-    config = load_config(run / "config.yaml")
+    config = open_run(run)
     out = Console(highlight=False, soft_wrap=True)
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
     rows_per_shard = [shard.rows for shard in corpus.shards]
@@ -85,7 +83,7 @@ def _print(run: Path, verdict: Verdict, expected: Expected, out: Console) -> Non
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
     """Every mark of a run, by step."""
     marks = [
-        Mark(r["step"], "metrics.jsonl", Receipt(r["rows_seen"], int(r["receipt"], 16)))
+        Mark(r["step"], METRICS_FILE, Receipt(r["rows_seen"], int(r["receipt"], 16)))
         for r in read_metrics(run_dir)
         if r["kind"] == "train"
     ]

@@ -21,6 +21,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.model.parameters import parameter_counts
+from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from launcher.preflight.findings import Finding
 
 BYTES_PER_PARAMETER = 12  # fp32 master weights and both moments
@@ -47,11 +48,6 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
     return [_check_disk(disk_needs, node) for disk_needs in disks.values()]
 
 
-def targets(config: Config) -> tuple[str, ...]:
-    """Where checkpoints go."""
-    return config.checkpoint.targets or (str(Path(config.run_dir) / "checkpoints"),)
-
-
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """What a run will write to local disks, from its beginning. Pure."""
     run_dir = Path(config.run_dir)
@@ -62,7 +58,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     num_for_ever += len(keep.keep_steps)
     found = [
         Need(
-            folder=run_dir / "tensorboard",
+            folder=run_dir / TENSORBOARD_DIR,
             what="logs and metrics",
             now_bytes=LOG_BYTES,
             whole_bytes=LOG_BYTES,
@@ -70,11 +66,11 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
             next_step="choose a run_dir on a larger disk",
         )
     ]
-    for url in targets(config):
+    for url in config.checkpoint_urls:
         remote = url.startswith("s3://")
         found.append(
             Need(
-                folder=run_dir / "staging" if remote else Path(url.removeprefix("file://")).expanduser(),
+                folder=run_dir / STAGING_DIR if remote else Path(url.removeprefix("file://")).expanduser(),
                 what="a checkpoint on its way" if remote else f"{num_kept} checkpoints",
                 now_bytes=one if remote else num_kept * one,
                 whole_bytes=one if remote else (num_kept + num_for_ever) * one,
@@ -94,7 +90,7 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[
     two_windows = sum(shards[: 2 * config.data.shuffle_window_shards])  # one trains while the next is fetched
     return [
         Need(
-            folder=Path(config.data.cache_dir or Path(config.run_dir) / "cache"),
+            folder=config.cache_folder,
             what="cached shards",
             now_bytes=min(two_windows, limit),
             whole_bytes=min(sum(shards), limit),

@@ -11,17 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
+from electra_dist.collectives import gather
 
 _LOOKS, _REPEATS, _CHUNK = 3, 5, 8
-
-T = TypeVar("T")
 
 
 def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
@@ -103,13 +99,6 @@ def _synchronize(device: torch.device) -> None:
 def meet() -> None:
     """A barrier over gloo, which needs no GPU to be sound."""
     dist.all_reduce(torch.zeros(1))
-
-
-def gather(value: T) -> list[T]:
-    """The values of all ranks, by rank."""
-    box: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box
 
 
 def partner(position: int, count: int, turn: int) -> int | None:

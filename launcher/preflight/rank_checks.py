@@ -121,7 +121,8 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     import torch
     import torch.distributed as dist
 
-    from launcher.preflight.measurements import all_reduce, exchange, gather, meet, skew
+    from electra_dist.collectives import gather
+    from launcher.preflight.measurements import all_reduce, exchange, meet, skew
 
     rank = dist.get_rank()
     nodes = gather(node)

@@ -24,7 +24,7 @@ from electra_dist.errors import UserError
 from electra_dist.store.files import readable
 from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
-from launcher.preflight.disk_checks import check_disks, targets
+from launcher.preflight.disk_checks import check_disks
 from launcher.preflight.findings import Finding, Severity, from_error
 
 SKEW_WARNING_S, SKEW_UNHEALTHY_S = 2.0, 60.0
@@ -42,7 +42,7 @@ def check_storage(config: Config, node: str) -> list[Finding]:
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
         except UserError as error:
             findings.append(from_error(error, node))
-    for url in targets(config):
+    for url in config.checkpoint_urls:
         try:
             _try_target(url, config.checkpoint.endpoint_url)
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
@@ -78,7 +78,7 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     except UserError as error:
         yield from_error(error, node)
     places = [(config.data.corpus, config.data.endpoint_url)]
-    places += [(url, config.checkpoint.endpoint_url) for url in targets(config)]
+    places += [(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
     for endpoint_url in sorted({endpoint or _AWS for url, endpoint in places if url.startswith("s3://")}):
         if (skew_s := _http_skew_s(endpoint_url)) is not None:
             yield judge_skew(skew_s, endpoint_url, node)

@@ -27,8 +27,9 @@ from typing import Any, Literal
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import JOBS_FILE, newest_checkpoint, read_jobs, read_ledger
+from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 
 _CANCELLED_BEFORE_S = 30.0  # a TERM earlier than this before the limit is not the limit's

@@ -26,6 +26,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
+from electra_dist.run.folder import SLURM_DIR
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.files import writable
@@ -60,7 +61,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
     run_dir = Path(config.run_dir).absolute()
     if any(event["event"] == "done" for event in read_ledger(run_dir)):
         raise UserError(f"run {config.run_dir} is finished; `electra-dist export {config.run_dir}`, or choose another")
-    stem = run_dir / "slurm" / f"submission-{_next_number(run_dir):04d}"
+    stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     request = SubmitRequest(
         run_dir=str(run_dir),
         script_file=f"{stem}.sh",
@@ -119,10 +120,8 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
         UserError: names the numbers of nodes that share the global batch evenly.
     """
     train = config.train
-    if train.global_batch % (train.micro_batch * num_nodes * ranks_per_node):
-        fitting = [
-            str(n) for n in range(1, 1025) if train.global_batch % (train.micro_batch * n * ranks_per_node) == 0
-        ]
+    if not train.micro_batches(num_nodes * ranks_per_node):
+        fitting = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
         advice = f"use {', '.join(fitting)} nodes" if fitting else "use fewer ranks per node"
         raise UserError(
             f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
@@ -144,5 +143,5 @@ def _sbatch(script: Path) -> str:
 
 
 def _next_number(run_dir: Path) -> int:
-    numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / "slurm").glob("submission-[0-9]*.yaml")]
+    numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")]
     return max(numbers, default=0) + 1

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.run.folder import MEETING_DIR, supervise_log
 from electra_dist.run.strikes import node_name
 from electra_dist.store.files import writable
-from launcher.supervise.rendezvous import MEETING_DIR
 
 
 class Log:
@@ -20,7 +20,7 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, node: int) -> None:
-        path = run_dir / f"supervise-{node}.log"
+        path = supervise_log(run_dir, node)
         lock = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
         with writable(path):
             lock.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
+from electra_dist.store.files import replacing
 from launcher import pretrain
 
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library of ours uses it
@@ -46,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(file: Path, number: int) -> None:
     """Whole or not at all, for a reader at any moment."""
-    new = file.with_name(f"new-{file.name}")
-    new.write_text(str(number))
-    new.rename(file)
+    with replacing(file) as out:
+        out.write(str(number).encode())
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from electra_dist.run.folder import MEETING_DIR
 from electra_dist.store.files import replacing
 
-MEETING_DIR = "meeting"
 _KEPT, _PORTS, _POLL_S = 3, 64, 1.0
 
 

@@ -18,11 +18,18 @@ from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
 from electra_dist.model.parameters import parameter_counts
 from electra_dist.planning.budget import make_budget
-from electra_dist.planning.tables import plan_text, print_plan
+from electra_dist.planning.tables import print_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+
+
+def plan_text(config: Config, corpus: CorpusManifest | None = None) -> str:
+    """Return what `print_plan` prints where there is no terminal."""
+    stream = io.StringIO()
+    print_plan(config, corpus, stream)
+    return stream.getvalue().rstrip("\n")
 
 
 def _large(*overrides: str) -> Config:

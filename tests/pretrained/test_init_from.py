@@ -26,7 +26,7 @@ from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import Sums
 from electra_dist.objectives.build import build_objective
-from electra_dist.pretrained import init_from
+from electra_dist.pretrained import run_weights
 from electra_dist.pretrained.encoder import _tower_state
 from electra_dist.pretrained.export import export_run
 from electra_dist.pretrained.init_from import load_source
@@ -79,7 +79,7 @@ def test_a_run_begins_with_the_weights_of_a_run_or_an_export(
 def fake_run(folder: Path, config: Config, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_yaml(config))
-    monkeypatch.setattr(init_from, "assemble", lambda targets: (SimpleNamespace(step=1234), state, []))
+    monkeypatch.setattr(run_weights, "assemble", lambda targets, step: (SimpleNamespace(step=1234), state, []))
     return folder
 
 

@@ -13,7 +13,8 @@ import pytest
 from electra_dist.analysis.hangs import HangLimits, Hung, hung
 from electra_dist.errors import StoreError
 from electra_dist.run import heartbeat
-from electra_dist.run.heartbeat import HEARTBEAT_DIR, RECORD_BYTES, Beat, Heartbeat, read_heartbeats
+from electra_dist.run.folder import HEARTBEAT_DIR
+from electra_dist.run.heartbeat import RECORD_BYTES, Beat, Heartbeat, read_heartbeats
 
 LIMITS = HangLimits(setup_s=100.0, step_factor=5.0, step_floor_s=10.0, checkpoint_s=60.0, eval_s=40.0)
 

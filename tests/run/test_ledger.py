@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.run.ledger import LEDGER_FILE, Ledger, read_ledger
+from electra_dist.run.folder import LEDGER_FILE
+from electra_dist.run.ledger import Ledger, read_ledger
 
 
 def test_events_in_order_with_details_and_utc_time(tmp_path: Path):

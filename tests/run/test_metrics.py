@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.run.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, read_metrics
+from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
+from electra_dist.run.metrics import MetricsWriter, read_metrics
 from electra_dist.run.records import EvalRecord, StepRecord
 
 

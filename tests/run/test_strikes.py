@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, UserError
-from electra_dist.run.strikes import STRIKES_FILE, Strike, add_strike, excluded_nodes, node_name, read_strikes
+from electra_dist.run.folder import STRIKES_FILE
+from electra_dist.run.strikes import Strike, add_strike, excluded_nodes, node_name, read_strikes
 
 DAY_S = 24 * 3600.0
 

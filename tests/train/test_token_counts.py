@@ -26,16 +26,25 @@ def run(tmp_path: Path) -> tuple[Config, Corpus, np.ndarray]:
     return config, corpus, np.bincount(rows.flatten(), minlength=VOCAB_SIZE)
 
 
+def counts_of(config: Config, corpus: Corpus) -> np.ndarray:
+    return unigram_counts(
+        corpus,
+        config.model.vocab_size,
+        Path(config.run_dir),
+        lambda: corpus.open_cache(config.data, config.cache_folder),
+    )
+
+
 def test_every_id_of_every_row_is_counted_once_and_kept(run: Any) -> None:
     config, corpus, truth = run
-    np.testing.assert_array_equal(unigram_counts(config, corpus), truth)
+    np.testing.assert_array_equal(counts_of(config, corpus), truth)
     for shard in corpus.manifest.shards:
         Path(corpus.store.local_path(shard.name)).unlink()
-    np.testing.assert_array_equal(unigram_counts(config, corpus), truth)  # from the run folder
+    np.testing.assert_array_equal(counts_of(config, corpus), truth)  # from the run folder
 
 
 def test_the_builders_counts_are_taken(run: Any) -> None:
     config, corpus, _ = run
     given = list(range(VOCAB_SIZE))
     manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": given}})
-    assert unigram_counts(config, Corpus(store=corpus.store, manifest=manifest)).tolist() == given
+    assert counts_of(config, Corpus(store=corpus.store, manifest=manifest)).tolist() == given

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from electra_dist.run.folder import SAVE_FILE, STOP_FILE
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _LEAST_MARGIN_S = 10.0
 
@@ -32,7 +34,7 @@ class StopRequest:
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
         """Install the handlers. Rank 0 also watches the files and the clock."""
         self._reason = ""
-        self._stop_file, self._save_file = run_dir / "stop", run_dir / "save"
+        self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
         self._watches = is_first_rank
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         self._end_time = float(end) if end.isdigit() else None

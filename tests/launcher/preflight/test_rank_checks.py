@@ -159,7 +159,7 @@ def test_ranks_that_do_not_meet_end_as_a_crash_and_nobody_gets_a_strike(
 ):
     code = (
         "import sys, datetime, launcher.preflight.rank_checks as r; r.TIMEOUT = datetime.timedelta(seconds=3)\n"
-        "from launcher.preflight import main; sys.exit(main(sys.argv[1:]))\n"
+        "from launcher.preflight.__main__ import main; sys.exit(main(sys.argv[1:]))\n"
     )
     config = tiny_config()
     alone = start_rank(config, 0, 2, free_port, code)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher.supervise import monitor, supervisor
+from launcher.supervise import __main__ as supervise
+from launcher.supervise import monitor
 from launcher.supervise.placement import Placement
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
@@ -38,4 +39,4 @@ if __name__ == "__main__":
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
     monitor._LEAVE_S = 3.0
     Placement.command = with_fake_ranks  # type: ignore[method-assign]
-    sys.exit(supervisor.main(sys.argv[1 if DEEPSPEED else 2 :]))
+    sys.exit(supervise.main(sys.argv[1 if DEEPSPEED else 2 :]))

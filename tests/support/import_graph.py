@@ -1,0 +1,199 @@
+"""The import graph of the project's sources, read from their syntax trees.
+
+    python tests/support/import_graph.py [ROOT]      prints its figures
+
+Guarantee: no source is executed. Every import statement counts, wherever it stands: at the top of a file, inside a
+function, or under TYPE_CHECKING. `from package import name` is an import of the module `package.name` if there is
+one, else of `package/__init__.py`.
+
+How: a file is known by its path below the root, for example `electra_dist/store/local.py`. A package is what
+`docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a module that stands in
+one of the two beside the folders, electra_kernels, or the benchmarks.
+
+Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
+`python -m`, are not imports here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("benchmarks", "electra_dist", "kernels", "launcher")
+LAYERS_FILE = "docs/architecture.md"
+
+Graph = dict[str, set[str]]  # who imports -> what is imported; every node is a key
+Layer = tuple[int, str]  # "7b" is (7, "b"): layers compare as they are ordered
+
+_LAYER_ROW = re.compile(r"\| (\d+)([a-z]?) \| `([^`]+)` \|")
+
+
+def source_files(root: Path = ROOT) -> list[str]:
+    """Return the Python files of the project's source folders as sorted paths below `root`."""
+    found = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
+    return sorted(path.relative_to(root).as_posix() for path in found)
+
+
+def imported_names(root: Path, file: str) -> set[str]:
+    """Return the absolute dotted names that a file imports; `from a.b import c` gives `a.b.c`."""
+    package = _module_name(file).split(".")
+    if not file.endswith("/__init__.py"):
+        package.pop()
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"), file)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def file_imports(root: Path = ROOT) -> Graph:
+    """Return which source files each source file imports."""
+    files = source_files(root)
+    modules = {_module_name(file): file for file in files}
+    graph: Graph = {}
+    for file in files:
+        found = (modules.get(name) or modules.get(name.rpartition(".")[0]) for name in imported_names(root, file))
+        graph[file] = {target for target in found if target is not None and target != file}
+    return graph
+
+
+def _module_name(file: str) -> str:
+    """Return the name under which a file is imported.
+
+    electra_kernels is installed from the folder `kernels`; a benchmark is a script whose own folder is on the path.
+    """
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name.removeprefix("kernels.").removeprefix("benchmarks.")
+
+
+def package_of(file: str) -> str:
+    """Return the package that a file belongs to, by the name that it has in the table of layers."""
+    parts = PurePosixPath(file).parts
+    return parts[0] if parts[0] == "benchmarks" else "/".join(parts[:2])
+
+
+def package_imports(files: Mapping[str, set[str]]) -> Graph:
+    """Return which packages each package imports, itself left out."""
+    graph: Graph = defaultdict(set)
+    for file, targets in files.items():
+        package = package_of(file)
+        graph[package] |= {package_of(target) for target in targets} - {package}
+    return dict(graph)
+
+
+def reachable(graph: Mapping[str, set[str]], start: Iterable[str]) -> set[str]:
+    """Return the nodes that can be reached from `start` by one import or more."""
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return each group of nodes that all import one another, directly or through others, sorted by name."""
+    from_node = {node: reachable(graph, [node]) for node in graph}
+    groups = {
+        tuple(sorted(other for other in from_node[node] if node in from_node[other]))
+        for node in graph
+        if node in from_node[node]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def read_layers(text: str) -> list[tuple[Layer, str]]:
+    """Return (layer, package) of every row of the table of layers in a Markdown text, in its order."""
+    return [((int(number), letter), name.rstrip("/")) for number, letter, name in _LAYER_ROW.findall(text)]
+
+
+def upward_imports(files: Mapping[str, set[str]], layers: Mapping[str, Layer]) -> list[str]:
+    """Return a line for each import between two packages whose target is not in a lower layer.
+
+    Args:
+        files: which files each file imports.
+        layers: layer of each package; files of packages that are not in it are passed over.
+    """
+    found = []
+    for file, targets in sorted(files.items()):
+        for target in sorted(targets):
+            package, imported = package_of(file), package_of(target)
+            if package == imported or package not in layers or imported not in layers:
+                continue
+            if layers[imported] >= layers[package]:
+                found.append(f"{file} (layer {_label(layers[package])}) imports {target} ({_label(layers[imported])})")
+    return found
+
+
+def _label(layer: Layer) -> str:
+    return f"{layer[0]}{layer[1]}"
+
+
+def files_per_folder(files: Iterable[str]) -> Counter[str]:
+    """Return how many Python files stand directly in each folder."""
+    return Counter(PurePosixPath(file).parent.as_posix() for file in files)
+
+
+def function_lines(root: Path, file: str) -> dict[str, int]:
+    """Return the number of lines of each function of a file, by `file:line name`."""
+    tree = ast.parse((root / file).read_text(encoding="utf-8"), file)
+    return {
+        f"{file}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def _print_sizes(what: str, lines: Mapping[str, int]) -> None:
+    """Print how many there are, and median, 90th percentile and maximum of their lines."""
+    counts = sorted(lines.values())
+    p90 = statistics.quantiles(counts, n=10)[-1]
+    longest = max(lines, key=lambda name: lines[name])
+    print(
+        f"{what:<28} {len(counts):>5}   lines: median {statistics.median(counts):.0f}, p90 {p90:.0f}, "
+        f"max {counts[-1]} ({longest})"
+    )
+
+
+def main() -> None:
+    """Print the figures of the tree at the root that the command line gives, by default this one."""
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    files = file_imports(root)
+    packages = package_imports(files)
+    table = read_layers((root / LAYERS_FILE).read_text(encoding="utf-8"))
+    upward = upward_imports(files, {name: layer for layer, name in table})
+    print(f"{'packages':<28} {len(packages):>5}")
+    print(f"{'layers':<28} {len({layer for layer, _ in table}):>5}")
+    print(f"{'imports between packages':<28} {sum(len(targets) for targets in packages.values()):>5}")
+    print(f"{'imports between files':<28} {sum(len(targets) for targets in files.values()):>5}")
+    for what, graph in (("cycles of packages", packages), ("cycles of files", files)):
+        found = cycles(graph)
+        print(f"{what:<28} {len(found):>5}")
+        for group in found:
+            print(f"    {', '.join(group)}")
+    print(f"{'upward imports':<28} {len(upward):>5}")
+    for line in upward:
+        print(f"    {line}")
+    sources = [file for file in files if not file.startswith("benchmarks/")]
+    largest = files_per_folder(sources).most_common(5)
+    print(f"{'largest folders':<28}         {', '.join(f'{folder} {count}' for folder, count in largest)}")
+    _print_sizes("files", {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file in sources})
+    functions: dict[str, int] = {}
+    for file in sources:
+        functions |= function_lines(root, file)
+    _print_sizes("functions", functions)
+
+
+if __name__ == "__main__":
+    main()

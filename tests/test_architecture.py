@@ -1,0 +1,210 @@
+"""The packages stand in layers: `docs/architecture.md` has the table, the import statements of all sources keep to it.
+
+`python tests/support/import_graph.py` prints the figures of the same graph.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.import_graph import (
+    LAYERS_FILE,
+    ROOT,
+    Graph,
+    cycles,
+    file_imports,
+    files_per_folder,
+    imported_names,
+    package_imports,
+    package_of,
+    reachable,
+    read_layers,
+    upward_imports,
+)
+
+from electra_dist.run import folder
+
+LARGEST_FOLDER = 14
+LARGEST = {"launcher/cli": 24, "electra_dist/objectives": 24}  # one file per command, one per objective
+WITHOUT_TORCH = (
+    "launcher.cli.submit",
+    "launcher.slurm.job",
+    "launcher.supervise.__main__",
+    "launcher.preflight.__main__",
+    "launcher.cli.status",
+    "launcher.cli.main",
+)
+_TELL_TORCH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"{name} imports torch")
+"""
+
+
+@pytest.fixture(scope="module")
+def files() -> Graph:
+    return file_imports()
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (ROOT / LAYERS_FILE).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[..., Graph]:
+    """`tree({"electra_dist/config.py": "import os"})`: the imports of a source tree with just these files."""
+
+    def make(sources: dict[str, str]) -> Graph:
+        for name, text in sources.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return file_imports(tmp_path)
+
+    return make
+
+
+def test_no_package_and_no_file_imports_itself_through_others(files: Graph):
+    assert cycles(package_imports(files)) == []
+    assert cycles(files) == []
+
+
+def test_every_package_stands_in_the_table_once(files: Graph, page: str):
+    listed = Counter(name for _, name in read_layers(page))
+    assert set(listed) == {package_of(file) for file in files}
+    assert [name for name, count in listed.items() if count > 1] == []
+
+
+def test_the_table_begins_with_the_lowest_layer(page: str):
+    layers = [layer for layer, _ in read_layers(page)]
+    assert layers == sorted(layers)
+
+
+def test_packages_import_from_lower_layers_only(files: Graph, page: str):
+    layers = {name: layer for layer, name in read_layers(page)}
+    assert upward_imports(files, layers) == []
+
+
+def test_library_and_kernels_know_nothing_of_what_is_above_them(files: Graph):
+    def imports(importing: str, imported: tuple[str, ...]) -> list[tuple[str, str]]:
+        return [
+            (file, target)
+            for file, targets in files.items()
+            for target in targets
+            if file.startswith(importing) and target.startswith(imported)
+        ]
+
+    assert imports("electra_dist/", ("launcher/", "benchmarks/")) == []
+    assert imports("kernels/", ("electra_dist/", "launcher/", "benchmarks/")) == []
+
+
+def test_nothing_inside_imports_from_the_top_of_the_library(files: Graph):
+    assert [file for file, targets in files.items() if "electra_dist/__init__.py" in targets] == []
+
+
+def test_data_never_comes_to_torch_distributed(files: Graph):
+    data = [file for file in files if file.startswith("electra_dist/data/")]
+    assert data
+    for file in {*data, *reachable(files, data)}:
+        distributed = [name for name in imported_names(ROOT, file) if f"{name}.".startswith("torch.distributed.")]
+        assert distributed == [], file
+
+
+def test_no_folder_has_too_many_files(files: Graph):
+    counts = files_per_folder(file for file in files if not file.startswith("benchmarks/"))
+    assert {name: n for name, n in counts.items() if n > LARGEST.get(name, LARGEST_FOLDER)} == {}
+
+
+def test_what_runs_on_a_login_node_is_imported_without_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", _TELL_TORCH, *WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_names_what_there_is(page: str):
+    """Every path that the page gives exists, and every function that it gives for a file is defined there."""
+    for path in re.findall(r"`((?:benchmarks|electra_dist|kernels|launcher|tests)/[^` ]*)`", page):
+        assert (ROOT / path).exists(), path
+    rows = re.findall(r"^\| `([^`]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \|", page, re.MULTILINE)
+    assert len(rows) > 40
+    for path, cell in rows:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w.]+)`", cell):
+            for part in name.split("."):
+                assert re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE), f"{path} has no {name}"
+
+
+def test_the_page_of_the_run_folder_has_every_file():
+    page = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    names = {value for key, value in vars(folder).items() if key.endswith(("_FILE", "_DIR"))}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"`{name}" not in page] == []
+
+
+# The test of the tests: what is planted is found, in whatever spelling.
+
+LAYERS = {"kernels/electra_kernels": (1, ""), "electra_dist/store": (2, ""), "electra_dist/train": (5, "")}
+UPWARD = {
+    "in a function": "def f():\n    from electra_dist.train.step import g\n",
+    "for types only": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import electra_dist.train.step\n",
+    "a module by its package": "from electra_dist.train import step\n",
+    "relative": "from ..train.step import g\n",
+    "relative module": "from ..train import step as s\n",
+}
+
+
+@pytest.mark.parametrize("statement", UPWARD.values(), ids=UPWARD)
+def test_a_planted_upward_import_is_found(tree: Callable[..., Graph], statement: str):
+    found = tree({"electra_dist/store/local.py": statement, "electra_dist/train/step.py": "def g(): ..."})
+    assert upward_imports(found, LAYERS) == [
+        "electra_dist/store/local.py (layer 2) imports electra_dist/train/step.py (5)"
+    ]
+
+
+def test_an_import_within_a_layer_is_found(tree: Callable[..., Graph]):
+    found = tree({"launcher/slurm/job.py": "from launcher.chaos import drill", "launcher/chaos/drill.py": ""})
+    parts = {"launcher/slurm": (7, "a"), "launcher/chaos": (7, "a")}
+    assert len(upward_imports(found, parts)) == 1
+    assert upward_imports(found, {**parts, "launcher/slurm": (7, "b")}) == []
+
+
+def test_the_installed_name_of_the_kernels_is_resolved(tree: Callable[..., Graph]):
+    found = tree(
+        {
+            "kernels/electra_kernels/__init__.py": "class E: ...",
+            "kernels/electra_kernels/native/host.py": "",
+            "electra_dist/store/local.py": "from electra_kernels import E\nfrom electra_kernels.native import host\n",
+        }
+    )
+    assert found["electra_dist/store/local.py"] == {
+        "kernels/electra_kernels/__init__.py",
+        "kernels/electra_kernels/native/host.py",
+    }
+
+
+def test_planted_cycles_are_found(tree: Callable[..., Graph]):
+    found = tree(
+        {
+            "electra_dist/store/local.py": "from electra_dist.train import step",
+            "electra_dist/store/files.py": "",
+            "electra_dist/train/step.py": "import electra_dist.store.files",
+            "launcher/cli/main.py": "from launcher.cli import status",
+            "launcher/cli/status.py": "def f():\n    from launcher.cli.main import app",
+        }
+    )
+    assert cycles(package_imports(found)) == [["electra_dist/store", "electra_dist/train"]]
+    assert cycles(found) == [["launcher/cli/main.py", "launcher/cli/status.py"]]
+
+
+def test_layers_are_read_from_a_table():
+    text = "| layer | package |\n|---|---|\n| 1 | `electra_dist/a.py` | x |\n| 7b | `launcher/cli/` | `y/` |\n"
+    assert read_layers(text) == [((1, ""), "electra_dist/a.py"), ((7, "b"), "launcher/cli")]
