@@ -39,7 +39,21 @@ class Container:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitRequest:
+class JobOptions:
+    """The options of a submission that become part of the batch script."""
+
+    num_nodes: int
+    gpus_per_node: int  # also ranks per node; 0: a machine without GPUs, one rank per node
+    partition: str | None = None
+    time_limit: str | None = None  # as sbatch's --time
+    chain: int = 0  # jobs one after another, none requeued; 0: one job that is requeued
+    signal_ahead_s: int = 120  # seconds before the limit at which the ranks are told; Slurm may be 60 s early
+    container: Container | None = None
+    sbatch_options: tuple[str, ...] = ()  # more `name=value` or `name`, for example account=vision
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitRequest(JobOptions):
     """What is submitted. Paths are absolute and seen by every node."""
 
     run_dir: str
@@ -49,14 +63,6 @@ class SubmitRequest:
     command: str  # what a person typed, for the reader of the script
     python: str  # interpreter of the ranks; inside the container if there is one
     job_name: str
-    num_nodes: int
-    gpus_per_node: int  # also ranks per node; 0: a machine without GPUs, one rank per node
-    partition: str | None = None
-    time_limit: str | None = None  # as sbatch's --time
-    chain: int = 0  # jobs one after another, none requeued; 0: one job that is requeued
-    signal_ahead_s: int = 120  # seconds before the limit at which the ranks are told; Slurm may be 60 s early
-    container: Container | None = None
-    sbatch_options: tuple[str, ...] = ()  # more `name=value` or `name`, for example account=vision
 
 
 _OURS = {

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from electra_dist.config import Config
@@ -30,24 +30,16 @@ from electra_dist.run.folder import SLURM_DIR
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.files import writable
-from launcher.slurm.batch_script import Container, SubmitRequest, batch_script
+from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.job import note
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submission:
-    """What a person asked for."""
+class Submission(JobOptions):
+    """What a person asked for: the options of the job, and the run's config."""
 
     config_file: Path
     overrides: tuple[str, ...] = ()
-    num_nodes: int
-    gpus_per_node: int
-    partition: str | None = None
-    time_limit: str | None = None
-    chain: int = 0
-    signal_ahead_s: int = 120
-    container: Container | None = None
-    sbatch_options: tuple[str, ...] = ()
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
@@ -70,14 +62,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         command=shlex.join(command),
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
-        num_nodes=submission.num_nodes,
-        gpus_per_node=submission.gpus_per_node,
-        partition=submission.partition,
-        time_limit=submission.time_limit,
-        chain=submission.chain,
-        signal_ahead_s=submission.signal_ahead_s,
-        container=submission.container,
-        sbatch_options=submission.sbatch_options,
+        **{field.name: getattr(submission, field.name) for field in fields(JobOptions)},
     )
     expires_s = 3600 * config.cluster.strike_expires_h
     return config, request, tuple(excluded_nodes(read_strikes(run_dir), time.time(), expires_s=expires_s))
