@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, config: Config, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder = folder
-        self.engine = Engine(build_towers(config.model, config.seed), config)
+        self.engine = Engine(build_towers(config.model, config.seed), config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
         self.fragments = owned_fragments(self.engine.deepspeed.module, self.engine.optimizer)
         for fragment in self.fragments:
             for view in fragment.views.values():

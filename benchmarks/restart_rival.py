@@ -20,7 +20,7 @@ from electra_dist.config_file import load_config
 from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 STEPS = 2
@@ -36,7 +36,12 @@ def main() -> None:
     config = load_config(arguments.config, [])
     init_distributed()
     special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    engine = Engine(build_objective(config.model, config.objective, special, config.seed), config)
+    engine = Engine(
+        build_objective(config.model, config.objective, special, config.seed),
+        config.train,
+        config.engine,
+        config.optimizer,
+    )
     times.append(time.time())
     is_there = (arguments.folder / "latest").exists()
     if is_there:
@@ -46,7 +51,7 @@ def main() -> None:
     for step in range(STEPS):
         ids_BS = torch.randint(5, config.model.vocab_size, (len(rows_B), config.data.seq_len))
         scales = 1.0 / loss_counts(ids_BS, special, config.objective).sum(0)
-        engine.backward(engine.forward(ids_BS, rows_B, step, config.seed, *scales).loss)
+        engine.backward(engine.forward(StepInput(ids_BS, rows_B, step, config.seed, *scales)).loss)
         engine.step(1e-4)
         if step == 0:
             times.append(time.time())

@@ -22,7 +22,7 @@ from step_parts.ways import SPECIAL
 from electra_dist.config_file import load_config
 from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     init_distributed()
     module = build_objective(config.model, config.objective, SPECIAL, config.seed)
     sizes = [p.numel() for p in module.parameters()]
-    engine, rank = Engine(module, config), dist.get_rank()
+    engine, rank = Engine(module, config.train, config.engine, config.optimizer), dist.get_rank()
     rows_B = torch.arange(int(num_rows)) + rank * int(num_rows)
     ids_BS = torch.randint(5, config.model.vocab_size, (len(rows_B), config.data.seq_len))
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, config.objective).sum(0)
@@ -61,7 +61,7 @@ def main() -> None:
         before = sent_bytes()
         for step in range(steps):
             begin = time.perf_counter()
-            engine.backward(engine.forward(ids_BS, rows_B, step, config.seed, *scales).loss)
+            engine.backward(engine.forward(StepInput(ids_BS, rows_B, step, config.seed, *scales)).loss)
             engine.step(1e-4)
             seconds.append(time.perf_counter() - begin)
         sent = (sent_bytes() - before) / steps

@@ -26,6 +26,7 @@ from step_parts.ways import BATCH, SPECIAL, Way, autocast, hugging_face, ours, s
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.model.linear import HAS_BF16_PRODUCTS
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.corruption import CorruptingObjective
 
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}  # relative difference of the losses
@@ -45,18 +46,18 @@ KINDS = {  # of operations, by a word in torch's name for it; the first that fit
 def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, precision: str) -> dict[str, Json]:
     """Losses of every way without dropout, the samples being ours; ends the program if they differ."""
     objective: CorruptingObjective = ways["ours"].module  # type: ignore[assignment]
-    rows_B = torch.arange(len(ids_BS))
+    given = StepInput(ids_BS, torch.arange(len(ids_BS)), 0, config.seed, 1.0, 1.0)  # no loss is taken of it
     found = {}
     for name, way in ways.items():
         way.module.eval()
         with autocast(precision):
             if name == "ours":
                 _, *losses = way.forward(ids_BS, 0)
-                batch = objective.batch(ids_BS, rows_B, 0, config.seed)
+                batch = objective.batch(given)
                 masking = objective.mask(batch)
                 sampled_M = objective.fill(batch, masking, objective.generator_states(batch, masking)).sampled_M
             else:
-                losses = list(way.module(ids_BS, rows_B, 0, config.seed, sampled_M))
+                losses = list(way.module(ids_BS, given.row_B, 0, config.seed, sampled_M))
         way.module.train()
         found[name] = {"mlm": losses[0].item(), "rtd": losses[1].item()}
         for kind, value in found[name].items():

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_parts.steps import SPECIAL, Bench, Rows, free, train
+from gpu_parts.steps import SPECIAL, Bench, Rows, free, step_input, train
 
-from electra_dist.objectives.base import loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 KINDS = {  # of kernels, by a word in their names; the first that fits
@@ -61,23 +60,22 @@ def _parts(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, what it does), to be done in order; values go from one to the next."""
     kept: dict[str, Any] = {}
-    scales = [1.0 / count for count in loss_counts(ids_BS, SPECIAL, module.objective).sum(0)]
-    rows_B = torch.arange(len(ids_BS), device=ids_BS.device)
+    given = step_input(module, ids_BS)
 
     def keep(name: str, make: Callable[[], Any]) -> Callable[[], None]:
         return lambda: kept.__setitem__(name, make())
 
-    yield "masks and scope", keep("batch", lambda: module.batch(ids_BS, rows_B, 0, 1))
+    yield "masks and scope", keep("batch", lambda: module.batch(given))
     kept["masking"] = module.mask(kept["batch"])
     yield "generator, forward", keep("states", lambda: module.generator_states(kept["batch"], kept["masking"]))
     yield "head, forward", keep("mlm", lambda: module.fill(kept["batch"], kept["masking"], kept["states"]))
-    yield "generator and head, backward", lambda: (scales[0] * kept["mlm"].loss_sum).backward()
+    yield "generator and head, backward", lambda: (given.first_scale * kept["mlm"].loss_sum).backward()
     replaced = keep("new", lambda: module.replace(kept["batch"], kept["masking"], kept["mlm"].sampled_M))
     yield "replacing", replaced
     yield "discriminator, forward", keep("read", lambda: module.read(kept["batch"], kept["new"][0]))
     tail, real_BS = module.towers.discriminator_head, kept["batch"].layout.is_real_BS
     yield "tail, forward", keep("rtd", lambda: tail(kept["read"], kept["new"][1], real_BS, backend=module.backend))
-    weight = module.objective.rtd_weight * scales[1]
+    weight = module.objective.rtd_weight * given.second_scale
     yield "discriminator and tail, backward", lambda: (weight * kept["rtd"].loss_sum).backward()
     yield "optimizer", lambda: (optimizer.step(), optimizer.zero_grad())
 

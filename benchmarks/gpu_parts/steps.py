@@ -33,7 +33,7 @@ from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.flops import peak_flops, token_flops
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Objective, loss_counts
+from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 CONFIG = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
@@ -107,10 +107,15 @@ def encoders(module: Objective) -> list[Encoder]:
     return [each for each in module.modules() if isinstance(each, Encoder)]
 
 
+def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
+    """Return step 0 over rows that are the whole global batch."""
+    scales = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
+    return StepInput(ids_BS, torch.arange(len(ids_BS), device=ids_BS.device), 0, 1, *scales)
+
+
 def train(module: Objective, optimizer: torch.optim.Optimizer, ids_BS: torch.Tensor) -> None:
     """One step of ours."""
-    counts = loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
-    module(ids_BS, torch.arange(len(ids_BS), device=ids_BS.device), 0, 1, *(1.0 / counts)).loss.backward()
+    module(step_input(module, ids_BS)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 

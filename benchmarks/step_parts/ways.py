@@ -17,7 +17,7 @@ from electra_dist.corpus.rows import make_rows
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.base import Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build import build_objective
 
 BATCH = 16
@@ -39,8 +39,8 @@ def ours(config: Config, special: SpecialIds) -> Way:
     optimizer, _ = build_optimizer(module, config.optimizer, "cpu")
 
     def forward(ids_BS: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        counts_2 = loss_counts(ids_BS, special, config.objective).sum(0)
-        out = module(ids_BS, torch.arange(len(ids_BS)), step, config.seed, *(1.0 / counts_2))
+        scales = 1.0 / loss_counts(ids_BS, special, config.objective).sum(0)
+        out = module(StepInput(ids_BS, torch.arange(len(ids_BS)), step, config.seed, *scales))
         sums = Sums(*out.sums)
         return out.loss, sums.mlm_loss_sum / sums.mlm_weight, sums.rtd_loss_sum / sums.rtd_weight
 

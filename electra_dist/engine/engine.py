@@ -18,12 +18,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from electra_dist.config import Config, EngineConfig, TrainConfig
+from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.distributed import local_device
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.errors import UserError
+from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
@@ -54,9 +54,8 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
     Raises:
         UserError: names the numbers of ranks that do.
     """
-    if train.global_batch % (train.micro_batch * world_size):
-        units = train.global_batch // train.micro_batch
-        valid = [str(w) for w in range(1, units + 1) if units % w == 0]
+    if not train.micro_batches(world_size):
+        valid = [str(ranks) for ranks in train.possible_ranks()]
         shown = ", ".join(valid if len(valid) <= 12 else [*valid[:6], "...", *valid[-3:]])
         raise UserError(
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
@@ -65,34 +64,39 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 class Engine:
-    """A module under DeepSpeed. One optimizer step = `num_micro_batches` calls of `backward`, then `step`.
+    """An objective under DeepSpeed. One optimizer step = `num_micro_batches` calls of `backward`, then `step`.
 
     The update itself passes a gate: DeepSpeed calls the optimizer after it has reduced the gradients and found their
     norm, and the optimizer then asks whether it may. At no stage is anything changed by a step that may not.
     """
 
-    def __init__(self, module: nn.Module, config: Config) -> None:
+    def __init__(
+        self, module: Objective, train: TrainConfig, engine: EngineConfig, optimizer_config: OptimizerConfig
+    ) -> None:
         """Wrap `module`; the process group must exist (`init_distributed`)."""
         self.device = local_device()
-        optimizer, self.optimizer_name = build_optimizer(module, config.optimizer, self.device.type)
+        optimizer, self.optimizer_name = build_optimizer(module, optimizer_config, self.device.type)
         self._update = optimizer.step
         optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
         self._accept: Callable[[], bool] = lambda: True
         self._applied: bool | None = None  # of the step at work: not asked yet, or the answer
         self._norm = math.nan
-        self.zero_stage = config.engine.zero_stage
-        self.clip_norm = config.optimizer.clip_norm
+        self.zero_stage = engine.zero_stage
+        self.clip_norm = optimizer_config.clip_norm
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=deepspeed_config(config.train, config.engine, self.clip_norm),
+            config=deepspeed_config(train, engine, self.clip_norm),
             dist_init_required=False,
         )
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, through DeepSpeed's hooks."""
-        return self.deepspeed(*args, **kwargs)
+    def forward(self, given: StepInput) -> StepOutput:
+        """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks.
+
+        DeepSpeed calls `Objective.forward`, which leads to `compute_loss` of the objective.
+        """
+        return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients of one micro-batch's loss (a sum already divided by the global count).

@@ -18,7 +18,6 @@ import copy
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from electra_dist.config import Config
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
-from electra_dist.objectives.base import Objective, loss_counts
+from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.files import replacing
 
@@ -83,22 +82,31 @@ def _measure(config: Config, module: Objective, device: torch.device) -> tuple[i
     for size in (1, 2):
         ids_BS = torch.randint(max(special) + 1, config.model.vocab_size, (size, length), device=device)
         ids_BS[:, 0], ids_BS[:, -1] = special.cls, special.sep
-        scales = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
-        given = (ids_BS, torch.arange(size, device=device), 0, config.seed, *scales)
+        first_scale, second_scale = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
+        given = StepInput(
+            ids_BS=ids_BS,
+            row_B=torch.arange(size, device=device),
+            step=0,
+            seed=config.seed,
+            first_scale=first_scale,
+            second_scale=second_scale,
+        )
         found.append(_peak_on_gpu(tried, given) if device.type == "cuda" else _kept_on_cpu(tried, given))
         tried.zero_grad()
     return found[0], found[1]
 
 
-def _peak_on_gpu(module: Objective, given: tuple[Any, ...]) -> int:
+def _peak_on_gpu(module: Objective, given: StepInput) -> int:
+    """Return the bytes by which the allocator's peak rises in one forward and backward."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    module(*given).loss.backward()
+    module(given).loss.backward()
     return torch.cuda.max_memory_allocated() - before
 
 
-def _kept_on_cpu(module: Objective, given: tuple[Any, ...]) -> int:
+def _kept_on_cpu(module: Objective, given: StepInput) -> int:
+    """Return the bytes of all storages that autograd keeps for one backward."""
     storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +114,7 @@ def _kept_on_cpu(module: Objective, given: tuple[Any, ...]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = module(*given).loss
+        loss = module(given).loss
     loss.backward()
     return sum(storages.values())
 

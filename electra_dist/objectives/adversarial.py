@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from electra_dist.model.token_log_probs import token_log_probs
-from electra_dist.objectives.base import StepOutput, mlm_sums, rtd_sums
+from electra_dist.objectives.base import Batch, StepOutput, mlm_sums, rtd_sums
 from electra_dist.objectives.corruption import Corruption
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
@@ -30,38 +30,37 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 class AdversarialGenerator(ReplacedTokenDetection):
     """ELECTRA whose generator wants the discriminator to be wrong."""
 
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        step: int,
-        seed: int,
-        mlm_scale: float | torch.Tensor,
-        rtd_scale: float | torch.Tensor,
-    ) -> StepOutput:
-        """See `Objective.forward`."""
-        batch = self.batch(ids_BS, row_B, step, seed)
+    def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the discriminator's loss and the generator's policy loss, added."""
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
         with torch.no_grad():
             mlm = self.fill(batch, masking, states_MH)
         corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
         corruption = Corruption(masking, corrupted_BS, label_BS, mlm.loss_sum, mlm_sums(mlm))
-        rtd = self.detect(batch, corruption, batch.layout.is_real_BS)
+        rtd = self.detect(batch, corruption)
 
         label_BN = label_BS.gather(1, masking.position_BN)
-        logit_BN = rtd.logits_T.view_as(ids_BS).gather(1, masking.position_BN)
+        logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
         right_M = torch.where(label_BN, logit_BN, -logit_BN).flatten()  # logit of the right label
         policy_loss_sum = self._policy_loss_sum(states_MH, mlm.sampled_M, right_M, masking.weight_BN.flatten())
         loss = (
-            self.objective.mlm_weight * mlm_scale * policy_loss_sum
-            + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
+            self.objective.mlm_weight * batch.first_scale * policy_loss_sum
+            + self.objective.rtd_weight * batch.second_scale * rtd.loss_sum
         )
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, label_BS)
 
     def _policy_loss_sum(
         self, states_MH: torch.Tensor, sampled_M: torch.Tensor, right_M: torch.Tensor, weight_M: torch.Tensor
     ) -> torch.Tensor:
+        """Return the scalar whose gradient is REINFORCE's, with the baseline's own loss.
+
+        Args:
+            states_MH: the generator's states of the slots, with gradient.
+            sampled_M: int64 samples.
+            right_M: the discriminator's logits of the right labels.
+            weight_M: 1 in used slots, 0 in empty ones.
+        """
         head, cold = self.towers.generator_head, 1.0 / self.objective.temperature
         log_prob_M, _ = token_log_probs(
             head.transform(states_MH) * cold,

@@ -68,7 +68,7 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """The initialised module of `objective`, on the host.
+    """Return the initialised module of `objective`, on the host.
 
     Args:
         model: both towers.
@@ -89,6 +89,7 @@ def build_objective(
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
+    """Return what stands in for the generator's network, or None where there is one."""
     if objective.generator == "trained":
         return None
     if objective.generator == "uniform":

@@ -22,7 +22,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.early_gradients import with_gradients_now
 from electra_dist.objectives.fixed_generator import FixedGenerator
-from electra_dist.objectives.masking import Masking, mask_rows
+from electra_dist.objectives.masking import Masking
 
 
 class Corruption(NamedTuple):
@@ -46,13 +46,13 @@ class CorruptingObjective(Objective):
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
     ) -> None:
-        """`fixed_generator` stands in for the generator's network."""
+        """See `Objective`; `fixed_generator` stands in for the generator's network."""
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
         self.early_generator = False  # `engine.early_generator`
 
-    def corrupt(self, batch: Batch, mlm_scale: float | torch.Tensor) -> Corruption:
-        """Mask the rows, fill the masks, put the samples in."""
+    def corrupt(self, batch: Batch) -> Corruption:
+        """Mask the rows, fill the masks, put the samples in; `first_scale` is of masked slots."""
         masking = self.mask(batch)
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         if self.fixed_generator is not None:
@@ -62,39 +62,47 @@ class CorruptingObjective(Objective):
         else:
             mlm = self.fill(batch, masking, self.generator_states(batch, masking))
             sampled, sums = mlm.sampled_M, mlm_sums(mlm)
-            loss = self.objective.mlm_weight * mlm_scale * mlm.loss_sum
+            loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
             if self.early_generator and loss.requires_grad:
                 loss = with_gradients_now(loss, list(self.parameters()))
         corrupted_BS, label_BS = self.replace(batch, masking, sampled)
         return Corruption(masking, corrupted_BS, label_BS, loss, sums)
 
-    def mask(self, batch: Batch) -> Masking:
-        """The slots of each row and the generator's input."""
-        return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
-
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
-        """[M, H]: the generator's states of the slots."""
+        """Return [M, H]: the generator's states of the slots."""
         embedded = self.towers.embed(masking.input_BS, batch.layout)
         hidden = self.towers.generator(embedded, batch.scope, self.noise(batch, GENERATOR))
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """MLM loss and samples of the slots."""
-        N = masking.position_BN.shape[1]
-        slot_N = torch.arange(N, device=batch.row_B.device)
+        """Return MLM loss and samples of the slots, whose states are `hidden_MH`."""
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
+
+    def predict(
+        self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
+    ) -> MlmHeadOutput:
+        """Return the loss of the generator's head and a sample for each slot.
+
+        Args:
+            batch: names the step and the rows, which key the samples.
+            hidden_MH: the generator's states of the slots.
+            target_BN: int64 true tokens.
+            weight_BN: float32 weights in the loss.
+        """
         return self.towers.generator_head(
             hidden_MH,
             self.towers.embeddings.word.weight,
-            batch.ids_BS.gather(1, masking.position_BN).flatten(),
-            masking.weight_BN.flatten(),
+            target_BN.flatten(),
+            weight_BN.flatten(),
             seed=batch.seed,
             step=batch.step,
-            row_M=(batch.row_B[:, None] * N + slot_N).flatten(),
+            row_M=batch.slot_number_M(target_BN.shape[1]),
             temperature=self.objective.temperature,
             disallow_correct=self.objective.disallow_correct,
             backend=self.backend,
         )
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows with the samples in their slots, and where ids changed."""
+        """Return the rows with the samples in their slots, and where ids changed."""
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

@@ -32,7 +32,7 @@ class _Made(torch.autograd.Function):
 
 
 def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same scalar, without its graph: `loss` is differentiated here and its activations are freed.
+    """Return the same scalar without its graph: `loss` is differentiated here and its activations are freed.
 
     Args:
         loss: a scalar; already scaled, so that gradients stored in low precision are of their final size.

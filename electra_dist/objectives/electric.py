@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.mlm_head import MlmHeadOutput
 
 from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
@@ -30,24 +29,15 @@ from electra_dist.objectives.masking import is_candidate
 class Electric(CorruptingObjective):
     """The noise model and the energy."""
 
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        step: int,
-        seed: int,
-        mlm_scale: float | torch.Tensor,
-        rtd_scale: float | torch.Tensor,
-    ) -> StepOutput:
-        """See `Objective.forward`; the scales are of tokens that may be masked and of real tokens."""
-        batch = self.batch(ids_BS, row_B, step, seed)
+    def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the losses, added; the scales are of tokens that may be masked and of real tokens."""
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
-        cloze = self._predict(batch, cloze_TH)
+        candidate_BS = is_candidate(batch.ids_BS, self.special)
+        cloze = self.predict(batch, cloze_TH, batch.ids_BS, candidate_BS.float())
         masking = self.mask(batch)
-        sampled_BN = cloze.sampled_M.view_as(ids_BS).gather(1, masking.position_BN)
+        sampled_BN = cloze.sampled_M.view_as(batch.ids_BS).gather(1, masking.position_BN)
         noised_BS, _ = self.replace(batch, masking, sampled_BN)
-        label_BS = torch.zeros(ids_BS.shape, device=ids_BS.device)
-        label_BS = label_BS.scatter_add(1, masking.position_BN, masking.weight_BN) > 0
+        label_BS = masking.slots_BS() > 0
 
         logit_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS)) + self._offset(
             cloze_TH, noised_BS
@@ -56,8 +46,8 @@ class Electric(CorruptingObjective):
         losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(logit_BS.dtype), reduction="none")
         rtd_loss_sum = (losses_BS * weight_BS).sum()
         loss = (
-            self.objective.mlm_weight * mlm_scale * cloze.loss_sum
-            + self.objective.rtd_weight * rtd_scale * rtd_loss_sum
+            self.objective.mlm_weight * batch.first_scale * cloze.loss_sum
+            + self.objective.rtd_weight * batch.second_scale * rtd_loss_sum
         )
         called_BS = logit_BS > 0
         sums = {
@@ -71,7 +61,7 @@ class Electric(CorruptingObjective):
         return self.output(batch, loss, mlm_sums(cloze) | sums, logit_BS, label_BS)
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """[B, S, 2 H]: what the left tower knows before each token and the right one after it."""
+        """Return [B, S, 2 H]: what the left tower knows before each token and the right one after it."""
         towers, example_BS = self.towers, batch.layout.example_BS
         S = example_BS.shape[1]
         later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
@@ -86,25 +76,9 @@ class Electric(CorruptingObjective):
         after = F.pad(torch.where(together_BS1, right[:, 1:], 0.0), (0, 0, 0, 1))
         return torch.cat([before, after], -1)
 
-    def _predict(self, batch: Batch, cloze_TH: torch.Tensor) -> MlmHeadOutput:
-        """-log q of every token that may be masked, and a sample for every position."""
-        S = batch.ids_BS.shape[1]
-        return self.towers.generator_head(
-            cloze_TH,
-            self.towers.embeddings.word.weight,
-            batch.ids_BS.flatten(),
-            is_candidate(batch.ids_BS, self.special).flatten().float(),
-            seed=batch.seed,
-            step=batch.step,
-            row_M=(batch.row_B[:, None] * S + torch.arange(S, device=batch.row_B.device)).flatten(),
-            temperature=self.objective.temperature,
-            disallow_correct=self.objective.disallow_correct,
-            backend=self.backend,
-        )
-
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S]: log q of the tokens that stand there now, plus the log-odds of being noise at all."""
+        """Return [B, S]: log q of the tokens that stand there now, plus the log-odds of being noise at all."""
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),

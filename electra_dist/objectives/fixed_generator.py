@@ -29,7 +29,12 @@ class FixedGenerator(nn.Module):
     ends_V: torch.Tensor
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """`weight_V`: non-negative; not all zero."""
+        """Turn weights into intervals of a random word.
+
+        Args:
+            weight_V: non-negative; not all zero.
+            disallow_correct: never draw a slot's true token.
+        """
         super().__init__()
         self.disallow_correct = disallow_correct
         ends = np.round(np.cumsum(weight_V / weight_V.sum()) * _RANGE).astype(np.int64)
@@ -37,7 +42,14 @@ class FixedGenerator(nn.Module):
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """[B, N] int64 tokens for the slots whose true tokens are `target_BN`."""
+        """Return int64 [B, N] tokens for slots.
+
+        Args:
+            target_BN: int64 true tokens of the slots.
+            row_B: int64 numbers of the rows within the step's global batch.
+            step: number of the optimizer step.
+            seed: the run's.
+        """
         word_BN = bits_grid(seed, Purpose.SAMPLE, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             end_BN = self.ends_V[target_BN]
@@ -49,12 +61,12 @@ class FixedGenerator(nn.Module):
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:
-    """Every token of the vocabulary alike."""
+    """Return float64 [V]: 1 for every token of the vocabulary."""
     return np.ones(vocab_size)
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """`count ** (1 / temperature)`, nothing for the ids in `special`."""
+    """Return float64 [V]: `count_V ** (1 / temperature)`, 0 for the ids in `special`."""
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[(count_V == 0)] = 0.0
     weight_V[list(special)] = 0.0

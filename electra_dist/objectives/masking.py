@@ -37,19 +37,24 @@ class Masking(NamedTuple):
     weight_BN: torch.Tensor  # float32; 1 in used slots, 0 in empty ones
     input_BS: torch.Tensor  # int64; the ids with [MASK] in 85 % of the used slots
 
+    def slots_BS(self) -> torch.Tensor:
+        """Return float32 [B, S]: the number of used slots at each position, above 1 where it was drawn again."""
+        none_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
+        return none_BS.scatter_add(1, self.position_BN, self.weight_BN)
+
 
 def num_slots(mask_prob: float, seq_len: int) -> int:
-    """N: slots a row, as the reference's max_predictions_per_seq (130 at 25 % of 512), in [1, seq_len]."""
+    """Return N: slots a row, as the reference's max_predictions_per_seq (130 at 25 % of 512), in [1, seq_len]."""
     return min(max(1, int((mask_prob + 0.005) * seq_len)), seq_len)
 
 
 def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
-    """Bool [B, S]: the tokens that may be masked."""
+    """Return bool [B, S]: the tokens that may be masked."""
     return (ids_BS != special.pad) & (ids_BS != special.cls) & (ids_BS != special.sep) & (ids_BS != special.mask)
 
 
 def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
-    """[B] int64: used slots of each row, from the ids alone; the sum of its weights, duplicates counted twice.
+    """Return int64 [B]: used slots of each row, from the ids alone; the sum of its weights, duplicates counted twice.
 
     Cheap enough to be called for all rows of a step before its first forward, where the global mean needs it.
     """
@@ -91,6 +96,7 @@ def mask_rows(
 
 
 def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
+    """Return int64 [B, N]: the candidates with the smallest keys, in the order of their keys."""
     S = bits_BS.shape[1]
     assert S <= 1 << _POSITION_BITS
     key = (bits_BS << _POSITION_BITS) | torch.arange(S, device=bits_BS.device)
@@ -100,7 +106,7 @@ def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: i
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Slot j takes the candidate of rank floor(uniform_j * candidates)."""
+    """Return int64 [B, N]; slot j takes the candidate of rank floor(uniform_j * candidates)."""
     running = candidate_BS.cumsum(1)
     rank_BN = (bits_BS[:, :N] * running[:, -1:]) >> 32
     return torch.searchsorted(running, rank_BN + 1)

@@ -12,31 +12,28 @@ from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
 
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
-from electra_dist.objectives.masking import Masking, mask_rows
+from electra_dist.objectives.masking import Masking
 
 
 class MaskedLanguageModel(Objective):
     """One tower and its token head."""
 
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        step: int,
-        seed: int,
-        mlm_scale: float | torch.Tensor,
-        rtd_scale: float | torch.Tensor,
-    ) -> StepOutput:
-        """See `Objective.forward`; there is no second loss."""
-        batch = self.batch(ids_BS, row_B, step, seed)
-        masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
+    def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the loss of the masked tokens; there is no second loss."""
+        masking = self.mask(batch)
         mlm = predict_slots(self, batch, masking, self.read(batch, masking.input_BS))
-        return self.output(batch, self.objective.mlm_weight * mlm_scale * mlm.loss_sum, mlm_sums(mlm))
+        return self.output(batch, self.objective.mlm_weight * batch.first_scale * mlm.loss_sum, mlm_sums(mlm))
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """The large tower's loss of predicting the originals at the masked positions; nobody uses its samples."""
-    N = masking.position_BN.shape[1]
+    """Return the large tower's loss of predicting the originals at the masked positions; nobody uses its samples.
+
+    Args:
+        objective: whose `token_head` predicts.
+        batch: the original rows.
+        masking: slots of each row.
+        hidden_BSH: the large tower's states.
+    """
     return objective.towers.token_head(
         gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend),
         objective.towers.discriminator_table(),
@@ -44,7 +41,7 @@ def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_B
         masking.weight_BN.flatten(),
         seed=batch.seed,
         step=batch.step,
-        row_M=(batch.row_B[:, None] * N + torch.arange(N, device=batch.row_B.device)).flatten(),
+        row_M=batch.slot_number_M(masking.position_BN.shape[1]),
         temperature=1.0,
         disallow_correct=False,
         backend=objective.backend,

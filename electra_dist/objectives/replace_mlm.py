@@ -6,9 +6,7 @@ generator learns by its own MLM loss as in ELECTRA; the large tower's loss is we
 
 from __future__ import annotations
 
-import torch
-
-from electra_dist.objectives.base import StepOutput
+from electra_dist.objectives.base import Batch, StepOutput
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.mlm import predict_slots
 
@@ -16,20 +14,11 @@ from electra_dist.objectives.mlm import predict_slots
 class ReplaceMlm(CorruptingObjective):
     """Prediction of the originals where samples stand."""
 
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        step: int,
-        seed: int,
-        mlm_scale: float | torch.Tensor,
-        rtd_scale: float | torch.Tensor,
-    ) -> StepOutput:
-        """See `Objective.forward`; both scales are of masked slots."""
-        batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch, mlm_scale)
+    def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the generator's and the large tower's loss, added; both scales are of masked slots."""
+        corruption = self.corrupt(batch)
         tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))
-        loss = corruption.loss + self.objective.token_weight * rtd_scale * tokens.loss_sum
+        loss = corruption.loss + self.objective.token_weight * batch.second_scale * tokens.loss_sum
         sums = {
             "token_loss_sum": tokens.loss_sum,
             "token_weight": tokens.weight_sum,

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from electra_dist.objectives.base import StepOutput, rtd_sums
+from electra_dist.objectives.base import Batch
+from electra_dist.objectives.corruption import Corruption
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 class MaskedOnlyDetection(ReplacedTokenDetection):
     """Detection of replaced tokens where masks were."""
 
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        step: int,
-        seed: int,
-        mlm_scale: float | torch.Tensor,
-        rtd_scale: float | torch.Tensor,
-    ) -> StepOutput:
-        """See `Objective.forward`; both scales are of masked slots."""
-        batch = self.batch(ids_BS, row_B, step, seed)
-        corruption = self.corrupt(batch, mlm_scale)
-        slots = corruption.masking
-        weight_BS = torch.zeros(ids_BS.shape, device=ids_BS.device)
-        weight_BS = weight_BS.scatter_add(1, slots.position_BN, slots.weight_BN)
-        rtd = self.detect(batch, corruption, weight_BS)
-        loss = corruption.loss + self.objective.rtd_weight * rtd_scale * rtd.loss_sum
-        return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)
+    def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
+        """Return float32 [B, S]: the number of slots at each position; both scales are of masked slots."""
+        return corruption.masking.slots_BS()

@@ -18,7 +18,7 @@ from electra_dist.analysis.roc_auc import Separation, separation
 from electra_dist.data.cache import ShardCache
 from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Sums
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.run.records import EvalRecord
 
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
@@ -47,9 +47,15 @@ class Evaluator:
         with torch.no_grad():
             for batch in range(num_batches):
                 row0 = (batch * world_size + rank) * self.micro_batch
-                rows_B = torch.arange(row0, row0 + self.micro_batch, device=engine.device)
-                ids_BS = torch.from_numpy(padded[row0 : row0 + self.micro_batch]).to(engine.device)
-                out = engine.forward(ids_BS, rows_B, 0, seed, 1.0, 1.0)
+                given = StepInput(
+                    ids_BS=torch.from_numpy(padded[row0 : row0 + self.micro_batch]).to(engine.device),
+                    row_B=torch.arange(row0, row0 + self.micro_batch, device=engine.device),
+                    step=0,
+                    seed=seed,
+                    first_scale=1.0,  # sums are added up, and divided when all are there
+                    second_scale=1.0,
+                )
+                out = engine.forward(given)
                 sums.append(out.sums)
                 scores.append(torch.where(out.is_real_BS, out.rtd_logit_BS, torch.nan))
                 labels.append(out.label_BS.float())

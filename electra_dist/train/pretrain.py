@@ -89,7 +89,7 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
         config = with_micro_batch(config, module, local_device())
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
     watch = Watch(Path(config.run_dir), config.cluster)
-    engine = Engine(module, config)
+    engine = Engine(module, config.train, config.engine, config.optimizer)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
     build_s = {"import": import_s, "build": time.perf_counter() - begin}
     code = Round(config, inputs, engine, special, skips, stop, watch, build_s, notes).run()

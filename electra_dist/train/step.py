@@ -30,7 +30,7 @@ from electra_dist.data.loader import Batch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums, loss_counts
 
 
 class Signs(NamedTuple):
@@ -90,10 +90,9 @@ class TrainStep:
             part = slice(micro * size, (micro + 1) * size)
             row0 = batch.row0 + micro * size
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-            rows_B = torch.arange(row0, row0 + size, device=engine.device)
-            mlm_scale, rtd_scale = scales[micro]
+            given = self._input(ids_BS[part], row0, batch.step, scales[micro])
             with self._stopwatch if micro == 0 else contextlib.nullcontext():
-                out = engine.forward(ids_BS[part], rows_B, batch.step, self._seed, mlm_scale, rtd_scale)
+                out = engine.forward(given)
             engine.backward(out.loss)
             sums_K = out.sums if sums_K is None else sums_K + out.sums
             if micro < num_micro - 1:
@@ -130,6 +129,25 @@ class TrainStep:
             signs=Signs(*rest),
         )
 
+    def _input(self, ids_BS: torch.Tensor, row0: int, step: int, scale_2: torch.Tensor) -> StepInput:
+        """Return the input of one forward.
+
+        Args:
+            ids_BS: int64 rows on the device, consecutive rows of the global batch.
+            row0: number of the first of them within the global batch.
+            step: number of the optimizer step.
+            scale_2: what the first and the second loss's sums are multiplied with.
+        """
+        first_scale, second_scale = scale_2
+        return StepInput(
+            ids_BS=ids_BS,
+            row_B=torch.arange(row0, row0 + len(ids_BS), device=self._engine.device),
+            step=step,
+            seed=self._seed,
+            first_scale=first_scale,
+            second_scale=second_scale,
+        )
+
     def _to_device(self, batch: Batch) -> torch.Tensor:
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
@@ -161,8 +179,7 @@ class TrainStep:
         with torch.no_grad():
             for i in range(len(ids_BS)):
                 torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, batch.row0 + i))
-                row_B = torch.tensor([batch.row0 + i], device=engine.device)
-                out = engine.forward(ids_BS[i : i + 1], row_B, batch.step, self._seed, *scales[i])
+                out = engine.forward(self._input(ids_BS[i : i + 1], batch.row0 + i, batch.step, scales[i]))
                 losses.append(float(out.loss))
         return losses
 

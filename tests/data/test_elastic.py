@@ -32,6 +32,7 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.store.open import open_store
@@ -96,13 +97,13 @@ class Recorder:
         self._module = ReplacedTokenDetection(self.towers, objective, special_ids(), "reference")  # type: ignore[arg-type]
         self.drawn: dict[tuple[int, int], np.ndarray] = {}  # (step, row of the global batch)
 
-    def forward(self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, *scales: Any) -> Any:
+    def forward(self, given: StepInput) -> StepOutput:
         self.towers.inputs.clear()
-        out = self._module(ids_BS, row_B, step, seed, *scales)
-        everything = torch.cat([ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
-        for row, drawn in zip(row_B.tolist(), everything.numpy()):
-            assert (step, row) not in self.drawn
-            self.drawn[step, row] = drawn
+        out = self._module(given)
+        everything = torch.cat([given.ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
+        for row, drawn in zip(given.row_B.tolist(), everything.numpy()):
+            assert (given.step, row) not in self.drawn
+            self.drawn[given.step, row] = drawn
         return out
 
     def backward(self, loss: torch.Tensor) -> None:

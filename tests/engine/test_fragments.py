@@ -46,7 +46,8 @@ def config(tiny_config: Callable[..., Path]) -> Config:
 def build(config: Config, stage: int, precision: str) -> Engine:
     tree = config.model_dump()
     tree["engine"]["zero_stage"], tree["train"]["precision"] = stage, precision
-    return Engine(Toy(), Config.model_validate(tree))
+    config = Config.model_validate(tree)
+    return Engine(Toy(), config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
 
 
 def run_steps(engine: Engine, first: int, last: int) -> list[float]:
@@ -54,7 +55,7 @@ def run_steps(engine: Engine, first: int, last: int) -> list[float]:
     for step in range(first, last):
         for micro in range(engine.num_micro_batches):
             ids = torch.randint(0, 37, (4, 9), generator=torch.Generator().manual_seed(100 * step + micro))
-            loss = engine.forward(ids)
+            loss = engine.deepspeed(ids)
             engine.backward(loss / engine.num_micro_batches)
             if micro < engine.num_micro_batches - 1:
                 engine.step_micro_batch()

@@ -19,6 +19,7 @@ from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.engine.optimizer import build_optimizer, check_optimizer
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build import build_objective
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -72,15 +73,18 @@ def test_under_the_engine_it_learns_and_its_moments_are_a_checkpoints(precision:
     settings = {"optimizer.name": "lamb", "engine.zero_stage": 0, "train.precision": precision}
     config = Config.model_validate(tiny_tree("unused", "unused", **settings))
     special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    engine = Engine(build_objective(config.model, config.objective, special, 3), config)
+    engine = Engine(
+        build_objective(config.model, config.objective, special, 3), config.train, config.engine, config.optimizer
+    )
     assert engine.optimizer_name == "ForeachLamb (electra-dist)"
     ids, losses = torch.randint(5, 300, (8, 32), generator=torch.Generator().manual_seed(0)), []
     ids[:, 0], ids[:, 31] = 2, 3
     for step in range(20):
-        out = engine.forward(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        given = StepInput(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        out = engine.forward(given)
         engine.backward(out.loss / 2)  # two micro-batches, the same one twice
         engine.step_micro_batch()
-        out = engine.forward(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        out = engine.forward(given)
         engine.backward(out.loss / 2)
         engine.step(3e-3)
         losses.append(out.loss.item())

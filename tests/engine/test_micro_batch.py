@@ -12,11 +12,12 @@ import torch
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.engine import micro_batch
-from electra_dist.engine.micro_batch import MICRO_BATCH_FILE, with_micro_batch
+from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Objective
+from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build import build_objective
+from electra_dist.run.folder import MICRO_BATCH_FILE
 
 CPU = torch.device("cpu")
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -49,7 +50,7 @@ def test_memory_is_a_constant_and_so_much_a_row(config: Config, module: Objectiv
     one, two = micro_batch._measure(config, module, CPU)
     ids_BS = torch.randint(5, config.model.vocab_size, (6, config.data.seq_len))
     ids_BS[:, 0], ids_BS[:, -1] = SPECIAL.cls, SPECIAL.sep
-    six = micro_batch._kept_on_cpu(module, (ids_BS, torch.arange(6), 0, 1, 0.1, 0.1))
+    six = micro_batch._kept_on_cpu(module, StepInput(ids_BS, torch.arange(6), 0, 1, 0.1, 0.1))
     assert 0 < two - one < one
     assert six == pytest.approx(one + 5 * (two - one), rel=0.02)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.finetune.heads import Classifier, SpanHead, SpanModel, SpanScores
+from electra_dist.finetune.heads import Classifier, SpanHead, SpanModel
 from electra_dist.finetune.squad.task import best_spans
 from electra_dist.finetune.squad.windows import Window
 from electra_dist.model.encoder import Noise
@@ -110,22 +110,6 @@ def test_a_beam_as_wide_as_the_row_finds_the_best_of_all_spans() -> None:
         assert found is not None and best is not None
         assert found[1:] == best[1:]
         assert found[0] == pytest.approx(best[0], abs=1e-4)
-
-
-def test_spans_of_the_question_and_too_long_ones_are_no_answers() -> None:
-    window = Window(0, [], offset=3, first=0, owned=[True, True, False, True])
-    one = torch.zeros(1, 1)
-
-    def best(start: int, end: int) -> object:
-        scores = SpanScores(one, torch.tensor([[start]]), one[None], torch.tensor([[[end]]]), torch.zeros(1))
-        return best_spans([window], scores, max_answer=3)[0]
-
-    assert best(3, 5) == (0.0, 0, 2)
-    assert best(3, 6) is None  # four tokens
-    assert best(5, 6) is None  # another window knows more about that start
-    assert best(0, 3) is None  # [CLS]
-    assert best(4, 3) is None  # backwards
-    assert best(6, 7) is None  # [SEP]
 
 
 def test_a_head_starts_with_the_same_weights_for_a_seed_and_others_for_another() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from electra_dist.finetune.config import FinetuneConfig, settings_for
+from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import Classifier
 from electra_dist.finetune.layerwise import layerwise_adamw, schedule, set_step
 from electra_dist.pretrained.encoder import Pretrained
@@ -44,12 +44,3 @@ def test_warm_up_and_decay_overlap_and_start_at_zero() -> None:
     assert max(factors) == factors[10] == pytest.approx(0.9)
     assert factors[99] == pytest.approx(0.01)
     assert schedule(0, 100, FinetuneConfig(warmup_fraction=0.0)) == 1.0
-
-
-def test_settings_are_those_of_the_reference_and_overrides_come_last() -> None:
-    small = settings_for("rte", 256, 512)
-    assert (small.lr, small.layer_decay, small.epochs, small.max_length, small.batch) == (1e-4, 0.8, 10.0, 128, 32)
-    large = settings_for("squad2", 1024, 512, ["epochs=3"])
-    assert (large.lr, large.layer_decay, large.epochs, large.max_length) == (5e-5, 0.9, 3.0, 512)
-    assert settings_for("mnli", 768, 512, ["lr=3e-4"]).lr == 3e-4
-    assert settings_for("cola", 128, 64).max_length == 64  # a model with fewer positions

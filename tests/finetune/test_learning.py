@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.finetune import run
 from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.finetune.fit import Diverged, count_steps, fit, row_sequence
-from electra_dist.finetune.result import Result, glue_average, summarize
+from electra_dist.finetune.fit import Diverged, fit
+from electra_dist.finetune.result import summarize
 from electra_dist.finetune.run import RESULTS_FILE, finetune_task, probe_task, run_all
 from electra_dist.finetune.squad.task import SquadTask
 from electra_dist.finetune.tasks import TextSpec, TextTask
 from electra_dist.pretrained.encoder import Pretrained
-from launcher.cli.main import app
 
 CPU = torch.device("cpu")
 SPEC = TextSpec(name="animals", text_a="text", text_b=None, label="label")
@@ -145,67 +143,3 @@ def test_a_loss_that_breaks_between_two_looks_is_named_with_its_step(encoder: Pr
     model.register_forward_hook(poison)
     with pytest.raises(Diverged, match="the loss is inf at step 20"):
         fit(model, 2, animals.examples(encoder, FAST), FAST, seed=0)
-
-
-def test_every_pass_sees_each_row_once_and_steps_are_counted_as_the_reference_does() -> None:
-    rows = row_sequence(7, seed=1)
-    passes = [[next(rows) for _ in range(7)] for _ in range(3)]
-    assert [sorted(each) for each in passes] == [list(range(7))] * 3
-    assert passes[0] != passes[1]
-    settings = FinetuneConfig(batch=32, epochs=3.0)
-    assert [count_steps(n, settings) for n in (100, 64, 3)] == [9, 6, 1]
-
-
-def test_the_glue_average_needs_all_eight_tasks() -> None:
-    def summary(task: str, score: float) -> object:
-        common = {"seed": 0, "mode": "finetune", "identity": "", "metric": "accuracy", "metrics": {"accuracy": score}}
-        more = {"failure": "", "train_loss": 0.0, "steps": 1, "examples": 1, "seconds": 1.0}
-        return summarize([Result(task=task, score=score, **common, **more)])  # type: ignore[arg-type]
-
-    tasks = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
-    summaries = [summary(task, number / 10) for number, task in enumerate(tasks)]
-    assert glue_average(summaries) == pytest.approx(0.35)  # type: ignore[arg-type]
-    assert glue_average(summaries[1:]) is None  # type: ignore[arg-type]
-
-
-def test_the_command_writes_results_and_a_table_and_goes_on(encoder: Pretrained, tmp_path: Path) -> None:
-    config, vocab = tmp_path / "tiny.yaml", tmp_path / "vocab.txt"
-    vocab.write_text(encoder.vocabulary.text)
-    tower = "{hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 64}"
-    config.write_text(
-        f"run_dir: {tmp_path}/r\nmodel: {{vocab_size: {encoder.vocabulary.size}, embedding_size: 32, "
-        f"max_positions: 64, discriminator: {tower}, generator: {tower}}}\ndata: {{corpus: none, seq_len: 64}}\n"
-        f"train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}\n"
-    )
-    (tmp_path / "RTE").mkdir()
-    text = "index\tsentence1\tsentence2\tlabel\n" + "".join(
-        f"{i}\tthe dog saw\tthe bird\t{('entailment', 'not_entailment')[i % 2]}\n" for i in range(8)
-    )
-    for stem in ("train", "dev"):
-        (tmp_path / "RTE" / f"{stem}.tsv").write_text(text)
-    arguments = ["finetune", "--task", "rte", "--model", f"random:{config}", "--vocab", str(vocab)]
-    arguments += ["--data", str(tmp_path), "--seeds", "2", "--set", "epochs=1", "--output", str(tmp_path / "out")]
-    first = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert first.exit_code == 0, first.output
-    report = json.loads((tmp_path / "out" / "results.json").read_text())
-    # All texts are equal, so all predictions are: both seeds count as failed and are named.
-    assert report["tasks"][0]["scores"] == [0.5, 0.5]
-    assert list(report["tasks"][0]["failed"]) == ["0", "1"]
-    assert "failed: rte seed 1: degenerate: all 8 predictions are" in first.output
-    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert again.output.count("already there") == 2
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--task", "colla"], "--task colla: unknown; one of cola, sst2"),
-        (["--task", "custom"], "--task custom: needs --text-a"),
-        (["--task", "squad2"], "train-v2.0.json: no such file"),
-    ],
-)
-def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["finetune", *arguments, "--model", "nowhere", "--data", str(tmp_path)])
-    assert isinstance(result.exception, UserError)
-    assert message in str(result.exception) and "\n" not in str(result.exception)

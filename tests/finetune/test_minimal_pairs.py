@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import ElectraForMaskedLM
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune import minimal_pairs
 from electra_dist.finetune.agreement import NOUNS, TEMPLATES, THINGS, make_pairs
-from electra_dist.finetune.minimal_pairs import kept_log_probs, score_minimal_pairs
+from electra_dist.finetune.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
 from electra_dist.model.init import build_towers
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.rows import SpecialIds, derive
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.hf import export_generator
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
+IDS = [[2, 60, 61, 3, 70, 71, 72, 3], [2, 62, 74, 75, 3]]
 SINGULAR = {"is", "was", "has", "this", "that", *(noun for noun, _ in (*NOUNS, *THINGS))}
 PLURAL = {"are", "were", "have", "these", "those", *(noun for _, noun in (*NOUNS, *THINGS))}
 
@@ -97,10 +102,12 @@ def test_a_tower_that_never_saw_masks_is_asked_what_it_learnt(model: ModelConfig
     with torch.no_grad():
         module.towers.copy_gate.bias.fill_(-2.0)
         ids = torch.tensor([[2, 60, 61, 62, 63, 3], [2, 70, 71, 72, 73, 3]])
-        batch = module.batch(ids, torch.arange(2), 0, 1)
-        unchanged = module.corrupt(batch, 1.0)._replace(corrupted_BS=ids, label_BS=torch.zeros_like(ids).bool())
-        module.corrupt = lambda batch, mlm_scale: unchanged  # type: ignore[method-assign]
-        loss = module(ids, torch.arange(2), 0, 1, 0.0, 1.0).loss
+        given = StepInput(ids, torch.arange(2), 0, 1, 0.0, 1.0)
+        unchanged = module.corrupt(module.batch(given))._replace(
+            corrupted_BS=ids, label_BS=torch.zeros_like(ids).bool()
+        )
+        module.corrupt = lambda batch: unchanged  # type: ignore[method-assign]
+        loss = module(given).loss
     encoder = Pretrained.from_state("run", module.state_dict(), quiet, vocabulary, True, reads_masks=False)
     rows = [row for row in ids.tolist() for _ in row]
     found = kept_log_probs(encoder, rows, [*range(6)] * 2, CPU)
@@ -129,3 +136,30 @@ def test_a_random_model_is_near_chance_and_one_without_a_head_is_refused(encoder
     headless = {name: value for name, value in encoder.state.items() if not name.startswith("head.")}
     with pytest.raises(UserError, match="without its pretraining head"):
         score_minimal_pairs(dataclasses.replace(encoder, state=headless), 5, CPU)
+
+
+def test_the_pseudo_log_likelihood_masks_each_word_in_turn(
+    encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    state = build_towers(model, 3).state_dict()
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text(vocabulary.text)
+    export_generator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    loaded = load_pretrained(str(tmp_path / "hf"))
+    theirs = ElectraForMaskedLM.from_pretrained(tmp_path / "hf").eval()
+    expected = []
+    for row in IDS:
+        total = 0.0
+        for position in range(1, len(row) - 1):
+            ids = torch.tensor([row])
+            types = derive(ids, loaded.special).token_type_BS
+            ids[0, position] = loaded.special.mask
+            with torch.no_grad():
+                logits = theirs(ids, token_type_ids=types).logits[0, position]
+            total += logits.log_softmax(-1)[row[position]].item()
+        expected.append(total)
+    # A masked [SEP] inside a row would change its token types, so pairs of texts are not what this scores.
+    found = pseudo_log_likelihood(loaded, IDS[1:], CPU)
+    assert found.tolist() == pytest.approx(expected[1:], abs=1e-4)
+    run = Pretrained.from_state("run", state, model, vocabulary, True, tower="generator")
+    assert torch.equal(pseudo_log_likelihood(run, IDS[1:], CPU), found)

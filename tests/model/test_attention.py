@@ -16,6 +16,7 @@ from electra_dist.errors import UserError
 from electra_dist.model import attention
 from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
 from electra_dist.model.rows import RowLayout, SpecialIds, derive
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -107,7 +108,7 @@ def test_an_objective_has_the_same_loss_by_either(name: str) -> None:
     for backend in ("sdpa", "flex"):
         module = build_objective(model, ObjectiveConfig(name=name), SPECIAL, seed=3).double()  # type: ignore[arg-type]
         module.attention = AttentionChoice(backend, "")
-        found[backend] = module(ids, torch.arange(3), 0, 3, 1 / 30, 1 / 200)
+        found[backend] = module(StepInput(ids, torch.arange(3), 0, 3, 1 / 30, 1 / 200))
     torch.testing.assert_close(found["flex"].loss, found["sdpa"].loss, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found["flex"].rtd_logit_BS, found["sdpa"].rtd_logit_BS, rtol=1e-10, atol=1e-12)
 

@@ -5,18 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import SIZES
 
 from electra_dist.model.encoder import Noise
 from electra_dist.model.rows import attention_bias, derive
-from electra_dist.pretrained.hf import from_hf_discriminator, from_hf_generator, to_hf_discriminator, to_hf_generator
 
 TOLERANCE = 1e-5
-SIZES = [  # embedding width, discriminator width, generator width, layers
-    pytest.param((32, 32, 32, 2), id="no-projection"),
-    pytest.param((64, 64, 16, 3), id="generator-projected-as-large"),
-    pytest.param((32, 64, 16, 2), id="both-projected-as-small"),
-    pytest.param((48, 48, 48, 1), id="odd-heads"),
-]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -104,19 +98,3 @@ def test_packed_example_equals_the_example_alone(
         for start, end in zip(starts, ends, strict=True):
             alone = logits(packed[:, start:end])
             assert (alone - together[start:end]).abs().max() <= 2e-6
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_import_inverts_export(
-    size: tuple[int, int, int, int], make_config: Callable[..., Any], make_towers: Callable[..., Any]
-) -> None:
-    model = make_config(*size)
-    state = make_towers(model).state_dict()
-    state["embeddings.word.weight"][model.vocab_size :] = 0.0
-    back = from_hf_discriminator(to_hf_discriminator(state, model), model)
-    back |= from_hf_generator(to_hf_generator(state, model), model)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
-    prefixed = {f"towers.{name}": tensor for name, tensor in state.items()}
-    again = to_hf_discriminator(prefixed, model)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in to_hf_discriminator(state, model).items())

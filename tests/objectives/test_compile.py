@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.compile import compile_layers
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -43,7 +43,8 @@ def losses_and_gradients(module: Any, ids: torch.Tensor, steps: range) -> list[t
         torch.manual_seed(step)  # dropout on embeddings
         scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
         module.zero_grad()
-        loss = module(ids, torch.arange(len(ids)) + 100 * step, step, 7, *scales).loss
+        rows = torch.arange(len(ids)) + 100 * step
+        loss = module(StepInput(ids, rows, step, 7, *scales)).loss
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() for p in module.parameters())]
     return found

@@ -15,7 +15,7 @@ from support.float64_truth import Truth, shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -74,7 +74,7 @@ def scales_of(module: Any, ids: torch.Tensor) -> tuple[float, float]:
 def test_loss_equals_a_float64_computation(name: str, batch: Any) -> None:
     (module, model), (ids, rows) = CASES[name].build(), batch
     scales = scales_of(module, ids)
-    out = module(ids, rows, STEP, SEED, *scales)
+    out = module(StepInput(ids, rows, STEP, SEED, *scales))
     first, second, read = Truth(module, model, ids, rows).losses(STEP, SEED)
     sums, objective = Sums(*out.sums.tolist()), module.objective
     predicts = objective.name in ("replace_mlm", "all_tokens_mlm")
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_loss(name: str, batch: Any) -> None:
     module.double()
     if name == "adversarial":  # a policy's surrogate is no function of the discriminator to its gradient
         module.objective = module.objective.model_copy(update={"mlm_weight": 0.0})
-    run = functools.partial(module, ids, rows, STEP, SEED, *scales_of(module, ids))
+    run = functools.partial(module, StepInput(ids, rows, STEP, SEED, *scales_of(module, ids)))
     run().loss.backward()
     stopped = {"electric": ("generator", "embeddings"), "adversarial": ("generator", "embeddings", "baseline")}
     skip = stopped.get(module.objective.name, ())
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_loss(name: str, batch: Any) -> None:
 def test_every_parameter_has_a_gradient(name: str, batch: Any) -> None:
     """ZeRO must find no gradient missing, and nothing is built for nothing."""
     (module, _), (ids, rows) = CASES[name].build(), batch
-    module(ids, rows, STEP, SEED, *scales_of(module, ids)).loss.backward()
+    module(StepInput(ids, rows, STEP, SEED, *scales_of(module, ids))).loss.backward()
     without = [key for key, p in module.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
 
@@ -138,8 +138,8 @@ def test_every_parameter_has_a_gradient(name: str, batch: Any) -> None:
 @all_cases
 def test_a_row_gives_the_same_numbers_in_any_batch(name: str, batch: Any) -> None:
     (module, _), (ids, rows) = CASES[name].build(), batch
-    whole = module(ids, rows, STEP, SEED, 0.01, 0.01)
-    parts = [module(ids[p], rows[p], STEP, SEED, 0.01, 0.01) for p in (slice(0, 1), slice(1, 3))]
+    whole = module(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
+    parts = [module(StepInput(ids[p], rows[p], STEP, SEED, 0.01, 0.01)) for p in (slice(0, 1), slice(1, 3))]
     assert torch.equal(torch.cat([part.label_BS for part in parts]), whole.label_BS)
     torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=2e-6, atol=1e-6)
 
@@ -151,7 +151,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     module.to("meta")
     ids, rows = torch.zeros(4, SEQ_LEN, dtype=torch.int64, device="meta"), torch.arange(4, device="meta")
     assert loss_counts(ids, SPECIAL, module.objective).shape == (4, 2)
-    out = module(ids, rows, STEP, SEED, 0.01, 0.01)
+    out = module(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
     out.loss.backward()
     assert out.sums.shape == (len(Sums._fields),)
     assert out.label_BS.shape == out.rtd_logit_BS.shape == ids.shape
@@ -164,7 +164,7 @@ def test_a_few_steps_on_one_batch_lower_the_loss(name: str, batch: Any) -> None:
     optimizer, scales = torch.optim.AdamW(module.parameters(), lr=3e-3), scales_of(module, ids)
     losses = []
     for step in range(12):
-        out = module(ids, rows, step, SEED, *scales)
+        out = module(StepInput(ids, rows, step, SEED, *scales))
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -182,10 +182,10 @@ def test_bf16_is_near_fp32(name: str, batch: Any) -> None:
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
     scales = scales_of(module, ids)
-    exact = module(ids, rows, STEP, SEED, *scales)
+    exact = module(StepInput(ids, rows, STEP, SEED, *scales))
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = module(ids, rows, STEP, SEED, *scales)
-    low = module.bfloat16()(ids, rows, STEP, SEED, *scales)
+        mixed = module(StepInput(ids, rows, STEP, SEED, *scales))
+    low = module.bfloat16()(StepInput(ids, rows, STEP, SEED, *scales))
     low.loss.backward()
     for out in (mixed, low):
         assert out.loss.dtype == torch.float32

@@ -12,7 +12,7 @@ import torch
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 STEP, SEED = 5, 3
@@ -45,7 +45,7 @@ def gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     torch.manual_seed(1)  # dropout on embeddings and attention
     module.zero_grad()
     scales = 1.0 / loss_counts(ids, module.special, module.objective).sum(0)
-    out = module(ids, torch.arange(len(ids)), STEP, SEED, *scales)
+    out = module(StepInput(ids, torch.arange(len(ids)), STEP, SEED, *scales))
     (2.0 * out.loss).backward()
     return out.loss.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 

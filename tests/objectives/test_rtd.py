@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.model.rows import derive
-from electra_dist.objectives.base import Sums
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
 from electra_dist.pretrained.hf import export_discriminator, export_generator, from_hf_discriminator, from_hf_generator
 
@@ -46,7 +46,7 @@ def test_step_equals_hugging_face(
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
     ids, rows = make_ids([64, 47, 20, 60], seq_len=64), [40, 41, 42, 43]
     count, tokens = int(num_masked(ids, special, objective.objective).sum()), int((ids != 0).sum())
-    ours = objective(ids, torch.tensor(rows), STEP, SEED, 1 / count, 1 / tokens)
+    ours = objective(StepInput(ids, torch.tensor(rows), STEP, SEED, 1 / count, 1 / tokens))
     ours.loss.backward()
 
     vocab = tmp_path / "vocab.txt"
@@ -114,8 +114,8 @@ def test_row_gives_the_same_numbers_in_any_batch(
 ) -> None:
     objective, _ = make_model()
     ids, rows = make_ids([64, 50, 33, 64], seq_len=64), torch.arange(4) + 70
-    whole = objective(ids, rows, STEP, SEED, 0.01, 0.01)
-    parts = [objective(ids[p], rows[p], STEP, SEED, 0.01, 0.01) for p in (slice(0, 3), slice(3, 4))]
+    whole = objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
+    parts = [objective(StepInput(ids[p], rows[p], STEP, SEED, 0.01, 0.01)) for p in (slice(0, 3), slice(3, 4))]
     assert torch.equal(torch.cat([part.label_BS for part in parts]), whole.label_BS)
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), rel=1e-6)
     torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=1e-6, atol=0)
@@ -130,7 +130,7 @@ def test_pads_and_empty_slots_change_nothing(
     outputs = []
     for batch in (slice(0, 1), slice(0, 2)):
         objective.zero_grad()
-        out = objective(ids[batch], rows[batch], STEP, SEED, 0.01, 0.01)
+        out = objective(StepInput(ids[batch], rows[batch], STEP, SEED, 0.01, 0.01))
         out.loss.backward()
         outputs.append((out.loss.item(), out.sums, [p.grad.clone() for p in objective.parameters()]))
     assert outputs[1][0] == pytest.approx(outputs[0][0], rel=1e-6)
@@ -147,7 +147,7 @@ def test_pad_rows_of_the_table_never_train_and_are_never_sampled(
     with torch.no_grad():
         table[model.vocab_size :] = 50.0  # would win every softmax
     ids = make_ids([64] * 4, seq_len=64)
-    out = objective(ids, torch.arange(4), STEP, SEED, 0.01, 0.01)
+    out = objective(StepInput(ids, torch.arange(4), STEP, SEED, 0.01, 0.01))
     out.loss.backward()
     assert not table.grad[model.vocab_size :].any()
     assert Sums(*out.sums.tolist()).mlm_loss_sum / 64 < 2 * np.log(model.vocab_size)
@@ -155,7 +155,8 @@ def test_pad_rows_of_the_table_never_train_and_are_never_sampled(
 
 def test_samples_carry_no_gradient(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> None:
     objective, _ = make_model(mlm_weight=0.0)
-    objective(make_ids([64] * 2, 64), torch.arange(2), STEP, SEED, 0.01, 0.01).loss.backward()
+    ids = make_ids([64] * 2, 64)
+    objective(StepInput(ids, torch.arange(2), STEP, SEED, 0.01, 0.01)).loss.backward()
     assert not any(p.grad.any() for p in objective.towers.generator.parameters())
     assert objective.towers.discriminator.layers[0].expand.weight.grad.any()
 
@@ -168,12 +169,12 @@ def test_bf16_sums_are_fp32(how: str, make_model: Callable[..., Any], make_ids: 
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter.copy_(parameter.bfloat16())
-    exact = objective(ids, rows, STEP, SEED, 1.0, 1.0)
+    exact = objective(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
     if how == "cast":
-        out = objective.bfloat16()(ids, rows, STEP, SEED, 1.0, 1.0)
+        out = objective.bfloat16()(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            out = objective(ids, rows, STEP, SEED, 1.0, 1.0)
+            out = objective(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
     assert out.loss.dtype == torch.float32
     assert out.rtd_logit_BS.dtype == torch.float32
     exact_sums, sums = Sums(*exact.sums.tolist()), Sums(*out.sums.tolist())
@@ -192,7 +193,7 @@ def test_nothing_waits_for_the_device(masking: Any, make_model: Callable[..., An
     objective.to("meta")
     ids, rows = torch.zeros(4, 64, dtype=torch.int64, device="meta"), torch.arange(4, device="meta")
     num_masked(ids, objective.special, objective.objective)
-    out = objective(ids, rows, STEP, SEED, 0.01, 0.01)
+    out = objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
     out.loss.backward()
     assert out.sums.shape == (len(Sums._fields),)
     assert out.label_BS.shape == ids.shape
@@ -206,7 +207,7 @@ def test_dropout_repeats_with_the_seed_and_is_off_in_evaluation(
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
-        return objective(ids, rows, STEP, SEED, 0.01, 0.01).loss.item()
+        return objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01)).loss.item()
 
     assert loss(1) == loss(1) != loss(2)
     objective.eval()

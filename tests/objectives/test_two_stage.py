@@ -15,7 +15,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments
 from electra_dist.engine.two_stage import Stages
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -42,7 +42,9 @@ def engine_of(stage: int, precision: str) -> tuple[Engine, Config]:
         "engine.zero_stage": stage,
     }
     config = Config.model_validate(tiny_tree("unused", "unused", **settings))
-    return Engine(build_objective(config.model, config.objective, SPECIAL, 3), config), config
+    return Engine(
+        build_objective(config.model, config.objective, SPECIAL, 3), config.train, config.engine, config.optimizer
+    ), config
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -72,7 +74,7 @@ def train(make_ids: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             assert stages.enter(step) == (step == FIRST)
             if step == FIRST:
                 seen.append(masters(engine))
-            out = engine.forward(ids, torch.arange(4), step, 11, *scales)
+            out = engine.forward(StepInput(ids, torch.arange(4), step, 11, *scales))
             engine.backward(out.loss)
             norms.append(engine.step(1e-3)[0])
             losses.append(out.loss.item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build import build_objective, check_objective
 from electra_dist.objectives.fixed_generator import FixedGenerator, uniform_weights, unigram_weights
 from electra_dist.objectives.masking import mask_rows
@@ -39,9 +41,13 @@ def ids(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
     return make_ids([48, 40, 33], seq_len=48)
 
 
+def given(ids: torch.Tensor, step: int = STEP) -> StepInput:
+    return StepInput(ids, torch.arange(len(ids)), step, SEED, 0.01, 0.01)
+
+
 def run(module: Any, ids: torch.Tensor, step: int = STEP) -> Any:
     module.zero_grad()
-    out = module(ids, torch.arange(len(ids)), step, SEED, 0.01, 0.01)
+    out = module(given(ids, step))
     if out.loss.requires_grad:
         out.loss.backward()
     return out
@@ -143,14 +149,12 @@ def test_electrics_noise_model_has_no_gradient_from_the_discriminator(ids: torch
 def test_electrics_towers_do_not_see_the_token_that_they_predict(ids: torch.Tensor) -> None:
     """A change of token t moves the cloze states of its example, but never its own, nor those of other examples."""
     module = build(name="electric")
-    batch = module.batch(ids, torch.arange(len(ids)), STEP, SEED)
+    batch = module.batch(given(ids))
     before = module._cloze_states(batch)
     for t in (1, 7, 30):
         changed = ids.clone()
         changed[:, t] = (changed[:, t] - 5 + 17) % 290 + 5
-        after = module._cloze_states(
-            module.batch(changed, torch.arange(len(ids)), STEP, SEED)._replace(layout=batch.layout)
-        )
+        after = module._cloze_states(dataclasses.replace(module.batch(given(changed)), layout=batch.layout))
         moved = (after - before).abs().amax(-1) > 1e-9
         same = batch.layout.example_BS == batch.layout.example_BS[:, t : t + 1]
         others = same.clone()
@@ -164,11 +168,11 @@ def test_the_adversarial_gradient_is_reinforces(ids: torch.Tensor) -> None:
     """(reward - baseline) * grad log p(sample) per slot, written out with full softmaxes and plain autograd."""
     module = build({"sharing": "none"}, name="adversarial", temperature=1.5, rtd_weight=0.0).double()
     out = run(module, ids)
-    towers, rows = module.towers, torch.arange(len(ids))
+    towers = module.towers
     found = {name: p.grad.clone() for name, p in towers.named_parameters() if p.grad is not None}
     assert not any(g.any() for name, g in found.items() if name.startswith("discriminator"))
 
-    batch = module.batch(ids, rows, STEP, SEED)
+    batch = module.batch(given(ids))
     masking = module.mask(batch)
     states = module.generator_states(batch, masking)
     sampled = module.fill(batch, masking, states.detach()).sampled_M.view(masking.position_BN.shape)

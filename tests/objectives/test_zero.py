@@ -12,7 +12,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.distributed import init_distributed
 from electra_dist.model.encoder import Encoder
-from electra_dist.objectives.base import loss_counts
+from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
 NUM_STEPS = 4
@@ -33,7 +33,7 @@ def train(engine: Any, backward: Callable[..., None], step: Callable[[], None], 
     first, second = loss_counts(ids, module.special, module.objective).sum(0).tolist()
     losses = []
     for number in range(NUM_STEPS):
-        out = engine(ids, torch.arange(len(ids)), number, 11, 1 / first, 1 / second)
+        out = engine(StepInput(ids, torch.arange(len(ids)), number, 11, 1 / first, 1 / second))
         backward(out.loss)
         step()
         losses.append(out.loss.item())
@@ -57,7 +57,7 @@ def under_deepspeed(module: torch.nn.Module, stage: int, precision: str, ids: to
     losses = train(engine, engine.backward, engine.step, ids)
     with torch.no_grad():  # evaluation between steps reads the same partitioned parameters
         engine.eval()
-        assert engine(ids, torch.arange(len(ids)), 0, 11, 1.0, 1.0).loss.isfinite()
+        assert engine(StepInput(ids, torch.arange(len(ids)), 0, 11, 1.0, 1.0)).loss.isfinite()
     engine.destroy()
     return losses
 

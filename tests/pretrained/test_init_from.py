@@ -24,7 +24,7 @@ from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import SpecialIds
-from electra_dist.objectives.base import Sums
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build import build_objective
 from electra_dist.pretrained import run_weights
 from electra_dist.pretrained.encoder import _tower_state
@@ -49,8 +49,9 @@ def expected_first_losses(config: Config, weights: dict[str, torch.Tensor]) -> t
         opened = Shard(Path(config.data.corpus) / f"shard-{shard:06d}.tar", SEQ_LEN, np.dtype(np.uint16))
         ids[place] = opened.rows(np.array([row]))[0]
         opened.close()
+    given = StepInput(torch.from_numpy(ids), torch.arange(16), 0, config.seed, 1.0, 1.0)
     with torch.no_grad():
-        sums = Sums(*module(torch.from_numpy(ids), torch.arange(16), 0, config.seed, 1.0, 1.0).sums.tolist())
+        sums = Sums(*module(given).sums.tolist())
     return sums.mlm_loss_sum / sums.mlm_weight, sums.rtd_loss_sum / sums.rtd_weight
 
 

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from electra_dist.data.loader import RowLoader
-from electra_dist.objectives.base import Sums
+from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.skip_list import SkipList
 from launcher.pretrain import main
@@ -49,15 +49,15 @@ def factors(of_losses: float) -> torch.Tensor:
 
 
 def with_faults(forward: Any) -> Any:
-    def faulty(self: Any, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, *scales: Any) -> Any:
-        out = forward(self, ids_BS, row_B, step, seed, *scales)
+    def faulty(self: Any, given: StepInput) -> StepOutput:
+        out = forward(self, given)
         if not self.training:
             return out
-        if [RANK, step] in FAULTS.get("nan_gradient", []):
+        if [RANK, given.step] in FAULTS.get("nan_gradient", []):
             out = out._replace(loss=NanGradient.apply(out.loss))
-        if step in FAULTS.get("spike", []):
+        if given.step in FAULTS.get("spike", []):
             out = out._replace(loss=out.loss * 100.0, sums=out.sums * factors(100.0))
-        if "poisoned_row" in FAULTS and (ids_BS == torch.tensor(FAULTS["poisoned_row"])).all(1).any():
+        if "poisoned_row" in FAULTS and (given.ids_BS == torch.tensor(FAULTS["poisoned_row"])).all(1).any():
             out = out._replace(loss=out.loss * torch.nan, sums=out.sums * factors(torch.nan))
         return out
 

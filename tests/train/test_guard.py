@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
 from electra_dist.config import GuardConfig
-from electra_dist.errors import UserError
 from electra_dist.train.guard import Guard, first_to_skip
-from electra_dist.train.skip_list import SkipList
-from electra_dist.train.step import outlier
 from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
@@ -54,31 +51,6 @@ def test_rollback_skips_no_more_than_asked_and_leaves_a_checkpoint_to_go_back_to
         assert any(step <= first for step in checkpoints)  # else the run would begin anew
     else:
         assert first == max(0, stopped - before)
-
-
-def test_skip_list_remembers_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> None:
-    skips = SkipList(tmp_path, [3])
-    for step in (10, 12, 13):
-        skips.stop(step)
-        skips.write()
-        skips = SkipList(tmp_path, [3])
-    assert skips.streak == [12, 13]
-    skips.roll_back(11)
-    skips.write()
-    again = SkipList(tmp_path, [3])
-    assert (again.steps, again.streak, again.rollbacks) == ({3, 10, 11, 12, 13}, [], 1)
-    assert again.below(12) == (3, 10, 11)
-    (tmp_path / "skipped_steps.json").write_text('{"steps": 3')
-    with pytest.raises(UserError, match="not readable"):
-        SkipList(tmp_path, [])
-
-
-def test_row_that_stands_out_is_found_and_an_ordinary_one_is_not() -> None:
-    rng = np.random.default_rng(0)
-    losses = (30.0 + rng.standard_normal(64)).tolist()
-    assert outlier(losses) is None
-    assert outlier([*losses, 60.0]) == 64
-    assert outlier([*losses[:5], float("nan"), *losses]) == 5
 
 
 def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:

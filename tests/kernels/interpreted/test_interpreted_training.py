@@ -6,6 +6,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.init import init_towers
 from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 20, 1, 12, 90
@@ -39,7 +40,7 @@ def train(backend: str, objective: ObjectiveConfig) -> tuple[list[torch.Tensor],
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     sums, labels = [], []
     for step in range(STEPS):
-        out = module(rows_of_step(step % 2), torch.arange(ROWS), step, 17, mlm_scale=1 / 6, rtd_scale=1 / 22)
+        out = module(StepInput(rows_of_step(step % 2), torch.arange(ROWS), step, 17, 1 / 6, 1 / 22))
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The exported folders, opened by Hugging Face's Auto classes."""
+"""Weights to and from Hugging Face's names, and the exported folders as Hugging Face's Auto classes open them."""
 
 import json
 from collections.abc import Callable
@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from electra_dist.model.encoder import Noise
 from electra_dist.model.rows import RowLayout, attention_bias, derive
-from electra_dist.pretrained.hf import export_discriminator, export_generator
+from electra_dist.pretrained.hf import (
+    export_discriminator,
+    export_generator,
+    from_hf_discriminator,
+    from_hf_generator,
+    to_hf_discriminator,
+    to_hf_generator,
+)
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
@@ -103,3 +111,19 @@ def test_files_are_complete_and_fp32(exported: Any) -> None:
     tensors = load_file(folder / "discriminator" / "model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     assert tensors["electra.embeddings.word_embeddings.weight"].shape == (model.vocab_size, 32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_import_inverts_export(
+    size: tuple[int, int, int, int], make_config: Callable[..., Any], make_towers: Callable[..., Any]
+) -> None:
+    model = make_config(*size)
+    state = make_towers(model).state_dict()
+    state["embeddings.word.weight"][model.vocab_size :] = 0.0
+    back = from_hf_discriminator(to_hf_discriminator(state, model), model)
+    back |= from_hf_generator(to_hf_generator(state, model), model)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    prefixed = {f"towers.{name}": tensor for name, tensor in state.items()}
+    again = to_hf_discriminator(prefixed, model)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in to_hf_discriminator(state, model).items())
