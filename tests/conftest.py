@@ -14,8 +14,21 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Folders whose files take minutes, longest first: begun last, one would keep a worker alone at the end.
-LONG = ("train", "kernels", "launcher", "compare", "benchmarks", "finetune")
+# Folders whose files take minutes, longest first: begun last, one would keep a worker alone at the end. Those that
+# start real runs or several processes come before those that only compute.
+LONG = (
+    "train",
+    "kernels",
+    "launcher",
+    "compare",
+    "benchmarks",
+    "pretrained",
+    "engine",
+    "planning",
+    "checkpoint",
+    "data",
+    "finetune",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

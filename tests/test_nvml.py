@@ -1,36 +1,22 @@
-"""GPU samples, health and readings of a run against a fake driver; stragglers from step times."""
+"""Samples and health of GPUs against a fake driver, and the fake against the real library's names."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.fake_gpus import UNSUPPORTED, fake_probes
 from support.fake_nvml import pynvml as fake
 
 from electra_dist import nvml
-from electra_dist.analysis.stragglers import stragglers
 from electra_dist.nvml import GpuHealth, GpuProbe, GpuSample
-from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
-
-UNSUPPORTED = {key: "unsupported" for key in fake.HEALTHY if not key.endswith("_error")}
+from electra_dist.train.health.gpu_monitor import GpuSampler
 
 
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuProbe]:
     """`probe(device, ...)`: an open probe of fake GPUs, each a dict of differences from a healthy one."""
-    monkeypatch.setattr(nvml, "pynvml", fake)
-
-    def connect(*devices: dict[str, Any]) -> GpuProbe:
-        fake.configure(list(devices))
-        opened = GpuProbe.open()
-        assert opened is not None
-        return opened
-
-    return connect
+    return fake_probes(monkeypatch)
 
 
 def test_a_sample_of_a_gpu_that_tells_all_and_of_one_that_tells_little(probe: Callable[..., GpuProbe]):
@@ -129,15 +115,6 @@ def test_no_library_no_driver_and_no_gpu_are_none_and_never_an_error(monkeypatch
     sampler.close()
 
 
-def test_it_imports_where_nvidia_ml_py_is_not_installed_and_without_torch(tmp_path: Path):
-    code = (
-        "import sys; sys.modules['pynvml'] = None\n"  # as if not installed
-        "from electra_dist.train.health.gpu_monitor import GpuSampler\n"
-        "assert GpuSampler().read() is None; assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
 def test_names_values_and_bits_are_those_of_the_real_library():
     import pynvml as real
 
@@ -162,65 +139,3 @@ def test_names_values_and_bits_are_those_of_the_real_library():
         real.NVML_GPU_RECOVERY_ACTION_BUS_RESET: "reset its bus",
         real.NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT: "reboot the system",
     }
-
-
-def test_a_reading_of_a_run_is_of_the_worst_gpu_and_one_sick_device_shows(probe: Callable[..., GpuProbe]):
-    probe(
-        {"ecc_volatile": 1, "sm_clock": 1980},
-        {"temperature": 88, "sm_clock": 345, "throttle": 0x48, "memory_used": 70_000_000_000},
-        {"ecc_volatile": 2, "power_mw": "unsupported", "throttle": 0x40},
-    ).close()
-    sampler = GpuSampler()
-    assert sampler.read() == GpuReading(
-        gpu_temperature_c=88,
-        gpu_power_w=1303.0,
-        gpu_sm_clock_mhz=345,
-        gpu_memory_used_gb=70.0,
-        gpu_ecc_uncorrected=3,
-        gpu_throttle=("hardware slowdown", "hardware thermal slowdown"),
-    )
-    sampler.close()
-    sampler.close()
-    assert fake.open_count == 0
-    assert sampler.read() is None
-
-
-def test_a_reading_of_gpus_that_tell_nothing_is_unknown_not_zero(probe: Callable[..., GpuProbe]):
-    probe(UNSUPPORTED).close()
-    found = GpuSampler().read()
-    assert found == GpuReading(
-        gpu_temperature_c=None,
-        gpu_power_w=None,
-        gpu_sm_clock_mhz=None,
-        gpu_memory_used_gb=None,
-        gpu_ecc_uncorrected=None,
-        gpu_throttle=(),
-    )
-
-
-def test_only_new_memory_errors_make_a_node_go_bad_in_the_middle_of_a_run(probe: Callable[..., GpuProbe]):
-    def reading(**device: Any) -> GpuReading | None:
-        probe(device).close()
-        return GpuSampler().read()
-
-    first = reading(ecc_volatile=2)
-    assert gone_bad(first, reading(ecc_volatile=2, temperature=95, throttle=0x40)) == ""
-    assert gone_bad(first, reading(ecc_volatile=5)) == "3 uncorrected memory errors since the run started"
-    assert gone_bad(first, reading(**UNSUPPORTED)) == gone_bad(None, first) == gone_bad(first, None) == ""
-
-
-def test_a_rank_is_a_straggler_only_if_it_was_slow_at_every_one_of_the_last_looks():
-    even = [1.0, 1.0, 1.01, 0.99]
-    slow_2 = [1.0, 1.0, 1.3, 0.99]
-    slow_both = [1.0, 1.5, 1.3, 0.99]
-    assert stragglers([even, slow_2, slow_2, slow_2]) == [2]
-    assert stragglers([slow_2, slow_2, even, slow_2]) == []
-    assert stragglers([slow_2, slow_2]) == []
-    assert stragglers([slow_both] * 3, factor=1.1) == [1, 2]
-    assert stragglers([slow_2, slow_both], factor=1.1, in_a_row=2) == [2]
-    assert stragglers([slow_2] * 3, factor=1.31) == []
-
-
-def test_two_ranks_can_be_told_apart_below_a_factor_of_two():
-    assert stragglers([[1.0, 2.0]] * 3, factor=1.2) == [1]
-    assert stragglers([[1.0]] * 3) == []

@@ -1,18 +1,24 @@
-"""Tokenizer and vocabulary: text is text, the shortcut changes nothing, training repeats."""
+"""Tokenizer and vocabulary: text is text, the shortcut changes nothing, what is no vocabulary is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpus_texts import make_vocabulary
 
-from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    """A small vocabulary with everything that a tokenizer must tell apart."""
+    return make_vocabulary()
+
 
 pieces = st.one_of(
     st.sampled_from(
@@ -91,21 +97,3 @@ def test_a_vocabulary_is_stored_as_it_was_read(tmp_path: Path) -> None:
     assert unix.size == 8
     assert unix.sha256 == dos.sha256
     assert Vocabulary(unix.text, "again").tokens == unix.tokens
-
-
-def test_training_repeats_exactly(prose: Callable[[int, int], list[str]]) -> None:
-    texts = [*prose(300, 1), "naïve café, 中文 42"] * 3
-    runs = [train_vocabulary(lambda: iter(texts), 150, lowercase=True) for _ in range(4)]
-    assert {run.sha256 for run in runs} == {runs[0].sha256}
-    assert tuple(runs[0].tokens[:5]) == SPECIAL_TOKENS
-    assert {"the", "with", "中", "##s"} <= set(runs[0].tokens)
-    assert not {"##,", "##中"} & set(runs[0].tokens), "what never continues a word needs no entry"
-    unk = runs[0].special["[UNK]"]
-    assert all(unk not in ids for ids in WordPieceTokenizer(runs[0], True).encode(texts))
-
-
-def test_training_on_nothing_or_into_too_few_entries_is_refused() -> None:
-    with pytest.raises(UserError, match="no text"):
-        train_vocabulary(lambda: iter([" \n"]), 100, lowercase=True)
-    with pytest.raises(UserError, match="at least 57 are needed"):
-        train_vocabulary(lambda: iter(["abcdefghijklmnopqrstuvwxyz"]), 20, lowercase=True)

@@ -55,7 +55,7 @@ def bytes_on_wire(
         stage 3  reduce-scatter in every micro-batch; all-gather of large tensors in every micro-batch, of persistent
                  ones once a step. Models of more than 1e9 parameters are gathered twice as often: not counted here
 
-    Source: counted, tests/telemetry/test_scaling.py.
+    Source: counted, tests/planning/test_scaling.py.
 
     Args:
         parameters: trained ones.

@@ -1,17 +1,21 @@
-"""A process group of one rank in this process; local and S3 targets."""
+"""A process group of one rank in this process; local and S3 targets; a checkpoint to look at."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support import s3_server
+from support import checkpoints as small
+from support.s3_fixtures import bucket, open_s3, two_targets
+from support.s3_fixtures import moto as s3
 
+from electra_dist.checkpoint.manifest import folder_name
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
+
+__all__ = ["bucket", "one_rank", "open_s3", "s3", "saved", "target", "two_targets"]
 
 
 @pytest.fixture
@@ -25,22 +29,6 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[s3_server.S3Server]:
-    with s3_server.running_s3("moto") as server:
-        yield server
-
-
-@pytest.fixture
-def open_s3(s3: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Store]:
-    """`open_s3("a")`: a store below a bucket of this test's own, with its credentials in the environment."""
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    digest = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
-    bucket = s3_server.make_bucket(*s3, f"test-{digest}")
-    return lambda prefix: open_store(f"{bucket}/{prefix}", s3.endpoint_url)
-
-
 @pytest.fixture(params=["local", "s3"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty target of each kind."""
@@ -49,7 +37,9 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return request.getfixturevalue("open_s3")("target")
 
 
-@pytest.fixture
-def two_targets(tmp_path: Path, open_s3: Callable[[str], Store]) -> list[Store]:
-    """A local folder, then S3."""
-    return [open_store(str(tmp_path / "local")), open_s3("far")]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed checkpoint's folder."""
+    folder = tmp_path_factory.mktemp("format")
+    small.save([open_store(str(folder))], folder / "staging", 7)
+    return folder / folder_name(7, 1)

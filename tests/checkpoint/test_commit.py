@@ -1,27 +1,22 @@
-"""Attempts, fencing, sweeping, retention: on a local folder and on S3."""
+"""Attempts, fencing, sweeping, deleting: on a local folder and on S3."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support import checkpoints as small
 from support import s3_server
 
 from electra_dist.checkpoint import commit as commit_module
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, retain
-from electra_dist.checkpoint.load import assemble
 from electra_dist.checkpoint.manifest import MANIFEST, committed, folder_name, set_aside
 from electra_dist.checkpoint.read import verify
-from electra_dist.checkpoint.retention import Kept, superfluous
 from electra_dist.checkpoint.save import CheckpointWriter
 from electra_dist.config import CheckpointConfig
-from electra_dist.errors import StoreError, UserError
+from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local import LocalStore
 from electra_dist.store.open import open_store
@@ -126,25 +121,6 @@ def test_unfinished_upload_of_a_dead_attempt_is_aborted(
     assert [upload["Key"] for upload in left] == [f"run/{folder_name(10, 2)}/rank-00000.safetensors"]
 
 
-def test_staged_files_of_dead_attempts_are_removed_and_those_of_this_one_are_not(
-    open_s3: Callable[[str], Store], tmp_path: Path
-) -> None:
-    target, staging = open_s3("run"), tmp_path / "staging"
-    for attempt in (1, 2):
-        (staging / folder_name(10, attempt)).mkdir(parents=True)
-        (staging / folder_name(10, attempt) / "rank-00003.safetensors").write_bytes(b"x")
-    CheckpointWriter([target], staging, 0, 2, small.KEEP_ALL)
-    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]
-    small.save([target], staging, 20, attempt=2)
-    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]  # nothing stays after an upload
-
-
-def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Path) -> None:
-    state = small.save(two_targets, tmp_path / "staging", 10)
-    first, second = ({key: target.read(key) for key in target.list()} for target in two_targets)
-    assert first == second and len(first) == state.world_size + 1
-
-
 def test_missing_rank_is_named(target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_module, "ENTRY_TIMEOUT_S", 0.2)
     writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
@@ -152,35 +128,6 @@ def test_missing_rank_is_named(target: Store, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(TimeoutError, match=r"no rank-00001\.json in"):
         writer.close()
     assert committed(target) == []
-
-
-def test_target_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match="file"):
-        small.save([open_store(str(tmp_path / "file"))], tmp_path / "staging", 10)
-
-
-def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    writer = CheckpointWriter([store], tmp_path / "staging", 0, 1, small.KEEP_ALL)
-    values = small.content(1)
-    fragments = small.share(values, 0, 1)
-    writer.reserve(fragments)
-    buffer = writer._buffer
-    for step in (1, 2):
-        for name, kinds in small.content(step).items():
-            for kind, tensor in kinds.items():
-                values[name][kind].copy_(tensor)
-        writer.save(small.state_at(step, world_size=1), fragments)
-    for kinds in values.values():  # training goes on while it is written
-        for tensor in kinds.values():
-            tensor.zero_()
-    assert writer._buffer is buffer
-    writer.close()
-    assert writer._buffer is None
-    for step in (1, 2):
-        assert verify(store, folder_name(step, 1))[1] == []
-    assert all((assemble([store])[1][n].view(-1) == small.content(2)[n]["master"]).all() for n in small.SHAPES)
 
 
 def test_retention_on_a_target_keeps_the_last_the_multiples_and_the_best(target: Store, tmp_path: Path) -> None:
@@ -201,45 +148,3 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(LocalStore, "delete", lambda self, key: (deleted.append(key), delete(self, key))[1])
     retain(store, CheckpointConfig(keep_last=1), 1, {})
     assert deleted[0] == f"{folder_name(1, 1)}/{MANIFEST}" and len(deleted) == 3
-
-
-CHECKPOINTS = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 3), st.none() | st.sampled_from([0.1, 0.2, 0.3])),
-    unique_by=lambda c: c[:2],
-)
-
-
-@given(
-    found=CHECKPOINTS,
-    policy=st.builds(
-        lambda last, every, best, steps: {
-            "keep_last": last,
-            "keep_every_steps": every,
-            "keep_best": best,
-            "keep_steps": steps,
-        },
-        st.integers(1, 5),
-        st.integers(0, 12),
-        st.integers(0, 4),
-        st.lists(st.integers(1, 40), max_size=3),
-    ),
-)
-def test_retention_keeps_exactly_what_the_policy_names(
-    found: list[tuple[int, int, float | None]], policy: dict[str, Any]
-) -> None:
-    checkpoints = [Kept(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in found]
-    gone = set(superfluous(checkpoints, CheckpointConfig(**policy)))
-    for c in checkpoints:
-        newer = sum((o.step, o.attempt) > (c.step, c.attempt) for o in checkpoints)
-        rank = (c.eval_rtd_loss or 0.0, -c.step, -c.attempt)
-        judged = [(o.eval_rtd_loss, -o.step, -o.attempt) for o in checkpoints if o.eval_rtd_loss is not None]
-        better = sum(other < rank for other in judged)
-        wanted = (
-            newer < policy["keep_last"]
-            or c.step in policy["keep_steps"]
-            or (policy["keep_every_steps"] > 0 and c.step % policy["keep_every_steps"] == 0)
-            or (c.eval_rtd_loss is not None and better < policy["keep_best"])
-        )
-        assert (c not in gone) == wanted
-    if checkpoints:
-        assert max(checkpoints, key=lambda c: (c.step, c.attempt)) not in gone

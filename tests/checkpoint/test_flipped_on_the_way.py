@@ -24,7 +24,7 @@ def test_a_good_checkpoint_is_loaded_through_flips(
     monkeypatch.setattr(read, "THREADS", 1)  # so that the schedule is the same each time
     target = open_s3("checkpoints")
     small.save([target], tmp_path / "staging", 5)
-    # Each object twice: a rate below 1 would depend on the bucket's name, which is a new one in each run.
+    # Each object is flipped twice before it comes through, whatever the schedule.
     plan = FaultPlan(seed=seed, rate=1.0, faults=("flip:manifest", "flip:.safetensors"), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
         far = open_store(target.url, proxy.endpoint_url)

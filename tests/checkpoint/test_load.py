@@ -1,8 +1,7 @@
-"""Verified ranged load: any world size into any other, who reads which bytes, what is used when something is bad."""
+"""Loading: the newest good checkpoint of all targets, and what is used when something is bad."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +9,8 @@ import pytest
 import torch
 from support import checkpoints as small
 
-from electra_dist.checkpoint import read, tensor_file
 from electra_dist.checkpoint.load import assemble, load_newest
-from electra_dist.checkpoint.manifest import (
-    KINDS,
-    MANIFEST,
-    SET_ASIDE,
-    RunState,
-    committed,
-    folder_name,
-    read_manifest,
-)
-from electra_dist.checkpoint.read import fill, requests, verify
+from electra_dist.checkpoint.manifest import MANIFEST, SET_ASIDE, RunState, committed, folder_name
 from electra_dist.errors import StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local import LocalStore
@@ -36,81 +25,11 @@ def load(targets: list[Store], **expected: object) -> tuple[RunState | None, lis
     return found, notes, values
 
 
-def damage(store: Store, key: str, at: int = -5) -> None:
-    data = bytearray(store.read(key))
-    data[at] ^= 1
-    store.write(key, bytes(data))
-
-
-@pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
-@pytest.mark.parametrize("piece", [1 << 22, 50])
-def test_any_world_size_loads_any_other_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: int, piece: int
-) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", piece)
-    store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 5, world_size=saved_by)
-    manifest = read_manifest(store, folder_name(5, 1))
-    for world_size in (1, 2, 4, 11):
-        values = small.empty()
-        for rank in range(world_size):
-            check = manifest.files[rank::world_size]
-            assert fill(store, folder_name(5, 1), manifest, small.share(values, rank, world_size), check) == []
-        assert small.equal(values, small.content(5))
-
-
-class Recorder(LocalStore):
-    """Remembers which bytes were read."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-
-    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
-        self.ranges[key].append((start, start + length))
-        return super().read_range(key, start, length, promised=promised)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_together_read_every_byte_and_each_little_more_than_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 16)
-    monkeypatch.setattr(read, "REQUEST_BYTES", 1000)
-    small.save([open_store(str(tmp_path))], tmp_path / "staging", 5, world_size=3)
-    read_bytes = defaultdict[str, set[int]](set)
-    for rank in range(world_size):
-        store = Recorder(tmp_path)
-        manifest = read_manifest(store, folder_name(5, 1))
-        held = small.share(small.empty(), rank, world_size)
-        assert fill(store, folder_name(5, 1), manifest, held, manifest.files[rank::world_size]) == []
-        headers = sum(file.header_bytes for file in manifest.files[rank::world_size])
-        total = sum(end - start for ranges in store.ranges.values() for start, end in ranges) - headers
-        needed = 4 * len(KINDS) * sum(fragment.numel for fragment in held)
-        assert needed <= total <= needed + 4 * 16 * len(KINDS) * 2  # at most a piece at either end
-        assert max(end - start for ranges in store.ranges.values() for start, end in ranges) <= max(
-            1000, max(file.header_bytes for file in manifest.files)
-        )
-        for key, ranges in store.ranges.items():
-            read_bytes[key].update(at for start, end in ranges for at in range(start, end))
-    for file in manifest.files:
-        assert read_bytes[f"{folder_name(5, 1)}/{file.name}"] == set(range(file.size_bytes))
-
-
-def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    small.save([store], tmp_path / "staging", 5)
-    file = read_manifest(store, folder_name(5, 1)).files[0]
-    assert [r.size_bytes for r in requests(file)] == [file.size_bytes - file.header_bytes]
-    masters = list(requests(file, lambda tensor: tensor.kind == "master"))
-    assert len(masters) == 1 and {t.kind for t in masters[0].tensors} == {"master"}
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_newest_good_one_is_loaded_and_the_damaged_one_set_aside(target: Store, tmp_path: Path) -> None:
     for step in (10, 20, 35):
         small.save([target], tmp_path / "staging", step)
-    damage(target, f"{folder_name(35, 1)}/{FILE}")
+    small.damage(target, f"{folder_name(35, 1)}/{FILE}", at=-5)
     found, notes, values = load([target])
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     assert len(notes) == 1 and f"{target.url}/{folder_name(35, 1)} is set aside: exp_avg_sq of" in notes[0]
@@ -136,7 +55,7 @@ def test_same_step_of_the_other_target_is_taken_before_an_older_one(
 ) -> None:
     for step in (10, 20):
         small.save(two_targets, tmp_path / "staging", step)
-    damage(two_targets[bad], f"{folder_name(20, 1)}/{FILE}", at=3)
+    small.damage(two_targets[bad], f"{folder_name(20, 1)}/{FILE}", at=3)
     found, notes, values = load(two_targets)
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     if bad == 0:
@@ -202,25 +121,10 @@ def test_unreachable_bytes_cost_no_steps(tmp_path: Path) -> None:
     assert len(committed(targets[0])) == 2  # nothing is set aside, no older one is taken
 
 
-def test_verify_names_everything_that_is_wrong(target: Store, tmp_path: Path) -> None:
-    small.save([target], tmp_path / "staging", 10, world_size=3)
-    folder = folder_name(10, 1)
-    assert verify(target, folder)[1] == []
-    damage(target, f"{folder}/rank-00000.safetensors", at=20)
-    target.write(f"{folder}/{FILE}", target.read(f"{folder}/{FILE}") + b"x")
-    target.delete(f"{folder}/rank-00002.safetensors")
-    assert [fault.replace(",", "") for fault in verify(target, folder)[1]] == [
-        "the header of rank-00000.safetensors does not match its digest",
-        f"rank-00001.safetensors has {target.size(f'{folder}/{FILE}')} instead of "
-        f"{target.size(f'{folder}/{FILE}') - 1} bytes",
-        "rank-00002.safetensors is missing",
-    ]
-
-
 def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         small.save([target], tmp_path / "staging", step, world_size=3)
-    damage(target, f"{folder_name(20, 1)}/{MANIFEST}")
+    small.damage(target, f"{folder_name(20, 1)}/{MANIFEST}", at=-5)
     state, weights, notes = assemble([target])
     assert state == small.state_at(10, world_size=3)
     assert "does not match" in notes[0] or "not in the form" in notes[0] or "not readable" in notes[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from support.s3_server import S3Server
 
 from electra_dist.corpus.build import build_corpus
 from electra_dist.corpus.request import BuildRequest
@@ -336,8 +337,8 @@ def test_rows_too_short_for_an_example_are_refused(make_request: Request, inputs
         build_corpus(make_request(inputs, seq_len=7))
 
 
-def test_s3_output_is_the_same_corpus(make_request: Request, inputs: list[Path], bucket: tuple[str, str]) -> None:
-    url, endpoint = bucket
+def test_s3_output_is_the_same_corpus(make_request: Request, inputs: list[Path], bucket: str, s3: S3Server) -> None:
+    url, endpoint = bucket, s3.endpoint_url
     local = build_corpus(make_request(inputs, heldout_fraction=0.1))
     remote = build_corpus(make_request(inputs, f"{url}/deep/corpus", endpoint_url=endpoint, heldout_fraction=0.1))
     assert remote.manifest.fingerprint == local.manifest.fingerprint

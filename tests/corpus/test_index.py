@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from support.s3_server import S3Server
 
 from electra_dist.corpus.index import index_corpus
 from electra_dist.data.manifest import read_manifest
@@ -58,9 +59,9 @@ def test_only_the_top_folder_is_indexed(tmp_path: Path, rows: np.ndarray, vocabu
     assert len(index_corpus(open_store(str(tmp_path)), vocabulary, lowercase=True).shards) == 1
 
 
-def test_s3(tmp_path: Path, rows: np.ndarray, vocabulary: Vocabulary, bucket: tuple[str, str]) -> None:
+def test_s3(tmp_path: Path, rows: np.ndarray, vocabulary: Vocabulary, bucket: str, s3: S3Server) -> None:
     write(tmp_path, rows)
-    remote = open_store(f"{bucket[0]}/indexed", bucket[1])
+    remote = open_store(f"{bucket}/indexed", s3.endpoint_url)
     remote.upload(tmp_path / "shard-000000.tar", "shard-000000.tar")
     there = index_corpus(remote, vocabulary, lowercase=True)
     assert there == index_corpus(open_store(str(tmp_path)), vocabulary, lowercase=True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support import s3_server
-from support.fault_server import FaultPlan, FaultProxy, running_faults
+from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
+
+__all__ = ["bucket", "build_corpus", "corpus", "proxy", "s3"]
 
 SEQ_LEN = 16
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
@@ -59,23 +60,3 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture
 def build_corpus() -> Callable[..., Corpus]:
     return build
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[s3_server.S3Server]:
-    with s3_server.running_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def bucket(s3: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """URL of a new bucket named after the test, with its credentials in the environment."""
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    return s3_server.make_bucket(*s3, f"data-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}")
-
-
-@pytest.fixture
-def proxy(s3: s3_server.S3Server) -> Iterator[FaultProxy]:
-    with running_faults(s3.endpoint_url, FaultPlan(rate=0.0)) as running:
-        yield running

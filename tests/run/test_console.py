@@ -11,7 +11,6 @@ import pytest
 
 from electra_dist.errors import UserError
 from electra_dist.run.console import Console, format_evaluation, format_line
-from electra_dist.run.formats import format_count, format_duration
 from electra_dist.run.records import EvalRecord, StepRecord
 
 GOLDEN = Path(__file__).parent / "golden" / "lines.txt"
@@ -32,40 +31,6 @@ def test_lines_are_those_of_the_golden_file(
     ]
     assert "\n".join(lines) + "\n" == GOLDEN.read_text()
     assert len({len(line) for line in lines[:5]}) == 1  # columns stand under one another
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (3599.7, "1h00m"),
-        (11_100, "3h05m"),
-        (86_399, "1d00h"),
-        (187_200, "2d04h"),
-    ]
-    + [(8_640_000, "100d"), (None, "-"), (float("inf"), "-"), (-3, "0s")],
-)
-def test_durations(seconds: float | None, text: str):
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (812.4, "812"),
-        (999.9, "1.00k"),
-        (9351, "9.35k"),
-        (9996, "10.0k"),
-        (99_960, "100k"),
-        (999_600, "1.00M"),
-    ]
-    + [(1.2345e6, "1.23M"), (33e9, "33.0B"), (419_430_400_000, "419B"), (1.835e12, "1.83T"), (float("nan"), "-")],
-)
-def test_counts(number: float, text: str):
-    assert format_count(number) == text
 
 
 def test_plain_output_and_log_of_two_starts(tmp_path: Path, step_record: Callable[..., StepRecord]):

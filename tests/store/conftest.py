@@ -1,42 +1,21 @@
-"""An S3 server for the session, a bucket for each test, and the fault proxy between."""
+"""Stores of each kind, and stores behind the fault proxy."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import s3_server
-from support.fault_server import FaultPlan, FaultProxy, running_faults
+from support.fault_server import FaultPlan, FaultProxy
+from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
 from electra_dist.store.retry import RetryPolicy
 
+__all__ = ["bucket", "faulty", "proxy", "s3", "store"]
+
 QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[s3_server.S3Server]:
-    with s3_server.running_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def bucket(s3: s3_server.S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """URL of a new bucket, with its credentials in the environment."""
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    # Named after the test, so that a schedule of faults, which depends on paths, is the same in any order of tests.
-    return s3_server.make_bucket(*s3, f"test-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}")
-
-
-@pytest.fixture
-def proxy(s3: s3_server.S3Server) -> Iterator[FaultProxy]:
-    """The fault proxy, still without faults: give it a `plan`."""
-    with running_faults(s3.endpoint_url, FaultPlan(rate=0.0)) as running:
-        yield running
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -290,9 +290,7 @@ def test_unreachable_service_is_named_soon(bucket: str) -> None:
 
 
 def test_without_boto3_the_next_step_is_named() -> None:
-    script = (
-        "import sys; sys.modules['boto3'] = None; from electra_dist.store.open import open_store; open_store('s3://b/c')"
-    )
+    script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open import open_store; open_store('s3://b/c')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr
 

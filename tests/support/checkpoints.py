@@ -44,6 +44,13 @@ def equal(a: Content, b: Content) -> bool:
     return all(torch.equal(a[n][k].view(torch.int32), b[n][k].view(torch.int32)) for n in SHAPES for k in KINDS)
 
 
+def damage(store: Store, key: str, at: int | None = None) -> None:
+    """Flip one bit of an object: in its middle, or in the byte `at`."""
+    data = bytearray(store.read(key))
+    data[len(data) // 2 if at is None else at] ^= 1
+    store.write(key, bytes(data))
+
+
 def share(values: Content, rank: int, world_size: int) -> list[Fragment]:
     """One rank's part: all parameters end to end, cut into `world_size` equal pieces."""
     total = sum(prod(shape) for shape in SHAPES.values())

@@ -1,6 +1,6 @@
 """A proxy that breaks S3 on purpose: put it in front of a server and point a client's endpoint URL at it.
 
-    python tests/store/fault_server.py --upstream http://127.0.0.1:9000 --port 9999 --seed 1 --rate 0.3
+    python tests/support/fault_server.py --upstream http://127.0.0.1:9000 --port 9999 --seed 1 --rate 0.3
 
 Faults (--faults, comma-separated; all by default; KIND:TEXT hits only paths that contain TEXT, as in flip:.tar):
   slowdown   503 SlowDown

@@ -1,4 +1,4 @@
-"""Records of a small imaginary run, for all tests of this part."""
+"""Records of a small imaginary run, for the tests of what reads and writes them."""
 
 from __future__ import annotations
 

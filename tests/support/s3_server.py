@@ -4,7 +4,7 @@
         make_bucket(endpoint_url, env, "bucket")
 
 `env` holds the AWS_* variables to run a client with. The servers listen on 127.0.0.1 only, keep objects in memory and
-die with the process that started them. By hand, until Ctrl-C: `python tests/s3_server.py [moto|radosgw]`.
+die with the process that started them. By hand, until Ctrl-C: `python tests/support/s3_server.py [moto|radosgw]`.
 
 radosgw: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common (no service needs to run).
 """

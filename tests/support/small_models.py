@@ -11,6 +11,12 @@ from electra_dist.model.rows import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
 
+SIZES = [  # embedding width, discriminator width, generator width, layers
+    pytest.param((32, 32, 32, 2), id="no-projection"),
+    pytest.param((64, 64, 16, 3), id="generator-projected-as-large"),
+    pytest.param((32, 64, 16, 2), id="both-projected-as-small"),
+    pytest.param((48, 48, 48, 1), id="odd-heads"),
+]
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 

@@ -31,12 +31,6 @@ def call(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def damage(store: Store, key: str) -> None:
-    data = bytearray(store.read(key))
-    data[len(data) // 2] ^= 1
-    store.write(key, bytes(data))
-
-
 @pytest.fixture
 def run(
     tiny_config: Callable[..., Path], two_targets: list[Store], s3: s3_server.S3Server, tmp_path: Path
@@ -56,7 +50,7 @@ def run(
 def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     set_aside(targets[0], folder_name(20, 1), "its file rusted")
-    damage(targets[1], f"{folder_name(30, 1)}/{MANIFEST}")
+    small.damage(targets[1], f"{folder_name(30, 1)}/{MANIFEST}")
     targets[0].write(f"{folder_name(40, 1)}/{FILE}", b"x")
     text = call("list", path)
     near, far = text.split(targets[1].url)
@@ -71,7 +65,7 @@ def test_list_of_nothing_says_so(tmp_path: Path) -> None:
 def test_verify_reads_everything_and_names_the_bad_one(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     assert "6 of 6 checkpoints are good" in call("verify", path)
-    damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
+    small.damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
     text = call("verify", path, code=1)
     assert f"BAD  {targets[1].url}/{folder_name(20, 1)}" in text and "does not match its digest" in text
     assert "5 of 6 checkpoints are good" in text and f"repair {path}" in text
@@ -108,7 +102,7 @@ def test_diff_gives_the_largest_difference_of_each_parameter(tmp_path: Path) -> 
 def test_diff_of_a_damaged_one_is_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 10)
-    damage(store, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(store, f"{folder_name(10, 1)}/{FILE}")
     with pytest.raises(UserError, match="does not match its digest"):
         call("diff", str(tmp_path), str(tmp_path))
 
@@ -116,8 +110,8 @@ def test_diff_of_a_damaged_one_is_refused(tmp_path: Path) -> None:
 def test_repair_restores_from_the_other_target_whatever_was_damaged(run: tuple[str, list[Store]]) -> None:
     path, (near, far) = run
     good = {key: near.read(key) for key in near.list("step-")}
-    damage(near, f"{folder_name(10, 1)}/{FILE}")
-    damage(far, f"{folder_name(20, 1)}/{MANIFEST}")
+    small.damage(near, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(far, f"{folder_name(20, 1)}/{MANIFEST}")
     near.delete(f"{folder_name(30, 1)}/{FILE}")
     set_aside(near, folder_name(30, 1), "a load found it so")
     near.write(f"{folder_name(5, 0)}/{FILE}", b"of a dead attempt")
@@ -136,7 +130,7 @@ def test_repair_restores_from_the_other_target_whatever_was_damaged(run: tuple[s
 def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     for store in targets:
-        damage(store, f"{folder_name(30, 1)}/{FILE}")
+        small.damage(store, f"{folder_name(30, 1)}/{FILE}")
     assert call("repair", path).count("set aside, no target has it good") == 2
     for store in targets:
         assert [step for step, _, _ in committed(store)] == [10, 20]
@@ -146,7 +140,7 @@ def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> N
 def test_repair_takes_a_copy_from_elsewhere(tmp_path: Path) -> None:
     here, there = open_store(str(tmp_path / "here")), open_store(str(tmp_path / "there"))
     small.save([here, there], tmp_path / "staging", 10)
-    damage(here, f"{folder_name(10, 1)}/{FILE}")
+    small.damage(here, f"{folder_name(10, 1)}/{FILE}")
     assert "restored from" in call("repair", here.url, "--from", there.url)
     assert verify(here, folder_name(10, 1))[1] == []
 

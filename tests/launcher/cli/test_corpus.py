@@ -1,4 +1,4 @@
-"""The commands as a user types them."""
+"""`electra-dist corpus`: build, vocab and index as a user types them."""
 
 from __future__ import annotations
 

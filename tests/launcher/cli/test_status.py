@@ -1,4 +1,4 @@
-"""`electra-dist status` for every kind of run: what it is called, what it shows, and the command that comes next."""
+"""`electra-dist status` for every kind of run: what it shows, and the command that comes next."""
 
 from __future__ import annotations
 
@@ -14,55 +14,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from electra_dist.analysis.run_state import Signs, standing
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.strikes import Strike, add_strike
 from launcher.cli import status
 from launcher.cli.main import app
-from launcher.slurm.queue import NodeOut, QueuedJob, QueueView, parse_jobs, parse_nodes
+from launcher.slurm.queue import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()
-START = {"event": "start", "step": 0}
 RUNNING = QueuedJob(job="7", state="RUNNING", reason="None", nodes="n[1-2]")
 WAITING = QueuedJob(job="8", state="PENDING", reason="Resources", nodes="")
 HELD = QueuedJob(job="7", state="PENDING", reason="launch failed requeued held", nodes="")
-
-
-@pytest.mark.parametrize(
-    ("ending", "signs", "state"),
-    [
-        ("checkpoint", {"running": True}, "living"),
-        ("checkpoint", {"sign_of_life": 95.0}, "living"),
-        ("checkpoint", {"sign_of_life": 60.0}, "dead"),
-        ("checkpoint", {"sign_of_life": 60.0, "running": True}, "living"),
-        ("checkpoint", {"sign_of_life": 60.0, "pending": True}, "waiting"),
-        ("checkpoint", {"sign_of_life": 60.0, "held": True}, "held"),
-        ("stop", {"sign_of_life": 99.0}, "stopped"),
-        ("stop", {"sign_of_life": 99.0, "pending": True}, "waiting"),
-        ("crash", {"sign_of_life": 99.0}, "dead"),
-        ("unhealthy", {"sign_of_life": 99.0}, "dead"),
-        ("done", {"sign_of_life": 0.0, "pending": True}, "finished"),
-    ],
-)
-def test_the_one_word(ending: str, signs: dict[str, Any], state: str):
-    seen = Signs(**{"now": 100.0, "sign_of_life": None, "patience_s": 30.0, **signs})
-    assert standing([START, {"event": ending, "step": 5}], seen) == state
-
-
-def test_a_run_that_was_submitted_and_has_not_begun():
-    nothing = {"now": 100.0, "sign_of_life": None, "patience_s": 30.0}
-    assert standing([], Signs(**nothing, pending=True)) == "waiting"
-    assert standing([], Signs(**nothing)) == "not begun"
-
-
-def test_what_squeue_and_sinfo_print_is_read():
-    held = parse_jobs(["7|PENDING||launch failed requeued held", "9|RUNNING|n[1-2]|None"])
-    assert [job.is_held for job in held] == [True, False]
-    lines = ["n1|drained|Duplicate jobid", "n1|drained|Duplicate jobid", "n2|down*|Not responding | at all"]
-    assert [out.node for out in parse_nodes(lines)] == ["n1", "n2"]
-    assert parse_nodes(lines)[1].reason == "Not responding | at all"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Room on the disks, clocks, and what a check of them says: against numbers worked out by hand."""
+"""Room on the disks: what a run needs of each, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
 from launcher.preflight.disk_checks import LOG_BYTES, Need, check_disks, judge_disk, needs
-from launcher.preflight.findings import Finding, as_json, exit_code, from_error, print_findings, strike_of
-from launcher.preflight.storage_checks import judge_skew
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LARGE = 335_136_769 + 19_511_098  # parameters of both towers: see tests/model
@@ -86,72 +84,3 @@ def test_checkpoints_that_lie_there_already_are_not_asked_for_again(tmp_path: Pa
     assert before.what.endswith("17.1 GB needed")  # 12 bytes x 354.6 M x 4, and LOG_BYTES
     assert after.what.endswith("5.1 GB needed")
     assert LOG_BYTES == 100_000_000
-
-
-@pytest.mark.parametrize(
-    ("skew_s", "severity", "what"),
-    [
-        (1.9, "ok", "clock agrees with X"),
-        (-2.4, "warning", "clock is 2 s behind X"),
-        (59.0, "warning", "clock is 59 s ahead of X"),
-        (-3600.0, "unhealthy", "clock is 3600 s behind X"),
-    ],
-)
-def test_a_clock_that_is_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
-    found = judge_skew(skew_s, "X", "n1")
-    assert (found.severity, found.what) == (severity, what)
-
-
-def finding(severity: str, node: str = "n1", device: str = "", what: str = "x") -> Finding:
-    return Finding(severity=severity, node=node, device=device, what=what)  # type: ignore[arg-type]
-
-
-def test_the_exit_code_is_of_this_node_and_the_users_own_mistake_comes_first():
-    sick, full, warm, fine = finding("unhealthy"), finding("user error"), finding("warning"), finding("ok")
-    assert exit_code([fine, warm], "n1") == 0
-    assert exit_code([fine, sick, warm], "n1") == 69
-    assert exit_code([sick, full], "n1") == 78
-    assert exit_code([sick, full], "n2") == 0
-    nobody = finding("unhealthy", node="")
-    assert exit_code([nobody], "n1") == exit_code([nobody], "n2") == 1
-    assert exit_code([nobody, sick], "n1") == 69
-
-
-def test_a_node_gets_one_strike_for_all_its_faults_and_none_for_warnings_or_a_fault_that_is_nobodys():
-    faults = [finding("unhealthy", device="GPU 3", what="hot"), finding("unhealthy", device="GPU 5", what="lost")]
-    strike = strike_of([*faults, finding("warning"), finding("unhealthy", "n2")], "n1", 12.5)
-    assert strike is not None
-    assert (strike.time, strike.node, strike.device) == (12.5, "n1", "GPU 3, GPU 5")
-    assert (strike.reason, strike.by) == ("hot; lost", "preflight")
-    harmless = [finding("ok"), finding("warning"), finding("user error"), finding("unhealthy", node="")]
-    assert strike_of(harmless, "n1", 0.0) is None
-
-
-def test_an_error_of_the_store_becomes_a_finding_with_its_next_step():
-    from electra_dist.errors import StoreError
-
-    found = from_error(StoreError("s3://b: refused; give the key the right to write"), "n1")
-    assert (found.severity, found.what) == ("user error", "s3://b: refused")
-    assert found.next_step == "give the key the right to write"
-
-
-def test_findings_are_one_line_each_off_a_terminal(capsys: pytest.CaptureFixture[str]):
-    import sys
-
-    print_findings([finding("unhealthy", device="GPU 3", what="hot"), finding("ok", node="")], sys.stdout)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [["unhealthy", "n1", "GPU", "3", "hot"], ["ok", "all", "nodes", "x"]]
-
-
-def test_json_has_the_exit_code_and_every_finding():
-    import json
-
-    tree = json.loads(as_json(iter([finding("unhealthy", device="GPU 3"), finding("ok")]), "n1"))
-    assert (tree["node"], tree["exit_code"]) == ("n1", 69)
-    assert tree["findings"][0] == {
-        "severity": "unhealthy",
-        "node": "n1",
-        "device": "GPU 3",
-        "what": "x",
-        "next_step": "",
-    }

@@ -1,4 +1,4 @@
-"""Supervisors of different jobs: one that was given up behind a cut link neither meets nor fights its successor."""
+"""How supervisors meet: each start is joined once, and whoever was given up neither meets nor fights its successor."""
 
 from __future__ import annotations
 
@@ -47,3 +47,45 @@ def test_without_a_session_nobody_is_taken_over(tmp_path: Path):
     first.start(never, 1)
     second.start(never, 1)
     assert not first.taken_over() and not second.taken_over()
+
+
+def test_a_node_joins_each_start_once_and_learns_who_failed(tmp_path: Path) -> None:
+    zero, one = Meeting(tmp_path, 0, 7000), Meeting(tmp_path, 1, 7000)
+    assert one.start(never, 0.1) is None  # nobody has called
+    port = zero.start(never, 1)
+    assert one.start(never, 1) == port
+    assert zero.news() == one.news() == ""
+    one.end(1, final=False)
+    zero._next_look = 0.0
+    assert "node 1 have ended with 1" in zero.news()
+    assert one.start(never, 0.3) is None  # not the same one again
+    zero.end(1, final=False)
+    again = zero.start(never, 1)
+    assert again != port and one.start(never, 1) == again
+    one._next_look = zero._next_look = 0.0
+    assert zero.news() == one.news() == ""
+
+
+def test_who_ends_for_good_takes_the_others_along(tmp_path: Path) -> None:
+    zero, one = Meeting(tmp_path, 0, 7000), Meeting(tmp_path, 1, 7000)
+    zero.start(never, 1), one.start(never, 1)
+    one.end(69, final=True)
+    assert zero.start(never, 1) is None and zero.left_by() == (1, 75)
+    zero.end(75, final=True)
+    assert one.start(never, 5) is None
+    # The next job of this run: nobody has left that one.
+    zero, one = Meeting(tmp_path, 0, 7000), Meeting(tmp_path, 1, 7000)
+    assert one.start(never, 0.3) is None  # the old start is known to be over
+    port = zero.start(never, 1)
+    assert port is not None and zero.left_by() is None and zero.news() == ""
+    assert one.start(never, 1) == port
+
+
+def test_a_start_that_a_dead_job_left_is_given_up_for_the_new_one(tmp_path: Path) -> None:
+    Meeting(tmp_path, 0, 7000).start(never, 1)
+    one = Meeting(tmp_path, 1, 7000)
+    old = one.start(never, 1)
+    new = Meeting(tmp_path, 0, 7000).start(never, 1)
+    one._next_look = 0.0
+    assert one.superseded() and "new start" in one.news()
+    assert one.start(never, 1) == new != old

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_runs import free_port, read_losses
+from support.real_runs import read_losses
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
 from electra_dist.run.strikes import node_name, read_strikes
@@ -48,54 +47,6 @@ def test_a_hung_rank_is_noticed_shown_and_the_run_goes_on_to_the_same_losses(
     for text in shown.values():  # of both, also of the one that was stopped
         assert "electra_dist/train/trainer.py" in text and "launcher/supervise/rank_main.py" in text
     assert read_losses(run_dir) == read_losses(tmp_path / "uncut")
-
-
-COLLECTIVES = """
-import os, sys, time, torch, torch.distributed as dist
-from pathlib import Path
-from electra_dist.config import ClusterConfig
-from electra_dist.train.health.rank_monitor import Watch
-dist.init_process_group("gloo")
-cluster = ClusterConfig(hang_step_floor_s=1.0, hang_checkpoint_s=4.0, hang_eval_s=4.0, hang_setup_s=60.0)
-watch, phase, rank = Watch(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()
-for step in range(9):
-    watch.beat("step", step)
-    dist.all_reduce(torch.zeros(1))
-    time.sleep(0.02)
-watch.beat(phase, 9)
-watch.beat("step", 9)
-begin = time.monotonic()
-if rank == 1:
-    time.sleep(60.0)
-try:
-    dist.all_reduce(torch.zeros(1))
-except RuntimeError:
-    print("gave up after", time.monotonic() - begin, flush=True)
-    os._exit(1)
-"""
-
-
-@pytest.mark.parametrize(("phase", "limit_s"), [("step", 2.0), ("checkpoint", 8.0)])
-def test_a_collective_gives_up_after_twice_the_limit_of_its_phase(tmp_path: Path, phase: str, limit_s: float) -> None:
-    """As when the link to another machine is cut and nobody supervises; torch's own limit is 10 or 30 minutes. In the
-    first step after a checkpoint others may still be writing."""
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", COLLECTIVES, str(tmp_path), phase],
-            env={**os.environ, **group, "RANK": rank},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=120)
-        assert limit_s - 0.2 <= float(said.split()[-1]) < limit_s + 3.0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 def test_three_restarts_without_a_new_checkpoint_end_the_run_with_1(tiny_config: MakeConfig, tmp_path: Path) -> None:

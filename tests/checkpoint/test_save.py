@@ -1,0 +1,65 @@
+"""Saving: the same bytes for every target, staging files, buffers, and a target that cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import checkpoints as small
+
+from electra_dist.checkpoint.load import assemble
+from electra_dist.checkpoint.manifest import folder_name
+from electra_dist.checkpoint.read import verify
+from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.errors import StoreError
+from electra_dist.store.interface import Store
+from electra_dist.store.open import open_store
+
+
+def test_staged_files_of_dead_attempts_are_removed_and_those_of_this_one_are_not(
+    open_s3: Callable[[str], Store], tmp_path: Path
+) -> None:
+    target, staging = open_s3("run"), tmp_path / "staging"
+    for attempt in (1, 2):
+        (staging / folder_name(10, attempt)).mkdir(parents=True)
+        (staging / folder_name(10, attempt) / "rank-00003.safetensors").write_bytes(b"x")
+    CheckpointWriter([target], staging, 0, 2, small.KEEP_ALL)
+    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]
+    small.save([target], staging, 20, attempt=2)
+    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]  # nothing stays after an upload
+
+
+def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Path) -> None:
+    state = small.save(two_targets, tmp_path / "staging", 10)
+    first, second = ({key: target.read(key) for key in target.list()} for target in two_targets)
+    assert first == second and len(first) == state.world_size + 1
+
+
+def test_target_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="file"):
+        small.save([open_store(str(tmp_path / "file"))], tmp_path / "staging", 10)
+
+
+def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    writer = CheckpointWriter([store], tmp_path / "staging", 0, 1, small.KEEP_ALL)
+    values = small.content(1)
+    fragments = small.share(values, 0, 1)
+    writer.reserve(fragments)
+    buffer = writer._buffer
+    for step in (1, 2):
+        for name, kinds in small.content(step).items():
+            for kind, tensor in kinds.items():
+                values[name][kind].copy_(tensor)
+        writer.save(small.state_at(step, world_size=1), fragments)
+    for kinds in values.values():  # training goes on while it is written
+        for tensor in kinds.values():
+            tensor.zero_()
+    assert writer._buffer is buffer
+    writer.close()
+    assert writer._buffer is None
+    for step in (1, 2):
+        assert verify(store, folder_name(step, 1))[1] == []
+    assert all((assemble([store])[1][n].view(-1) == small.content(2)[n]["master"]).all() for n in small.SHAPES)

@@ -1,0 +1,21 @@
+"""The clock against the storage's: a little off is a warning, a minute is unhealthy."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.preflight.storage_checks import judge_skew
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "severity", "what"),
+    [
+        (1.9, "ok", "clock agrees with X"),
+        (-2.4, "warning", "clock is 2 s behind X"),
+        (59.0, "warning", "clock is 59 s ahead of X"),
+        (-3600.0, "unhealthy", "clock is 3600 s behind X"),
+    ],
+)
+def test_a_clock_that_is_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
+    found = judge_skew(skew_s, "X", "n1")
+    assert (found.severity, found.what) == (severity, what)

@@ -1,0 +1,49 @@
+"""Random prose, and a small vocabulary of its words, for tests of the tokenizer, of corpora and of their commands."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable
+
+import pytest
+
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
+
+WORDS = ["the", "of", "and", "a", "to", "in", "he", "was", "that", "it", "his", "her", "as", "had", "with", "for"]
+
+
+def make_vocabulary() -> Vocabulary:
+    """Return special tokens (not at the front, to catch fixed ids), letters, digits, punctuation and some words."""
+    chars = string.ascii_lowercase + string.digits
+    tokens = [
+        *string.punctuation,
+        *SPECIAL_TOKENS,
+        *chars,
+        *("##" + char for char in chars),
+        *WORDS[4:],
+        "sep",
+        "mask",
+    ]
+    return Vocabulary("\n".join(dict.fromkeys(tokens)) + "\n", "test vocabulary")
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    return make_vocabulary()
+
+
+def make_prose(num_documents: int, seed: int) -> list[str]:
+    """Documents of 1 to 12 lines of 1 to 40 words; now and then a paragraph of 300 words on one line."""
+    draw = random.Random(seed)
+    documents = []
+    for number in range(num_documents):
+        sizes = [300 if draw.random() < 0.05 else draw.randint(1, 40) for _ in range(draw.randint(1, 12))]
+        lines = [" ".join(draw.choice(WORDS) + draw.choice(["", "", "s", ","]) for _ in range(n)) for n in sizes]
+        documents.append("\n".join([f"document {number}", *lines]))
+    return documents
+
+
+@pytest.fixture(scope="session")
+def prose() -> Callable[[int, int], list[str]]:
+    return make_prose
