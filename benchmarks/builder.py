@@ -27,7 +27,19 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from measure import REPOSITORY, Json, Line, alternate, finish, installed, parser, print_table, ratio, summary, told
+from measure import (
+    REPOSITORY,
+    Json,
+    ResultLine,
+    alternate,
+    finish,
+    installed,
+    parser,
+    print_table,
+    ratio,
+    summary,
+    told,
+)
 from rich.console import Console
 
 from electra_dist.config import Config
@@ -150,7 +162,7 @@ def measure(text: Text, folder: Path, rounds: int) -> Json:
     return found
 
 
-def report(found: Json) -> list[Line]:
+def report(found: Json) -> list[ResultLine]:
     lines = []
     for workers, ways in found["workers"].items():
         rows = [
@@ -161,7 +173,7 @@ def report(found: Json) -> list[Line]:
         print_table([f"{workers} worker(s)", "M tokens / s core", "rate of ours / this"], rows)
         rivals = [f"{way['rate_of_ours']['median']:.2f} x {name}" for name, way in ways.items() if name != "ours"]
         value = f"{ways['ours']['tokens_per_core_s'] / 1e6:.2f} M tokens/s a core"
-        lines.append(Line(f"corpus build, {workers} worker(s)", value, ", ".join(rivals)))
+        lines.append(ResultLine(f"corpus build, {workers} worker(s)", value, ", ".join(rivals)))
         rate = ways["tokenizers"]["rate_of_ours"]["median"]
         print(f"ours / tokenizers: {rate:.2f} (goal: {LEAST})\n")
     return lines

@@ -33,7 +33,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import psutil
 import torch
 import torch.distributed as dist
-from measure import REPOSITORY, TOY, Line, finish, parser, print_table
+from measure import REPOSITORY, TOY, ResultLine, finish, parser, print_table
 
 from electra_dist.checkpoint.manifest import RunState, committed
 from electra_dist.checkpoint.save import CheckpointWriter
@@ -70,7 +70,7 @@ def peak_memory(found: list[int], base: int | None = None) -> Iterator[None]:
         found.append(peak[0] - start)
 
 
-class Bench:
+class CheckpointBench:
     """The engine and the four ways to save it."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -143,7 +143,7 @@ class Bench:
         return elapsed
 
 
-def measure(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(bench: CheckpointBench, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds and memory of each way, the ways in turn."""
     ways: dict[str, Callable[[], float]] = {
         "ours": bench.ours,
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(REPOSITORY / arguments.config, settings)
     init_distributed()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        bench = Bench(config, Path(folder))
+        bench = CheckpointBench(config, Path(folder))
         num_parameters = bench.num_bytes // 12
         found = measure(bench, rounds)
         write_s = statistics.median(bench.write_s)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = ratios["ours"] <= MOST
     print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {'good' if good else 'BAD'}")
     of_ours = {name: row["median_s"] / found["ours"]["median_s"] for name, row in found.items()}
-    line = Line(
+    line = ResultLine(
         f"save, stall of the training, {facts}",
         f"{found['ours']['median_s']:.2f} s, {ratios['ours']:.2f} x memcpy of the same bytes",
         f"{of_ours['DeepSpeed']:.1f} x DeepSpeed's save, {of_ours['torch.save']:.1f} x torch.save",

@@ -39,7 +39,7 @@ from electra_kernels.native import discriminator_tail
 from gpu_parts.cases import LARGE, TOY, Sizes, cases, head_inputs, our_head, rival_heads
 from gpu_parts.checks import chi_square, integers, values, without_host
 from gpu_parts.parts import breakdown, time_rivals
-from gpu_parts.steps import Bench, time_fusions, time_steps
+from gpu_parts.steps import StepBench, time_fusions, time_steps
 
 from electra_dist.errors import UserError
 
@@ -174,8 +174,8 @@ def main() -> None:
     draws, vocab = (20_000, sizes.vocab) if smoke else (1_000_000, sizes.vocab)
 
     @functools.cache
-    def bench() -> Bench:
-        return Bench(device, backends[0], smoke, row_of)
+    def bench() -> StepBench:
+        return StepBench(device, backends[0], smoke, row_of)
 
     parts: dict[str, Callable[[], Rows]] = {
         "values": lambda: values(sizes, device, backends),

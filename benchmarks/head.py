@@ -19,12 +19,12 @@ import psutil
 import torch
 import torch.nn.functional as F
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
-from measure import Line, finish, parser
+from measure import ResultLine, finish, parser
 
 VOCAB, PADDED = 30522, 30592
 
 
-class Inputs(NamedTuple):
+class HeadInputs(NamedTuple):
     """What a head takes; all weights are 1."""
 
     x_MD: torch.Tensor
@@ -33,9 +33,9 @@ class Inputs(NamedTuple):
     target_M: torch.Tensor
 
 
-def inputs(num_rows: int, width: int) -> Inputs:
+def inputs(num_rows: int, width: int) -> HeadInputs:
     generator = torch.Generator().manual_seed(0)
-    return Inputs(
+    return HeadInputs(
         x_MD=torch.randn(num_rows, width, generator=generator).requires_grad_(),
         table_VD=(torch.randn(PADDED, width, generator=generator) * width**-0.5).requires_grad_(),
         bias_V=torch.zeros(VOCAB, requires_grad=True),
@@ -43,14 +43,14 @@ def inputs(num_rows: int, width: int) -> Inputs:
     )
 
 
-def ours(given: Inputs) -> float:
+def ours(given: HeadInputs) -> float:
     row = torch.arange(len(given.x_MD))
     out = mlm_head_loss_and_sample(*given, torch.ones(len(row)), seed=1, step=2, row_M=row, vocab_size=VOCAB)
     out.loss_sum.backward()
     return out.loss_sum.item()
 
 
-def eager(given: Inputs) -> float:
+def eager(given: HeadInputs) -> float:
     logits = given.x_MD @ given.table_VD[:VOCAB].t() + given.bias_V
     loss = F.cross_entropy(logits, given.target_M, reduction="sum")
     noise = -torch.log(-torch.log(torch.rand_like(logits) + 1e-9) + 1e-9)  # as Google's code draws it
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gigabytes = row["extra_peak_bytes"] / 1e9
         print(f"{name:<6} extra peak {gigabytes:6.2f} GB   {row['seconds']:7.1f} s   loss {row['loss']:.2f}")
     print(f"ours / eager: memory {ratio:.3f} (at most 0.333), loss differs by {loss_error:.1e} (at most 1e-05)")
-    line = Line(
+    line = ResultLine(
         f"generator head, {arguments.rows:,} masked rows x {arguments.width}, vocabulary {VOCAB:,}, fp32",
         f"{found['ours']['extra_peak_bytes'] / 1e9:.2f} GB at its peak",
         f"{ratio:.3f} of plain PyTorch's memory, "

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 from first_batch import WINDOW_SHARDS, time_positions, write_corpus
-from loader_rivals import BATCH, WAYS, Way, is_usable
-from measure import Json, Line, alternate, finish, installed, parser, print_table, ratio, summary, told
+from loader_rivals import BATCH, VARIANTS, Variant, is_usable
+from measure import Json, ResultLine, alternate, finish, installed, parser, print_table, ratio, summary, told
 
 from electra_dist.data.manifest import read_manifest
 from electra_dist.store.interface import Store
@@ -45,7 +45,7 @@ def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
 
 def compare(store: Store, folder: Path, rounds: int) -> Json:
     """An epoch of each reader that is installed, in turn."""
-    ways = {name: way for name, way in WAYS.items() if is_usable(way)}
+    ways = {name: way for name, way in VARIANTS.items() if is_usable(way)}
     for name, way in ways.items():
         way.write(store, folder / name)
     read = {name: digest(way.read(store, folder / name)) for name, way in ways.items()}
@@ -53,7 +53,7 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
         sys.exit(f"the readers do not give the same rows: {read}")
     wall_s: dict[str, list[float]] = {name: [] for name in ways}
 
-    def epoch(name: str, way: Way) -> Callable[[], float]:
+    def epoch(name: str, way: Variant) -> Callable[[], float]:
         def once() -> float:
             cpu, begin = time.process_time(), time.perf_counter()
             for _ in way.read(store, folder / name):
@@ -86,7 +86,7 @@ def requests_per_million_rows(store: Store) -> float:
     return 1e6 * len(shards) / sum(entry.rows for entry in shards)
 
 
-def report_rates(found: Json, missing: Sequence[str]) -> Line:
+def report_rates(found: Json, missing: Sequence[str]) -> ResultLine:
     rows = [
         [
             name,
@@ -102,10 +102,10 @@ def report_rates(found: Json, missing: Sequence[str]) -> Line:
     rivals = [f"{way['ratio']['median']:.1f} x {name}" for name, way in found.items() if name != "ours"]
     rivals += [f"{name} not usable here" for name in missing]
     value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"
-    return Line(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
+    return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
 
 
-def report_positions(found: list[Json], facts: str) -> Line:
+def report_positions(found: list[Json], facts: str) -> ResultLine:
     rows = [
         [
             f"{row['epochs']:g}",
@@ -121,7 +121,7 @@ def report_positions(found: list[Json], facts: str) -> Line:
     peak_mb = max(row["order_peak_bytes"] for row in found) / 1e6
     order_ms = max(row["order_ms"] for row in found)
     value = f"{min(again):.2f} to {max(again):.2f} s; of that the order at most {order_ms:.0f} ms, {peak_mb:.1f} MB"
-    return Line(f"first batch at 0, 10, 50, 99 % and epoch 1,000, {facts}", value, "")
+    return ResultLine(f"first batch at 0, 10, 50, 99 % and epoch 1,000, {facts}", value, "")
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         folder = Path(name)
         store = write_corpus(str(folder / "corpus"), shards, rows_per_shard, shards)
         rates = compare(store, folder, arguments.rounds)
-        missing = [name for name in WAYS if name not in rates]
+        missing = [name for name in VARIANTS if name not in rates]
         lines = [report_rates(rates, missing)]
         if arguments.s3:
             large = write_corpus(arguments.s3, shards, rows_per_shard, shards, endpoint_url=arguments.endpoint_url)
@@ -152,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> Json:
         lines.append(report_positions(positions, facts))
         gets = requests_per_million_rows(store)
     print(f"GET requests a million rows: {gets:.0f} (a shard each, once a node)")
-    lines.append(Line("GET requests a million rows of 512", f"{gets:.0f}, one a shard and node", ""))
-    packages = installed(*(way.package for way in WAYS.values()))
+    lines.append(ResultLine("GET requests a million rows of 512", f"{gets:.0f}, one a shard and node", ""))
+    packages = installed(*(way.package for way in VARIANTS.values()))
     return finish(
         "loader",
         arguments,

@@ -36,7 +36,7 @@ BUFFER_ROWS = 10_000  # of webdataset's shuffle
 Batches = Iterator[np.ndarray]
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """A reader: the package it needs, the module that tells whether it is there, how it reads."""
 
     package: str
@@ -45,7 +45,7 @@ class Way(NamedTuple):
     read: Callable[[Store, Path], Batches]
 
 
-def is_usable(way: Way) -> bool:
+def is_usable(way: Variant) -> bool:
     """Whether it can be imported: a package that is there may want others that do not fit this torch."""
     try:
         importlib.import_module(way.module)
@@ -164,10 +164,10 @@ def _read_litdata(store: Store, folder: Path) -> Batches:
     return (batch.numpy() for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0))
 
 
-WAYS = {
-    "ours": Way("electra-dist", "electra_dist", _nothing, _read_ours),
-    "webdataset": Way("webdataset", "webdataset", _write_webdataset, _read_webdataset),
-    "webdataset, blocks": Way("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
-    "mosaicml-streaming": Way("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
-    "litdata": Way("litdata", "litdata", _write_litdata, _read_litdata),
+VARIANTS = {
+    "ours": Variant("electra-dist", "electra_dist", _nothing, _read_ours),
+    "webdataset": Variant("webdataset", "webdataset", _write_webdataset, _read_webdataset),
+    "webdataset, blocks": Variant("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
+    "mosaicml-streaming": Variant("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
+    "litdata": Variant("litdata", "litdata", _write_litdata, _read_litdata),
 }

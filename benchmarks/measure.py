@@ -32,7 +32,7 @@ TOY = [
 Json = dict[str, Any]
 
 
-class Line(NamedTuple):
+class ResultLine(NamedTuple):
     """A row of the README's table; date and command come from the record."""
 
     what: str
@@ -106,7 +106,7 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def finish(
-    name: str, arguments: argparse.Namespace, argv: Sequence[str] | None, lines: Sequence[Line], **found: Any
+    name: str, arguments: argparse.Namespace, argv: Sequence[str] | None, lines: Sequence[ResultLine], **found: Any
 ) -> Json:
     """The record of a run, with `found` and its lines of the README's table; written where `--save` says.
 

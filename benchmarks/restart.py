@@ -29,7 +29,7 @@ from pathlib import Path
 
 import yaml
 from first_batch import write_corpus
-from measure import REPOSITORY, TOY, Json, Line, finish, parser, print_table, ratio, summary, told
+from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table, ratio, summary, told
 
 from electra_dist.config_file import load_config
 from electra_dist.run.ledger import read_ledger
@@ -105,7 +105,7 @@ def measure(smoke: bool, rounds: int) -> Json:
     return found
 
 
-def report(found: Json, facts: str) -> list[Line]:
+def report(found: Json, facts: str) -> list[ResultLine]:
     lines = []
     for kind, by in found.items():
         totals = {who: [start["total_s"] for start in starts] for who, starts in by.items()}
@@ -118,7 +118,7 @@ def report(found: Json, facts: str) -> list[Line]:
         print()
         value = f"{summary(totals['ours'])['median']:.1f} s"
         times = f"{ratio(totals['ours'], totals['DeepSpeed'])['median']:.2f} of a plain DeepSpeed script's"
-        lines.append(Line(f"command to first step done, {kind}, {facts}", value, times))
+        lines.append(ResultLine(f"command to first step done, {kind}, {facts}", value, times))
     return lines
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from measure import REPOSITORY, TOY, Json, Line, finish, parser, print_table, summary
+from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table, summary
 from scaling_rank import put
 
 from electra_dist.planning.scaling import bytes_on_wire, parse_fabric, step_seconds
@@ -37,7 +37,7 @@ STAGE, PRECISION = 1, "fp32"
 UNLIMITED = ""
 
 
-class Ranks:
+class MachineRanks:
     """Ranks on machines of their own, which time steps at the bandwidth that is asked for."""
 
     def __init__(self, machines: Machines, folder: Path, rows: int, settings: Sequence[str]) -> None:
@@ -80,14 +80,14 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def started(count: int, rows: int, settings: Sequence[str]) -> Iterator[Ranks]:
+def started(count: int, rows: int, settings: Sequence[str]) -> Iterator[MachineRanks]:
     """`count` machines with a rank each."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         folder = Path(name)
         folder.chmod(0o755)
         batch = [f"train.micro_batch={rows}", f"train.global_batch={rows * count}", f"train.precision={PRECISION}"]
         with Machines(folder / "machines", count, network=NETWORK) as machines:
-            ranks = Ranks(machines, folder, rows, [*settings, *batch, f"engine.zero_stage={STAGE}"])
+            ranks = MachineRanks(machines, folder, rows, [*settings, *batch, f"engine.zero_stage={STAGE}"])
             yield ranks
             ranks.close()
 
@@ -125,7 +125,7 @@ def measure(count: int, rates: Sequence[str], rows: int, settings: Sequence[str]
     return found
 
 
-def report(found: list[Json], facts: str) -> Line:
+def report(found: list[Json], facts: str) -> ResultLine:
     print(facts)
     rows = [
         [
@@ -144,7 +144,7 @@ def report(found: list[Json], facts: str) -> Line:
     worst = max(abs(row["error"]) for row in found)
     print(f"largest error {worst:.1%} (goal: {GOAL:.0%})")
     cases = f"{min(row['ranks'] for row in found)} to {max(row['ranks'] for row in found)} ranks, two bandwidths"
-    return Line(f"predicted step over limited links, {cases}", f"at most {worst:.0%} from the measured one", "")
+    return ResultLine(f"predicted step over limited links, {cases}", f"at most {worst:.0%} from the measured one", "")
 
 
 def main(argv: Sequence[str] | None = None) -> Json:

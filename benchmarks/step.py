@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from measure import REPOSITORY, TOY, Json, Line, alternate, finish, parser, print_table, ratio, summary, told
+from measure import REPOSITORY, TOY, Json, ResultLine, alternate, finish, parser, print_table, ratio, summary, told
 from step_parts.packed import compare_packing, report_packing
-from step_parts.ways import BATCH, SPECIAL, Way, autocast, hugging_face, ours, synthetic_rows, take_step
+from step_parts.ways import BATCH, SPECIAL, StepVariant, autocast, hugging_face, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
@@ -43,7 +43,9 @@ KINDS = {  # of operations, by a word in torch's name for it; the first that fit
 
 
 @torch.no_grad()
-def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, precision: str) -> dict[str, Json]:
+def check_agreement(
+    config: Config, ways: dict[str, StepVariant], ids_BS: torch.Tensor, precision: str
+) -> dict[str, Json]:
     """Losses of every way without dropout, the samples being ours; ends the program if they differ."""
     objective: CorruptingObjective = ways["ours"].module  # type: ignore[assignment]
     given = StepInput(ids_BS, torch.arange(len(ids_BS)), 0, config.seed, 1.0, 1.0)  # no loss is taken of it
@@ -148,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
     return finish("step", arguments, argv, lines, threads=arguments.threads, ways=found, profile_ms=spent)
 
 
-def report(found: Json, precision: str, facts: str) -> Line:
+def report(found: Json, precision: str, facts: str) -> ResultLine:
     """Print one precision's table; the README's line of it."""
     print(f"\n{precision}, {facts}")
     rows = []
@@ -161,7 +163,7 @@ def report(found: Json, precision: str, facts: str) -> Line:
     rivals = [way["ratio"]["median"] for name, way in found.items() if name != "ours"]
     value = f"{found['ours']['tokens_per_s']:,.0f} tokens/s"
     times = f"{rivals[0]:.2f} x Hugging Face as published, {rivals[1]:.2f} x with its head at the masked slots only"
-    return Line(f"joint step of ELECTRA-Small, {precision}, {facts}", value, times)
+    return ResultLine(f"joint step of ELECTRA-Small, {precision}, {facts}", value, times)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def rival_heads(vocab: int, with_compile: bool) -> dict[str, Callable[[Head], tu
     return rivals
 
 
-class Case(NamedTuple):
+class GpuCase(NamedTuple):
     """An operation but the head: `ours(backend)` and `eager()` return what is differentiated, or None."""
 
     name: str
@@ -131,7 +131,7 @@ class Case(NamedTuple):
     num_bytes: int  # least traffic forward and backward
 
 
-def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Case]:
+def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[GpuCase]:
     """Gather, replace, tail and both norms at the model's sizes."""
     B, S, N = sizes.batch, sizes.seq_len, sizes.slots
     size = torch.finfo(dtype).bits // 8
@@ -159,21 +159,21 @@ def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Case]:
         return (corrupted != ids).sum()
 
     found = [
-        Case(
+        GpuCase(
             "masked gather",
             lambda given, backend: gather_masked(given[0], positions, backend=backend),
             lambda given: given[0].flatten(0, 1)[flat],
             [normal(B, S, narrow)],
             size * narrow * (3 * B * N + B * S),
         ),
-        Case(
+        GpuCase(
             "replace + label",
             lambda _, backend: replace_and_label(ids, positions, weight, sampled, backend=backend)[1].sum(),
             eager_replace,
             [],
             B * (S * 17 + N * 20),
         ),
-        Case(
+        GpuCase(
             "discriminator tail",
             lambda given, backend: rtd_loss(*given, label, mask, backend=backend).loss_sum,
             eager_tail,
@@ -192,5 +192,5 @@ def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Case]:
             return F.layer_norm(F.dropout(x, 0.1) + residual, (width,), scale, shift, 1e-12)
 
         inputs = [normal(B, S, width), normal(B, S, width), normal(width), normal(width)]
-        found.append(Case(f"dropout+add+norm {width}", our_norm, eager_norm, inputs, 8 * size * B * S * width))
+        found.append(GpuCase(f"dropout+add+norm {width}", our_norm, eager_norm, inputs, 8 * size * B * S * width))
     return found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_parts.steps import SPECIAL, Bench, Rows, free, step_input, train
+from gpu_parts.steps import SPECIAL, Rows, StepBench, free, step_input, train
 
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
@@ -33,7 +33,7 @@ KINDS = {  # of kernels, by a word in their names; the first that fits
 }
 
 
-def breakdown(bench: Bench) -> Rows:
+def breakdown(bench: StepBench) -> Rows:
     """Where a step's time goes: by part of the model (the generator's backward early), and by kind of kernel."""
     batch = bench.batches[1]
     module, ids_BS = bench.module(bench.backend), bench.ids(batch)
@@ -80,7 +80,7 @@ def _parts(
     yield "optimizer", lambda: (optimizer.step(), optimizer.zero_grad())
 
 
-def _part(bench: Bench, name: str, do: Callable[[], Any]) -> dict[str, Any]:
+def _part(bench: StepBench, name: str, do: Callable[[], Any]) -> dict[str, Any]:
     if bench.smoke:
         do()
         return {"operation": "part", "by": name, "ms": 0.0, "peak_bytes": 0}
@@ -94,7 +94,7 @@ def _part(bench: Bench, name: str, do: Callable[[], Any]) -> dict[str, Any]:
     return {"operation": "part", "by": name, "ms": begin.elapsed_time(end), "peak_bytes": peak}
 
 
-def time_rivals(bench: Bench) -> Rows:
+def time_rivals(bench: StepBench) -> Rows:
     """Hugging Face's joint step from the same weights; `gathered` takes the masked slots before the vocabulary."""
     batch, operation = bench.batches[1], f"step B={bench.batches[1]}"
     if importlib.util.find_spec("transformers") is None:
@@ -113,7 +113,7 @@ def time_rivals(bench: Bench) -> Rows:
     return found
 
 
-def _rival(bench: Bench, ids_BS: torch.Tensor, *, gathered: bool, under_deepspeed: bool) -> Callable[[], None]:
+def _rival(bench: StepBench, ids_BS: torch.Tensor, *, gathered: bool, under_deepspeed: bool) -> Callable[[], None]:
     """A step; everything is made in the first, so that what it fails of is the row's."""
     objective, made = bench.config.objective, []
 

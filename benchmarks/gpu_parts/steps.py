@@ -43,7 +43,7 @@ Rows = list[dict[str, Any]]
 RowOf = Callable[..., dict[str, Any]]
 
 
-class Bench:
+class StepBench:
     """The model on the device, once; ways of stepping it; rows of their times."""
 
     def __init__(self, device: str, backend: str, smoke: bool, row_of: RowOf) -> None:
@@ -120,7 +120,7 @@ def train(module: Objective, optimizer: torch.optim.Optimizer, ids_BS: torch.Ten
     optimizer.zero_grad()
 
 
-def time_steps(bench: Bench) -> Rows:
+def time_steps(bench: StepBench) -> Rows:
     """Micro-batches, kernels and references, eager and compiled."""
     found = []
     for batch in bench.batches:
@@ -133,7 +133,7 @@ def time_steps(bench: Bench) -> Rows:
     return found
 
 
-def time_fusions(bench: Bench) -> Rows:
+def time_fusions(bench: StepBench) -> Rows:
     """What each fusion, each way of attention and each way of saving memory is worth, alone."""
     batch, found = bench.batches[1], []
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from measure import Json, Line, alternate, finish, print_table, ratio, summary, told
+from measure import Json, ResultLine, alternate, finish, print_table, ratio, summary, told
 from step_parts.ways import BATCH, SPECIAL, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
@@ -85,7 +85,7 @@ def report_packing(found: Json, facts: str, arguments: argparse.Namespace, argv:
         for name, way in found.items()
     ]
     print_table(["rows", "real tokens", "real tokens/s", "packed / this"], rows)
-    line = Line(
+    line = ResultLine(
         f"packed rows, fp32, {facts}; {text}",
         f"{found['packed']['real_tokens_per_s']['median']:,.0f} real tokens/s",
         f"{found['padded']['ratio']['median']:.2f} x one example a row",

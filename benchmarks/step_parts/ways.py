@@ -25,7 +25,7 @@ SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # of synthetic rows
 _LEARNING_RATE = 1e-4
 
 
-class Way(NamedTuple):
+class StepVariant(NamedTuple):
     """A module that learns, and its joint forward: (ids, step) -> what is minimised, MLM mean, RTD mean."""
 
     module: torch.nn.Module
@@ -33,7 +33,7 @@ class Way(NamedTuple):
     forward: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]]
 
 
-def ours(config: Config, special: SpecialIds) -> Way:
+def ours(config: Config, special: SpecialIds) -> StepVariant:
     """`build_objective` and `build_optimizer`, as the engine gets them."""
     module = build_objective(config.model, config.objective, special, config.seed)
     optimizer, _ = build_optimizer(module, config.optimizer, "cpu")
@@ -44,10 +44,10 @@ def ours(config: Config, special: SpecialIds) -> Way:
         sums = Sums(*out.sums)
         return out.loss, sums.mlm_loss_sum / sums.mlm_weight, sums.rtd_loss_sum / sums.rtd_weight
 
-    return Way(module, optimizer, forward)
+    return StepVariant(module, optimizer, forward)
 
 
-def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Way:
+def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> StepVariant:
     """The rival, from the same weights."""
     module = HuggingFace(towers, config.objective, SPECIAL, gathered=gathered)
     optimizer = torch.optim.AdamW(
@@ -62,14 +62,16 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Wa
         mlm, rtd = module(ids_BS, torch.arange(len(ids_BS)), step, config.seed)
         return config.objective.mlm_weight * mlm + config.objective.rtd_weight * rtd, mlm, rtd
 
-    return Way(module, optimizer, forward)
+    return StepVariant(module, optimizer, forward)
 
 
 def autocast(precision: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
-def take_step(way: Way, ids_BS: torch.Tensor, step: int, precision: str, clip_norm: float) -> tuple[float, float]:
+def take_step(
+    way: StepVariant, ids_BS: torch.Tensor, step: int, precision: str, clip_norm: float
+) -> tuple[float, float]:
     """One update; both mean losses before it."""
     with autocast(precision):
         loss, mlm, rtd = way.forward(ids_BS, step)

@@ -74,7 +74,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A start of the ranks and what is known of it. Times are Unix seconds."""
 
     began: float  # the process
@@ -158,7 +158,7 @@ def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
     return said if fraction is None or len(starts) == 1 else f"{said}, goodput {100 * fraction:.1f} %"
 
 
-def starts_of(ledger: Sequence[Record]) -> list[Start]:
+def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
     """What is known of each start, in order."""
     numbers = [n for n, event in enumerate(ledger) if event["event"] in STARTS]
     starts = []
@@ -168,7 +168,7 @@ def starts_of(ledger: Sequence[Record]) -> list[Start]:
         told = [e for e in later if e["event"] in ("checkpoint", "stop", "done", "crash", "unhealthy", "rollback")]
         last = told[-1] if told else event
         starts.append(
-            Start(
+            RunStart(
                 began=_time(event) - sum(setup.values()),
                 setup=setup,
                 first_step=event["step"],
@@ -195,14 +195,14 @@ def _guessed(event: Record, told: Sequence[Record]) -> dict[str, float]:
     return {"step": max(0.0, _time(told[-1]) - _time(event) - stall), "stall": stall}
 
 
-def seconds_per_step(starts: Sequence[Start]) -> float:
+def seconds_per_step(starts: Sequence[RunStart]) -> float:
     """Mean of all steps, without compilation and waits; 0 before the first."""
     steps = sum(start.num_steps for start in starts)
     return sum(start.steps_s for start in starts) / steps if steps else 0.0
 
 
 def _queue_and_boot(
-    ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[Start]
+    ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[RunStart]
 ) -> tuple[float, float]:
     """Seconds before a start that its jobs waited for nodes, and then took to bring the process up."""
     at = [n for n, event in enumerate(ledger) if event["event"] in STARTS]
@@ -227,7 +227,7 @@ def _first_submission(jobs: Sequence[Record]) -> float:
     return min((t for t in times if t is not None), default=math.inf)
 
 
-def _total(starts: Sequence[Start], which: str, name: str) -> float:
+def _total(starts: Sequence[RunStart], which: str, name: str) -> float:
     return math.fsum(getattr(start, which).get(name, 0.0) for start in starts)
 
 

@@ -51,7 +51,7 @@ class Deviation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class AuditResult:
     """What `verify` found."""
 
     num_marks: int
@@ -113,7 +113,7 @@ def verify(
     expected: Expected,
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Verdict:
+) -> AuditResult:
     """Check marks in order of their steps up to the first bad one.
 
     Args:
@@ -136,10 +136,10 @@ def verify(
             deviation = _explain(
                 marks[good] if good >= 0 else Mark(0, "start", Receipt()), marks[bad], expected, corpus
             )
-            return Verdict(num_marks=number + 1, last=last, deviation=deviation)
+            return AuditResult(num_marks=number + 1, last=last, deviation=deviation)
         good = index
         advance(number + 1, len(chosen))
-    return Verdict(num_marks=len(chosen), last=last, deviation=None)
+    return AuditResult(num_marks=len(chosen), last=last, deviation=None)
 
 
 def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:

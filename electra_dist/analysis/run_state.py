@@ -19,7 +19,7 @@ State = Literal["finished", "living", "held", "waiting", "stopped", "dead", "not
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signs:
+class RunEvidence:
     """What is known of a run apart from its ledger."""
 
     now: float  # Unix seconds
@@ -30,20 +30,20 @@ class Signs:
     held: bool = False  # a job of it waits for a person
 
 
-def standing(ledger: Sequence[Record], signs: Signs) -> State:
+def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
     """The one word."""
     ending = ledger[-1]["event"] if ledger else ""
     if any(event["event"] == "done" for event in ledger):
         return "finished"
-    if signs.running:
+    if evidence.running:
         return "living"
-    if signs.held:
+    if evidence.held:
         return "held"
-    if signs.pending:
+    if evidence.pending:
         return "waiting"
-    if not ledger and signs.sign_of_life is None:
+    if not ledger and evidence.sign_of_life is None:
         return "not begun"
-    silent_s = signs.now - (signs.sign_of_life or 0.0)
-    if ending not in ("stop", "crash", "unhealthy") and silent_s < signs.patience_s:
+    silent_s = evidence.now - (evidence.sign_of_life or 0.0)
+    if ending not in ("stop", "crash", "unhealthy") and silent_s < evidence.patience_s:
         return "living"
     return "stopped" if ending == "stop" else "dead"

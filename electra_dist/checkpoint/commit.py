@@ -31,7 +31,7 @@ from electra_dist.checkpoint.manifest import (
     parse_folder,
     read_manifest,
 )
-from electra_dist.checkpoint.retention import Kept, superfluous
+from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
@@ -147,7 +147,7 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
     for step, saver, folder in committed(target):
         if policy.keep_best and folder not in losses:
             losses[folder] = _held_out_loss(target, folder)
-        checkpoints.append(Kept(step, saver, folder, losses.get(folder)))
+        checkpoints.append(CheckpointInfo(step, saver, folder, losses.get(folder)))
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
@@ -175,7 +175,7 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
 def _read_entry(target: Store, key: str) -> FileEntry:
     """What `submit` wrote: a digest on the first line, then the entry."""
     for _ in range(READINGS):
-        digest, _, data = target.read(key, promised=True).partition(b"\n")
+        digest, _, data = target.read(key, must_exist=True).partition(b"\n")
         if hashlib.sha256(data).hexdigest().encode() == digest:
             return FileEntry.model_validate_json(data)
     raise StoreError(f"{target.url}/{key}: comes out damaged again and again; check the storage service")

@@ -178,7 +178,7 @@ def _believed(read: Callable[[], list[str]]) -> list[str]:
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:
     """A range of an object that a manifest promises. Raises StoreMissing if it is really not there."""
     try:
-        return store.read_range(key, start, length, promised=True)
+        return store.read_range(key, start, length, must_exist=True)
     except StoreExhausted:
         if not store.exists(key):
             raise StoreMissing(key) from None

@@ -9,7 +9,7 @@ from electra_dist.config import CheckpointConfig
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class CheckpointInfo:
     """A committed checkpoint."""
 
     step: int
@@ -18,7 +18,7 @@ class Kept:
     eval_rtd_loss: float | None = None  # None: no evaluation at its step, or its manifest is damaged
 
 
-def superfluous(checkpoints: Sequence[Kept], policy: CheckpointConfig) -> list[Kept]:
+def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig) -> list[CheckpointInfo]:
     """What to delete, oldest first.
 
     Kept are the newest `keep_last`, all whose step `keep_every_steps` divides or `keep_steps` names, and the

@@ -18,7 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.config import RANDOM
-from electra_dist.compare.table import AVERAGE, Row
+from electra_dist.compare.table import AVERAGE, ScoreRow
 from electra_dist.report.curves import print_style
 from electra_dist.store.files import replacing
 
@@ -26,7 +26,7 @@ _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a
 _PANELS_ACROSS = 3
 
 
-def write_picture(rows: Sequence[Row], titles: dict[str, str], path: Path) -> None:
+def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
     """Draw `rows`.
 
     Args:
@@ -52,7 +52,7 @@ def write_picture(rows: Sequence[Row], titles: dict[str, str], path: Path) -> No
             FigureCanvasAgg(figure).print_png(file)
 
 
-def panel_titles(metrics: dict[str, str], rows: Sequence[Row]) -> dict[str, str]:
+def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str, str]:
     """A title for every task (name -> metric) that has a score, and for the average."""
     has_average = any(AVERAGE in row.columns for row in rows)
     return {task: f"{task} ({metric})" for task, metric in metrics.items()} | (
@@ -60,7 +60,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[Row]) -> dict[str, str]
     )
 
 
-def _draw(axes: Axes, rows: Sequence[Row], task: str) -> None:
+def _draw(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
     entries = dict.fromkeys(row.entry for row in rows if row.entry != RANDOM)
     for row in rows:
         if row.entry == RANDOM and task in row.columns:

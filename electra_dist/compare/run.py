@@ -28,7 +28,7 @@ from electra_dist.compare.picture import panel_titles, write_picture
 from electra_dist.compare.plan import Cell, Plan, make_plan
 from electra_dist.compare.pretraining import Pretrainings, Progress, saved_steps
 from electra_dist.compare.scoring import Measure, Score, Scores, open_measures
-from electra_dist.compare.table import Failure, Row, console_table, markdown, score_failures, summarize_rows
+from electra_dist.compare.table import Failure, ScoreRow, console_table, markdown, score_failures, summarize_rows
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.model.parameters import parameter_counts
@@ -149,7 +149,7 @@ class Comparison:
         glue = f" --glue {shlex.quote(str(self._glue))}" if self._glue else ""
         return f"electra-dist compare {shlex.quote(str(self._file))}{glue}"
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[ScoreRow]:
         columns = {measure.name: measure.at == "all" for measure in self._measures}
         return summarize_rows(self.scores(), columns)
 

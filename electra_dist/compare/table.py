@@ -31,7 +31,7 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
+class ScoreSummary:
     """One place of the table: an objective after so many FLOPs, on one task."""
 
     median: float
@@ -41,16 +41,16 @@ class Summary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class ScoreRow:
     """An objective after so many steps, or the baseline."""
 
     entry: str
     step: int
     flops: float
-    columns: dict[str, Summary]  # by task; a task without any score is not there
+    columns: dict[str, ScoreSummary]  # by task; a task without any score is not there
 
 
-def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[Row]:
+def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
     """The rows of the table, by entry in the order of the scores, then by step.
 
     Args:
@@ -70,7 +70,7 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[R
                 means = {seed: statistics.fmean(by_task[task][seed] for task in averaged) for seed in complete}
                 by_task[AVERAGE] = dict(sorted(means.items()))
             columns = {task: _summary(found) for task, found in by_task.items() if found}
-            rows.append(Row(entry=entry, step=step, flops=here[0].flops, columns=columns))
+            rows.append(ScoreRow(entry=entry, step=step, flops=here[0].flops, columns=columns))
     return rows
 
 
@@ -83,7 +83,7 @@ def score_failures(scores: Sequence[Score]) -> list[Failure]:
     ]
 
 
-def console_table(title: str, rows: Sequence[Row], num_seeds: int) -> Table:
+def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
     """Medians in per cent, the lowest and the highest beside them."""
     columns = _columns(rows)
     table = Table("objective", "steps", "FLOPs", *columns, title=title)
@@ -93,7 +93,7 @@ def console_table(title: str, rows: Sequence[Row], num_seeds: int) -> Table:
 
 
 def markdown(
-    title: str, rows: Sequence[Row], failures: Sequence[Failure], num_seeds: int, notes: Sequence[str]
+    title: str, rows: Sequence[ScoreRow], failures: Sequence[Failure], num_seeds: int, notes: Sequence[str]
 ) -> str:
     """The same as a page."""
     columns = _columns(rows)
@@ -105,28 +105,28 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _columns(rows: Sequence[ScoreRow]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.columns if name != AVERAGE)
     return [*names, *([AVERAGE] if any(AVERAGE in row.columns for row in rows) else [])]
 
 
-def _cells(rows: Sequence[Row], columns: Sequence[str], num_seeds: int) -> Iterator[list[str]]:
+def _cells(rows: Sequence[ScoreRow], columns: Sequence[str], num_seeds: int) -> Iterator[list[str]]:
     for row in rows:
         name = "random initialisation" if row.entry == RANDOM else row.entry
         texts = [_text(row.columns.get(column), num_seeds) for column in columns]
         yield [name, f"{row.step:,}", f"{row.flops:.3g}", *texts]
 
 
-def _text(summary: Summary | None, num_seeds: int) -> str:
+def _text(summary: ScoreSummary | None, num_seeds: int) -> str:
     if summary is None:
         return "-"
     missing = f", {len(summary.scores)} of {num_seeds} seeds" if len(summary.scores) < num_seeds else ""
     return f"{100 * summary.median:.1f} ({100 * summary.low:.1f} to {100 * summary.high:.1f}{missing})"
 
 
-def _summary(scores: dict[int, float]) -> Summary:
+def _summary(scores: dict[int, float]) -> ScoreSummary:
     values = list(scores.values())
-    return Summary(median=statistics.median(values), low=min(values), high=max(values), scores=scores)
+    return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=scores)
 
 
 def _line(cells: Sequence[str]) -> str:

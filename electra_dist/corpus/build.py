@@ -28,7 +28,7 @@ from electra_dist.corpus.chunks import Chunk, ChunkRows
 from electra_dist.corpus.console import BuildConsole
 from electra_dist.corpus.documents import SKIPPED_KINDS, RawDocument
 from electra_dist.corpus.examples import MIN_SEQ_LEN
-from electra_dist.corpus.progress import FinishedShard, Progress
+from electra_dist.corpus.progress import BuildProgress, FinishedShard
 from electra_dist.corpus.readers import DocumentStream
 from electra_dist.corpus.request import BuildRequest, tokenizer_entry
 from electra_dist.corpus.rows import row_dtype
@@ -73,7 +73,7 @@ class _Build:
         self._store = open_store(request.output, request.endpoint_url)
         self._heldout_store = open_store(request.output.rstrip("/") + "/heldout", request.endpoint_url)
         parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
-        self._progress = Progress(self._store, parameters, request.input_names())
+        self._progress = BuildProgress(self._store, parameters, request.input_names())
 
     def run(self) -> BuildResult:
         there = self._progress.finished_corpus()

@@ -40,7 +40,7 @@ class FinishedShard(Section):
     heldout: dict[str, int] = Field(description="counts of the held-out rows")
 
 
-class Progress:
+class BuildProgress:
     """The notes of one build in one store."""
 
     def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:

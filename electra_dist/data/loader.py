@@ -37,7 +37,7 @@ _CLOSE_S = 2.0  # patience with a read that is waiting for a download
 
 
 @dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """One rank's rows of one step."""
 
     step: int
@@ -89,17 +89,17 @@ class RowLoader:
         self._located_block = -1
         self._failure: BaseException | None = None
         self._stop = threading.Event()
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_DEPTH)
+        self._queue: queue.Queue[RowBatch | BaseException] = queue.Queue(_DEPTH)
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True)
         self._thread.start()
 
-    def next(self) -> Batch:
+    def next(self) -> RowBatch:
         """The batch of the next step that is not skipped."""
         if self._failure is None:
             start = time.monotonic()
             item = self._queue.get()
             self.wait_s += time.monotonic() - start
-            if isinstance(item, Batch):
+            if isinstance(item, RowBatch):
                 return item
             self._failure = item
         raise self._failure
@@ -128,7 +128,7 @@ class RowLoader:
         except BaseException as error:  # noqa: BLE001 - raised by next()
             self._queue.put(error)
 
-    def _read(self, step: int) -> Batch:
+    def _read(self, step: int) -> RowBatch:
         first = step * self._global_batch + self._row0
         self._look_ahead(first, first + self._num_rows)
         shards, rows = self._locate(step)
@@ -137,7 +137,7 @@ class RowLoader:
         self._cache.prefetch(self._next_window)  # only now: the first batch of a run waits for its own window alone
         row_ids = self._order.row_ids(shards, rows)
         self._check(ids, row_ids)
-        return Batch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
+        return RowBatch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
 
     def _check(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
         """A row with ids that are no tokens would end in an index error far from here, on a GPU without a name."""

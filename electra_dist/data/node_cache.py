@@ -74,7 +74,7 @@ class NodeCache:
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED}"
         for _ in range(_FETCHES):
             self._make_room(entry.bytes)
-            store.fetch(entry.name, unverified, promised=True)
+            store.fetch(entry.name, unverified, must_exist=True)
             if file_sha256(unverified) == entry.sha256:
                 unverified.replace(self.path(entry))
                 return

@@ -89,7 +89,7 @@ def _scaled(word: Words, limit: Words) -> Words:
 
 
 @dataclass(frozen=True)
-class Window:
+class ShardWindow:
     """A stretch of the sequence whose rows come from a few shards."""
 
     first_position: int
@@ -146,13 +146,13 @@ class RowOrder:
         """A number in [0, rows_per_epoch) for each row, by its place in the corpus: what a receipt counts."""
         return self._corpus_start[shards] + rows
 
-    def window_at(self, position: int) -> Window:
+    def window_at(self, position: int) -> ShardWindow:
         """The window that holds a position."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self._layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
         base = epoch * self.rows_per_epoch
-        return Window(
+        return ShardWindow(
             first_position=base + int(layout.window_start[window]),
             end_position=base + int(layout.window_start[window + 1]),
             shards=layout.shards[window * self._window_shards : (window + 1) * self._window_shards],

@@ -44,7 +44,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
+class SeedSummary:
     """All seeds of one task."""
 
     task: str
@@ -59,12 +59,12 @@ class Summary:
     seconds: float
 
 
-def summarize(results: Sequence[Result]) -> Summary:
+def summarize(results: Sequence[Result]) -> SeedSummary:
     """The summary of the results of one task, in the order of their seeds."""
     results = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in results if result.score is not None]
     names = next((list(result.metrics) for result in results if result.metrics), [])
-    return Summary(
+    return SeedSummary(
         task=results[0].task,
         mode=results[0].mode,
         metric=results[0].metric,
@@ -78,7 +78,7 @@ def summarize(results: Sequence[Result]) -> Summary:
     )
 
 
-def glue_average(summaries: Sequence[Summary]) -> float | None:
+def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
     """The mean of the eight medians of the paper's tables; None unless all are there."""
     medians = {summary.task: summary.median for summary in summaries}
     eight = [medians.get(task) for task in GLUE_AVERAGE]
@@ -86,7 +86,7 @@ def glue_average(summaries: Sequence[Summary]) -> float | None:
     return statistics.fmean(known) if len(known) == len(eight) else None
 
 
-def results_table(title: str, summaries: Sequence[Summary]) -> Table:
+def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
     """Scores in per cent; failed seeds by number."""
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for s in summaries:
@@ -107,7 +107,7 @@ def results_table(title: str, summaries: Sequence[Summary]) -> Table:
     return table
 
 
-def percent(summary: Summary, value: float | None) -> str:
+def percent(summary: SeedSummary, value: float | None) -> str:
     """A score as it is printed: fractions times 100, SQuAD's are per cent already."""
     if value is None:
         return "-"

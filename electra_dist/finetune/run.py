@@ -30,7 +30,7 @@ from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.fit import Diverged, Progress, count_steps, fit, predict, quiet
 from electra_dist.finetune.metrics import linear_outputs
 from electra_dist.finetune.result import Result
-from electra_dist.finetune.tasks import Outcome, Task, TextTask
+from electra_dist.finetune.tasks import Task, TaskOutcome, TextTask
 from electra_dist.pretrained.encoder import Backbone, Pretrained
 from electra_dist.run.jsonl import JsonlFile, read_records
 
@@ -54,7 +54,7 @@ def finetune_task(
     try:
         loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
     except Diverged as error:
-        outcome = Outcome({}, f"diverged: {error}")
+        outcome = TaskOutcome({}, f"diverged: {error}")
     else:
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
     return Result(

@@ -30,7 +30,7 @@ from electra_dist.finetune.texts import Column, Texts, encode_texts, find_file, 
 from electra_dist.pretrained.encoder import Pretrained
 
 
-class Outcome(NamedTuple):
+class TaskOutcome(NamedTuple):
     """What an evaluation says."""
 
     metrics: dict[str, float]
@@ -54,7 +54,9 @@ class Task(abc.ABC):
         """A fresh encoder with a new head."""
 
     @abc.abstractmethod
-    def evaluate(self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress) -> Outcome:
+    def evaluate(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> TaskOutcome:
         """Scores of a trained model on the development data."""
 
 
@@ -162,7 +164,9 @@ class TextTask(Task):
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return Classifier(backbone, encoder.tower.hidden_size, len(self.labels) or 1, settings, seed)
 
-    def evaluate(self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress) -> Outcome:
+    def evaluate(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> TaskOutcome:
         """Metrics on every development file."""
         assert isinstance(model, Classifier)
         device = next(model.parameters()).device
@@ -176,7 +180,7 @@ class TextTask(Task):
             outputs[prefix] = output_NL
         return self.score(outputs)
 
-    def score(self, outputs: dict[str, np.ndarray]) -> Outcome:
+    def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
         """Metrics of outputs [N, L] (logits, or [N, 1] numbers) for each prefix of the development files."""
         metrics: dict[str, float] = {}
         failures = []
@@ -189,7 +193,7 @@ class TextTask(Task):
                 found = regression_metrics(predicted, true)
             metrics |= {f"{prefix}{name}": value for name, value in found.items()}
             failures.append(degenerate(predicted, self.labels))
-        return Outcome(metrics, next(filter(None, failures), ""))
+        return TaskOutcome(metrics, next(filter(None, failures), ""))
 
     def _read(self, data: Path, stem: str) -> Texts:
         spec = self.spec

@@ -73,7 +73,7 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PaperFlops:
     """One model of the table."""
 
     name: str
@@ -107,32 +107,32 @@ _T5 = Network(hidden=1024, layers=24, vocab=32000, intermediate=65536, heads=128
 
 TABLE = (
     # 768,648,884 words of LM1B, 10 epochs, 20 x 128 words a batch, profiled forward pass of a batch.
-    Row(name="ELMo", printed="3.3e18", profiled=10 * 768_648_884 * 568_093_262_680 / (20 * 128)),
-    Row(
+    PaperFlops(name="ELMo", printed="3.3e18", profiled=10 * 768_648_884 * 568_093_262_680 / (20 * 128)),
+    PaperFlops(
         name="GPT",
         printed="4.0e19",
         networks=(Network(hidden=768, layers=12, vocab=40000, masked=1.0, output_share=1.0),),
         rows=128 * 960_800,
     ),
-    Row(
+    PaperFlops(
         name="BERT-Small",
         printed="1.4e18",
         networks=(_SMALL,),
         rows=128 * 1.45e6,
     ),
-    Row(name="BERT-Base", printed="6.4e19", networks=(_BASE,), rows=256 * 1e6),
-    Row(name="BERT-Large", printed="1.9e20", networks=(_BERT_LARGE,), rows=256 * 1e6),
-    Row(name="RoBERTa-100K", printed="6.4e20", networks=_ROBERTA, rows=8000 * 1e5),
-    Row(name="RoBERTa-500K", printed="3.2e21", networks=_ROBERTA, rows=8000 * 5e5),
+    PaperFlops(name="BERT-Base", printed="6.4e19", networks=(_BASE,), rows=256 * 1e6),
+    PaperFlops(name="BERT-Large", printed="1.9e20", networks=(_BERT_LARGE,), rows=256 * 1e6),
+    PaperFlops(name="RoBERTa-100K", printed="6.4e20", networks=_ROBERTA, rows=8000 * 1e5),
+    PaperFlops(name="RoBERTa-500K", printed="3.2e21", networks=_ROBERTA, rows=8000 * 5e5),
     # A profiled forward pass of 32 rows.
-    Row(name="XLNet", printed="3.9e21", profiled=500_000 * 8192 * 15_064_773_691_518 / 32),
-    Row(
+    PaperFlops(name="XLNet", printed="3.9e21", profiled=500_000 * 8192 * 15_064_773_691_518 / 32),
+    PaperFlops(
         name="ALBERT",
         printed="3.1e22",
         networks=(Network(hidden=4096, layers=12, vocab=30000, embedding=128),),
         rows=4096 * 1.5e6,
     ),
-    Row(
+    PaperFlops(
         name="T5-11B",
         printed="",
         networks=(
@@ -141,10 +141,10 @@ TABLE = (
         ),
         rows=2048 * 1e6,
     ),
-    Row(name="BERT-Large (theirs)", printed="7.1e20", networks=(_BERT_LARGE,), rows=2048 * 464_000),
-    Row(name="ELECTRA-Small", printed="1.4e18", networks=_electra(_SMALL, 64), rows=128 * 1e6),
-    Row(name="  generator 1/2", printed="1.4e18", networks=_electra(_SMALL, 128), rows=128 * 1e6),
-    Row(name="ELECTRA-Base", printed="6.4e19", networks=_electra(_BASE, 256), rows=256 * 766_000),
-    Row(name="ELECTRA-400K", printed="7.1e20", networks=_LARGE, rows=2048 * 400_000),
-    Row(name="ELECTRA-1.75M", printed="3.1e21", networks=_LARGE, rows=2048 * 1_750_000),
+    PaperFlops(name="BERT-Large (theirs)", printed="7.1e20", networks=(_BERT_LARGE,), rows=2048 * 464_000),
+    PaperFlops(name="ELECTRA-Small", printed="1.4e18", networks=_electra(_SMALL, 64), rows=128 * 1e6),
+    PaperFlops(name="  generator 1/2", printed="1.4e18", networks=_electra(_SMALL, 128), rows=128 * 1e6),
+    PaperFlops(name="ELECTRA-Base", printed="6.4e19", networks=_electra(_BASE, 256), rows=256 * 766_000),
+    PaperFlops(name="ELECTRA-400K", printed="7.1e20", networks=_LARGE, rows=2048 * 400_000),
+    PaperFlops(name="ELECTRA-1.75M", printed="3.1e21", networks=_LARGE, rows=2048 * 1_750_000),
 )

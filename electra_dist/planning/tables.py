@@ -26,7 +26,7 @@ from electra_dist.run.formats import format_count, format_duration
 
 
 @dataclass(frozen=True)
-class Section:
+class PlanSection:
     """A titled table of text; `mark` is the row that the config chooses, `note` stands below."""
 
     title: str
@@ -52,7 +52,7 @@ def print_plan(
         print(_text(sections), file=stream, flush=True)
 
 
-def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[Section]:
+def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
     """The plan as tables of text.
 
     Raises:
@@ -68,7 +68,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
     ]
 
 
-def scaling_section(config: Config, cluster: Cluster) -> Section:
+def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
     """The run on growing numbers of nodes.
 
     Raises:
@@ -100,14 +100,14 @@ def scaling_section(config: Config, cluster: Cluster) -> Section:
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "step s", "efficiency", "tok/s"]
     header += ["days", "GPU-hours", *([] if cluster.gpu_hour_price is None else ["cost"])]
     title = f"Scaling on {cluster.gpu}, {8 * cluster.fabric_bytes_per_s / 1e9:g} Gb/s a node"
-    return Section(title, rows, header=header, note=note, prose=False)
+    return PlanSection(title, rows, header=header, note=note, prose=False)
 
 
-def _text(sections: list[Section]) -> str:
+def _text(sections: list[PlanSection]) -> str:
     return "\n\n".join(_plain(section) for section in sections)
 
 
-def _model(config: Config, budget: Budget) -> Section:
+def _model(config: Config, budget: Budget) -> PlanSection:
     def shape(tower: str) -> str:
         t = getattr(config.model, tower)
         return f"{t.num_layers} layers x {t.hidden_size}, {t.num_heads} heads, feed-forward {t.intermediate_size}"
@@ -118,10 +118,10 @@ def _model(config: Config, budget: Budget) -> Section:
         ["generator only", _millions(counts.generator_only), shape("generator")],
         ["trained", _millions(counts.total), f"vocabulary {config.model.vocab_size:,}, embeddings shared by both"],
     ]
-    return Section("Parameters", rows)
+    return PlanSection("Parameters", rows)
 
 
-def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Section:
+def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
     train, optimizer, seq_len = config.train, config.optimizer, config.data.seq_len
     masked = round(100 * config.objective.mask_prob, 2)
     rows = [
@@ -136,10 +136,10 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Sect
     else:
         size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
         rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {size}"])
-    return Section("Data", rows)
+    return PlanSection("Data", rows)
 
 
-def _memory(config: Config, budget: Budget) -> Section:
+def _memory(config: Config, budget: Budget) -> PlanSection:
     world_size, total = config.plan.num_gpus, budget.parameters.total
     unit, name = (1e9, "GB") if total > 50e6 else (1e6, "MB")
     rows = []
@@ -148,7 +148,7 @@ def _memory(config: Config, budget: Budget) -> Section:
         sizes = [layout.bytes_per_gpu(part, total, world_size) for part in PARTS]
         rows.append([f"ZeRO-{stage}", *(f"{size / unit:.2f}" for size in [*sizes, sum(sizes)]), layout.formula()])
     offload = "master and moments in host memory; " if config.engine.offload_optimizer else ""
-    return Section(
+    return PlanSection(
         f"State per GPU in {name}, {config.train.precision} on W = {world_size} GPUs",
         rows,
         header=["", *PARTS, "sum", "bytes"],
@@ -157,7 +157,7 @@ def _memory(config: Config, budget: Budget) -> Section:
     )
 
 
-def _compute(config: Config, budget: Budget) -> Section:
+def _compute(config: Config, budget: Budget) -> PlanSection:
     flops, compute = budget.flops, budget.compute
     share = flops.generator / flops.total
     unit, name = (1e9, "GFLOP") if flops.total > 5e7 else (1e6, "MFLOP")
@@ -172,7 +172,7 @@ def _compute(config: Config, budget: Budget) -> Section:
         ["run", f"{budget.run_flops:.2e} FLOP", ""],
     ]
     if compute is None:
-        return Section("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
+        return PlanSection("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
     assumed = f"{compute.num_gpus} x {compute.gpu} of {compute.peak / 1e12:g} TFLOP/s"
     rows += [
         ["throughput", f"{format_count(compute.tokens_per_s)} tok/s", f"{assumed} at {100 * compute.utilisation:g} %"],
@@ -180,29 +180,29 @@ def _compute(config: Config, budget: Budget) -> Section:
         ["wall clock", format_duration(compute.days * 86_400), f"{compute.days:,.2f} days"],
         ["GPU-hours", f"{compute.gpu_hours:,.1f}", "change plan.gpu, plan.num_gpus, plan.utilisation to ask again"],
     ]
-    return Section("Compute", rows)
+    return PlanSection("Compute", rows)
 
 
-def _world_sizes(config: Config, budget: Budget) -> Section:
+def _world_sizes(config: Config, budget: Budget) -> PlanSection:
     train, sizes = config.train, list(budget.accumulation)
     shown = sizes if len(sizes) <= 16 else [*sizes[:13], *sizes[-3:]]
     rows = [["GPUs", *map(str, shown)], ["micro-batches per step", *(str(budget.accumulation[s]) for s in shown)]]
     note = f"the GPU counts that share {train.global_batch:,} rows in micro-batches of {train.micro_batch}"
     if config.plan.num_gpus not in budget.accumulation:
         note += f"; plan.num_gpus {config.plan.num_gpus} is not one of them"
-    return Section("World sizes", rows, note=note, prose=False)
+    return PlanSection("World sizes", rows, note=note, prose=False)
 
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def _widths(section: Section) -> list[int]:
+def _widths(section: PlanSection) -> list[int]:
     lines = [*([section.header] if section.header else []), *section.rows]
     return [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 
 
-def _plain(section: Section) -> str:
+def _plain(section: PlanSection) -> str:
     widths = _widths(section)
 
     def join(line: list[str], marker: str) -> str:
@@ -219,11 +219,11 @@ def _plain(section: Section) -> str:
     return "\n".join([*lines, *([f"  ({section.note})"] if section.note else [])])
 
 
-def _is_text(section: Section, column: int) -> bool:
+def _is_text(section: PlanSection, column: int) -> bool:
     return column == 0 or (section.prose and column == len(section.rows[0]) - 1)
 
 
-def _tables(sections: list[Section]) -> Group:
+def _tables(sections: list[PlanSection]) -> Group:
     tables = []
     for section in sections:
         table = Table(

@@ -39,7 +39,7 @@ _PRINT = {"#010101": "#374151", "#020202": "#e5e7eb", "#030303": "#2563eb", "#04
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class CurveLine:
     """A field of the records: `kind` "train" is drawn raw (if `raw`) and smoothed, "eval" as points."""
 
     field: str
@@ -56,14 +56,14 @@ class Panel:
 
     name: str
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[CurveLine, ...]
     scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"
 
 
 def _loss_panel(tower: str, title: str) -> Panel:
     field = f"{tower}_loss"
-    held_out = Line(field=field, label="held out", kind="eval", color=_SECOND)
-    return Panel(name=field, title=title, lines=(Line(field=field, label="training"), held_out))
+    held_out = CurveLine(field=field, label="held out", kind="eval", color=_SECOND)
+    return Panel(name=field, title=title, lines=(CurveLine(field=field, label="training"), held_out))
 
 
 PANELS = (
@@ -73,33 +73,35 @@ PANELS = (
         name="rtd_accuracy",
         title="Discriminator accuracy",
         lines=(
-            Line(field="replaced_accuracy", label="replaced tokens", color=_SECOND),
-            Line(field="original_accuracy", label="original tokens"),
+            CurveLine(field="replaced_accuracy", label="replaced tokens", color=_SECOND),
+            CurveLine(field="original_accuracy", label="original tokens"),
         ),
         scale="percent",
     ),
     Panel(
         name="auc",
         title="ROC-AUC on held-out rows",
-        lines=(Line(field="auc", label="replaced against original", kind="eval"),),
+        lines=(CurveLine(field="auc", label="replaced against original", kind="eval"),),
     ),
-    Panel(name="lr", title="Learning rate", lines=(Line(field="lr", label="lr", smooth=False),), scale="scientific"),
+    Panel(
+        name="lr", title="Learning rate", lines=(CurveLine(field="lr", label="lr", smooth=False),), scale="scientific"
+    ),
     Panel(
         name="grad_norm",
         title="Gradient norm before clipping",
-        lines=(Line(field="grad_norm", label="global norm"),),
+        lines=(CurveLine(field="grad_norm", label="global norm"),),
         scale="log",
     ),
     Panel(
         name="replaced_fraction",
         title="Tokens that the generator replaced",
-        lines=(Line(field="replaced_fraction", label="of all tokens"),),
+        lines=(CurveLine(field="replaced_fraction", label="of all tokens"),),
         scale="percent",
     ),
     Panel(
         name="tokens_per_s",
         title="Tokens per second",
-        lines=(Line(field="tokens_per_s", label="all GPUs"),),
+        lines=(CurveLine(field="tokens_per_s", label="all GPUs"),),
         scale="thousands",
     ),
 )
@@ -167,7 +169,7 @@ def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKET
     return steps[chosen], values[chosen]
 
 
-def _series(records: Sequence[Record], line: Line) -> tuple[np.ndarray, np.ndarray]:
+def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
     """Steps and finite values of a line."""
     points = [
         (r["step"], r[line.field]) for r in records if r.get("kind") == line.kind and r.get(line.field) is not None

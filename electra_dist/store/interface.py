@@ -27,18 +27,18 @@ class Store(ABC):
         """The file behind `key`, which need not exist; None when the store is not a local folder."""
 
     @abstractmethod
-    def read(self, key: str, *, promised: bool = False) -> bytes:
+    def read(self, key: str, *, must_exist: bool = False) -> bytes:
         """All bytes of an object.
 
         Args:
-            promised: the object is known to exist, so "not found" is tried again a few times before it is believed.
+            must_exist: the object is known to exist, so "not found" is tried again a few times before it is believed.
 
         Raises:
             StoreMissing: there is no such object.
         """
 
     @abstractmethod
-    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """Bytes [start, start + length) of an object, writable; fewer only where it ends before. See `read`."""
 
     @abstractmethod
@@ -50,8 +50,8 @@ class Store(ABC):
         """Bytes of an object. Raises StoreMissing if there is none."""
 
     @abstractmethod
-    def fetch(self, key: str, destination: Path, *, promised: bool = False) -> None:
-        """Copy an object to a local file, synced and renamed into place. See `read` for `promised` and errors."""
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Copy an object to a local file, synced and renamed into place. See `read` for `must_exist` and errors."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:

@@ -41,13 +41,13 @@ class LocalStore(Store):
         """See `Store`."""
         return self._folder / check_key(key)
 
-    def read(self, key: str, *, promised: bool = False) -> bytes:
+    def read(self, key: str, *, must_exist: bool = False) -> bytes:
         """See `Store`."""
         path = self.local_path(key)
         with readable(path):
             return path.read_bytes()
 
-    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """See `Store`."""
         path = self.local_path(key)
         data, done = memoryview(bytearray(length)), 0
@@ -69,7 +69,7 @@ class LocalStore(Store):
         with readable(path):
             return path.stat().st_size
 
-    def fetch(self, key: str, destination: Path, *, promised: bool = False) -> None:
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
         """See `Store`."""
         source = self.local_path(key)
         with readable(source):

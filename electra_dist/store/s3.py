@@ -40,7 +40,7 @@ try:
     import botocore.client
 
     from electra_dist.store.s3_download import Download, Span
-    from electra_dist.store.s3_errors import FAILURES, Again, EmptyRange, Taken, judge
+    from electra_dist.store.s3_errors import FAILURES, Again, EmptyRange, Taken, classify
 except ModuleNotFoundError as error:
     if error.name not in ("boto3", "botocore", "urllib3"):
         raise
@@ -90,17 +90,17 @@ class S3Store(Store):
         """See `Store`."""
         check_key(key)
 
-    def read(self, key: str, *, promised: bool = False) -> bytes:
+    def read(self, key: str, *, must_exist: bool = False) -> bytes:
         """See `Store`."""
         sink = io.BytesIO()
-        self._download(key, sink, promised)
+        self._download(key, sink, must_exist)
         return sink.getvalue()
 
-    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """See `Store`."""
         sink = io.BytesIO()
         if length:
-            self._download(key, sink, promised, Span(start, start + length))
+            self._download(key, sink, must_exist, Span(start, start + length))
         return sink.getbuffer()
 
     def exists(self, key: str) -> bool:
@@ -115,10 +115,10 @@ class S3Store(Store):
         """See `Store`."""
         return self._probe(key)[0]
 
-    def fetch(self, key: str, destination: Path, *, promised: bool = False) -> None:
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
         """See `Store`."""
         with replacing(destination) as out:
-            self._download(key, out, promised)
+            self._download(key, out, must_exist)
 
     def write(self, key: str, data: bytes) -> None:
         """See `Store`."""
@@ -221,13 +221,13 @@ class S3Store(Store):
         total = answer.get("ContentRange", "").rpartition("/")[2]
         return int(total or answer["ContentLength"]), answer["Metadata"].get("writer")
 
-    def _download(self, key: str, sink: IO[bytes], promised: bool, span: Span | None = None) -> None:
+    def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
         """Write the object, or a span of it, to an empty, seekable `sink`, resuming after every fault."""
         backoff = self._account.begin(self._where(key))
         download = Download(sink, backoff.progress, span)
         while not download.complete:
             try:
-                with self._judged(key, promised):
+                with self._judged(key, must_exist):
                     download.receive(self._client().get_object(**self._names(key), **download.conditions()))
             except (Taken, EmptyRange) as answer:
                 if isinstance(answer, EmptyRange) and download.ends_before_span:
@@ -252,12 +252,14 @@ class S3Store(Store):
                 return answer
 
     @contextlib.contextmanager
-    def _judged(self, key: str, promised: bool = False) -> Iterator[None]:
+    def _judged(self, key: str, must_exist: bool = False) -> Iterator[None]:
         try:
             yield
         except FAILURES as error:
             # `from None`: boto's text and traceback may quote a signed request.
-            raise judge(error, self._where(key), self._bucket, answered=self._answered, promised=promised) from None
+            raise classify(
+                error, self._where(key), self._bucket, answered=self._answered, must_exist=must_exist
+            ) from None
         self._answered = True
 
     def _wait(self, again: Again, backoff: Backoff) -> None:

@@ -59,20 +59,20 @@ class Again(Exception):
         self.advice = advice  # the user's next step if all attempts fail
 
 
-def judge(error: Exception, where: str, bucket: str, *, answered: bool, promised: bool) -> Exception:
+def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
     """The exception that `error` should be to the caller.
 
     Args:
         where: URL and endpoint, for a message.
         answered: the service has answered before.
-        promised: the object is known to exist.
+        must_exist: the object is known to exist.
 
     Returns:
         Again: try again. StoreError (StoreMissing): nothing to try; one line with the next step. Taken, EmptyRange:
         answers, rather than failures, to a conditional or ranged request.
     """
     if isinstance(error, boto_errors.ClientError):
-        return _judge_answer(error, where, bucket, promised=promised)
+        return _judge_answer(error, where, bucket, must_exist=must_exist)
     if isinstance(error, _NO_CREDENTIALS):
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
         if not answered:
@@ -90,7 +90,7 @@ def judge(error: Exception, where: str, bucket: str, *, answered: bool, promised
     return StoreError(f"{where}: {type(error).__name__}; check the AWS configuration of this node")
 
 
-def _judge_answer(error: boto_errors.ClientError, where: str, bucket: str, *, promised: bool) -> Exception:
+def _judge_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "NoSuchBucket":
@@ -100,7 +100,7 @@ def _judge_answer(error: boto_errors.ClientError, where: str, bucket: str, *, pr
     if code == "InvalidRange" or status == 416:
         return EmptyRange()
     if status == 404:
-        if promised:
+        if must_exist:
             return Again("no such object", tries=_TRIES_MISSING, advice="restore the object or build its folder again")
         return StoreMissing(f"{where}: no such object; check the URL, or build what should be there")
     if code in _EXPIRED:

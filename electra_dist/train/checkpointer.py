@@ -33,7 +33,7 @@ from electra_dist.train.step import StepResult
 
 
 @dataclass(kw_only=True)
-class Progress:
+class TrainState:
     """Where the run stands, beside its weights. The loop's own."""
 
     step: int  # steps done or skipped
@@ -48,7 +48,7 @@ class Progress:
         self.guard.accept(result.loss)
 
     @classmethod
-    def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> Progress:
+    def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
         """What a checkpoint remembers, or the beginning."""
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
@@ -67,7 +67,7 @@ class Progress:
         }
 
 
-class RunMemory:
+class Checkpointer:
     """Restores at start, saves on demand. `close()` waits for the save in flight."""
 
     def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
@@ -133,9 +133,9 @@ class RunMemory:
                 else:
                     view.zero_()
 
-    def save(self, progress: Progress) -> SaveTiming:
-        """Start saving the state after `progress.step` steps. Collective."""
-        state = self._state.model_copy(update=progress.state_fields())
+    def save(self, train_state: TrainState) -> SaveTiming:
+        """Start saving the state after `train_state.step` steps. Collective."""
+        state = self._state.model_copy(update=train_state.state_fields())
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     @property

@@ -31,7 +31,7 @@ from electra_dist.tokenizer import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class OpenCorpus:
     """An opened corpus."""
 
     store: Store
@@ -44,14 +44,14 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class RunInputs:
     """What a run reads."""
 
-    corpus: Corpus
-    heldout: Corpus | None
+    corpus: OpenCorpus
+    heldout: OpenCorpus | None
 
 
-def check_inputs(config: Config, world_size: int) -> Inputs:
+def check_inputs(config: Config, world_size: int) -> RunInputs:
     """All checks; returns the opened corpora.
 
     Raises:
@@ -79,10 +79,10 @@ def check_inputs(config: Config, world_size: int) -> Inputs:
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
             f"{config.data.corpus}; rebuild it with the corpus's vocab.txt"
         )
-    return Inputs(corpus=corpus, heldout=heldout)
+    return RunInputs(corpus=corpus, heldout=heldout)
 
 
-def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> Corpus:
+def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
     """Open the corpus that the config key data.`key` names; refuse one of other rows or of another vocabulary."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store)
@@ -96,4 +96,4 @@ def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> Corpu
             f"data.{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, "
             f"model.vocab_size is {vocab_size}; set model.vocab_size or take the corpus of this tokenizer"
         )
-    return Corpus(store=store, manifest=manifest)
+    return OpenCorpus(store=store, manifest=manifest)

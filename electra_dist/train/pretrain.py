@@ -28,13 +28,13 @@ from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.init_from import begin_with_source
 from electra_dist.run.folder import begin_run_folder
 from electra_dist.train.clock import seconds_since_process_start
-from electra_dist.train.health.error_relay import another_rank_told, tell_once
-from electra_dist.train.health.rank_monitor import Watch
+from electra_dist.train.health.error_relay import another_rank_reported, report_once
+from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.inputs import Inputs, check_inputs, run_identity
+from electra_dist.train.inputs import RunInputs, check_inputs, run_identity
 from electra_dist.train.skip_list import SkipList
 from electra_dist.train.token_counts import unigram_counts
-from electra_dist.train.trainer import Round
+from electra_dist.train.trainer import Trainer
 
 
 def run(config: Config) -> int:
@@ -52,17 +52,17 @@ def run(config: Config) -> int:
     try:
         return _run(config, inputs, import_s, begin)
     except UserError as error:
-        tell_once(error)
+        report_once(error)
         return EXIT_USER_ERROR
     except RuntimeError:
-        if another_rank_told():
+        if another_rank_reported():
             return EXIT_USER_ERROR
         raise
     finally:
         dist.destroy_process_group()  # else a rank in four aborts at exit
 
 
-def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
+def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> int:
     stop = StopRequest(Path(config.run_dir), dist.get_rank() == 0)
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     module = _build_module(config, inputs, special)
@@ -88,19 +88,19 @@ def _run(config: Config, inputs: Inputs, import_s: float, begin: float) -> int:
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device())
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
-    watch = Watch(Path(config.run_dir), config.cluster)
+    monitor = RankMonitor(Path(config.run_dir), config.cluster)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     skips = SkipList(Path(config.run_dir), config.train.skip_steps)
     build_s = {"import": import_s, "build": time.perf_counter() - begin}
-    code = Round(config, inputs, engine, special, skips, stop, watch, build_s, notes).run()
+    code = Trainer(config, inputs, engine, special, skips, stop, monitor, build_s, notes).run()
     while code is None:  # a rollback is a restart that keeps the process
-        code = Round(config, inputs, engine, special, skips, stop, watch, None).run()
-    watch.close()
+        code = Trainer(config, inputs, engine, special, skips, stop, monitor, None).run()
+    monitor.close()
     engine.close()
     return code
 
 
-def _build_module(config: Config, inputs: Inputs, special: SpecialIds) -> Objective:
+def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Objective:
     counts = None
     if config.objective.generator == "unigram":
         corpus = inputs.corpus

@@ -30,7 +30,7 @@ from electra_dist.run.environment import write_environment
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.records import EvalRecord, StepRecord
-from electra_dist.train.health.rank_monitor import Look
+from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.step import StepResult
 
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
@@ -71,7 +71,9 @@ class Reporter:
             said = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
             self.note(f"{said}; saved by attempt {restored.attempt}, this is attempt {attempt}")
 
-    def step(self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: Look) -> None:
+    def step(
+        self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
+    ) -> None:
         """A log step: print the line, write the record."""
         sums = result.sums
         last_step, last_time, last_waited = self._last
@@ -100,9 +102,9 @@ class Reporter:
             step_s=step_s,
             rows_seen=receipt.rows,
             receipt=receipt.hex,
-            store_retries=result.signs.retries,
-            store_wait_s=result.signs.retry_wait_ms / 1000,
-            refetches=result.signs.refetches,
+            store_retries=result.flags.retries,
+            store_wait_s=result.flags.retry_wait_ms / 1000,
+            refetches=result.flags.refetches,
             gpu_temperature_c=look.gpu.gpu_temperature_c if look.gpu else None,
             gpu_power_w=look.gpu.gpu_power_w if look.gpu else None,
             gpu_sm_clock_mhz=look.gpu.gpu_sm_clock_mhz if look.gpu else None,

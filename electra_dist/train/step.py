@@ -26,14 +26,14 @@ import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.data.loader import Batch
+from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 
 
-class Signs(NamedTuple):
+class RankFlags(NamedTuple):
     """What each rank brings to a step beside its rows; added up over the ranks."""
 
     stop: int = 0  # ranks that were told to stop
@@ -44,7 +44,7 @@ class Signs(NamedTuple):
     refetches: int = 0  # shards fetched again because their bytes were wrong
 
 
-_NO_SIGNS = Signs()
+_NO_FLAGS = RankFlags()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StepResult:
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why no update was made; empty if one was
     receipt: Receipt
-    signs: Signs
+    flags: RankFlags
 
 
 class TrainStep:
@@ -71,19 +71,19 @@ class TrainStep:
 
     def __call__(
         self,
-        batch: Batch,
+        batch: RowBatch,
         learning_rate: float,
-        judge: Callable[[float], str] = lambda loss: "",
-        signs: Signs = _NO_SIGNS,
+        find_fault: Callable[[float], str] = lambda loss: "",
+        flags: RankFlags = _NO_FLAGS,
     ) -> StepResult:
         """Forward and backward over every micro-batch of `batch`, then one update. Collective.
 
         Args:
-            judge: is told the loss before the update; says why there shall be none, or nothing.
+            find_fault: is told the loss before the update; says why there shall be none, or nothing.
         """
         engine, size = self._engine, self._micro_batch
         ids_BS = self._to_device(batch)
-        scales, reduced = self._reduce(ids_BS, batch.receipt, signs)
+        scales, reduced = self._reduce(ids_BS, batch.receipt, flags)
         sums_K = None
         num_micro = len(ids_BS) // size
         for micro in range(num_micro):
@@ -99,26 +99,26 @@ class TrainStep:
                 engine.step_micro_batch()
         assert sums_K is not None
         dist.all_reduce(sums_K)
-        return self._update(sums_K, reduced, learning_rate, judge)
+        return self._update(sums_K, reduced, learning_rate, find_fault)
 
     def forward_s(self) -> float:
         """Seconds of the last step's first forward on this rank. Waits for the device."""
         return self._stopwatch.seconds()
 
     def _update(
-        self, sums_K: torch.Tensor, reduced: torch.Tensor, learning_rate: float, judge: Callable[[float], str]
+        self, sums_K: torch.Tensor, reduced: torch.Tensor, learning_rate: float, find_fault: Callable[[float], str]
     ) -> StepResult:
         fault = ""
 
         def accept() -> bool:
             nonlocal fault
-            fault = judge(Sums(*sums_K.tolist()).loss)
+            fault = find_fault(Sums(*sums_K.tolist()).loss)
             return not fault
 
         norm, applied = self._engine.step(learning_rate, accept)
         sums = Sums(*sums_K.tolist())
         if not applied and not fault:
-            fault = judge(sums.loss) or "the gradient is not finite"
+            fault = find_fault(sums.loss) or "the gradient is not finite"
         rows, digest, *rest = reduced.tolist()
         return StepResult(
             sums=sums,
@@ -126,7 +126,7 @@ class TrainStep:
             grad_norm=norm,
             fault=fault,
             receipt=Receipt.from_words(rows, digest),
-            signs=Signs(*rest),
+            flags=RankFlags(*rest),
         )
 
     def _input(self, ids_BS: torch.Tensor, row0: int, step: int, scale_2: torch.Tensor) -> StepInput:
@@ -148,17 +148,17 @@ class TrainStep:
             second_scale=second_scale,
         )
 
-    def _to_device(self, batch: Batch) -> torch.Tensor:
+    def _to_device(self, batch: RowBatch) -> torch.Tensor:
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
             ids_BS = ids_BS.pin_memory()  # else the copy waits for the steps that are queued
         return ids_BS.to(self._engine.device, non_blocking=True)
 
-    def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, signs: Signs) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
         """What each micro-batch's two loss sums are multiplied with, [micro-batches, 2]; and the global sums of the
-        receipt's words and the signs, int64."""
+        receipt's words and the flags, int64."""
         counts = loss_counts(ids_BS, self._special, self._objective).view(-1, self._micro_batch, 2).sum(1)
-        mine = torch.tensor([*receipt.words, *signs], dtype=torch.int64).to(ids_BS.device, non_blocking=True)
+        mine = torch.tensor([*receipt.words, *flags], dtype=torch.int64).to(ids_BS.device, non_blocking=True)
         total = torch.cat([counts.sum(0), mine])
         dist.all_reduce(total)
         if self._objective.loss_mean == "per_replica":
@@ -167,7 +167,7 @@ class TrainStep:
             scales = (1.0 / total[:2].clamp(min=1)).expand(len(counts), 2)
         return scales, total[2:]
 
-    def row_losses(self, batch: Batch) -> list[float]:
+    def row_losses(self, batch: RowBatch) -> list[float]:
         """The loss of each row by itself, as this step saw it but for dropout on embeddings and attention. Collective.
 
         For finding the row that poisoned a step; one forward a row.

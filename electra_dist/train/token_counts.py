@@ -22,10 +22,12 @@ from electra_dist.data.cache import ShardCache
 from electra_dist.engine.distributed import local_device
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.files import replacing
-from electra_dist.train.inputs import Corpus
+from electra_dist.train.inputs import OpenCorpus
 
 
-def unigram_counts(corpus: Corpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]) -> np.ndarray:
+def unigram_counts(
+    corpus: OpenCorpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]
+) -> np.ndarray:
     """Return how often each id is in the corpus, int64 [V]. Collective; the run folder must exist.
 
     Args:

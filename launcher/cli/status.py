@@ -14,7 +14,7 @@ from rich.console import Console
 
 from electra_dist.analysis.goodput import goodput
 from electra_dist.analysis.hangs import hang_limits, hung
-from electra_dist.analysis.run_state import Signs, State, standing
+from electra_dist.analysis.run_state import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
@@ -83,7 +83,7 @@ def facts(run: Path) -> Facts:
 
 def lines(seen: Facts) -> list[str]:
     """The page, line by line; commands to type are indented by four."""
-    state = standing(seen.ledger, _signs(seen))
+    state = run_state(seen.ledger, _evidence(seen))
     said = [f"run {seen.run}: {state}{_why(seen, state)}", f"  step        {_step(seen)}"]
     saved = [event for event in seen.ledger if event["event"] == "checkpoint"]
     if saved:
@@ -105,7 +105,7 @@ def lines(seen: Facts) -> list[str]:
     return [*said, "next:", *(f"    {command}" for command in _next(seen, state))]
 
 
-def _signs(seen: Facts) -> Signs:
+def _evidence(seen: Facts) -> RunEvidence:
     jobs = seen.queue.jobs if seen.queue else ()
     times = [beat.time for beat in seen.beats] + [_seconds(event["time"]) for event in seen.ledger[-1:]]
     metrics = seen.run / METRICS_FILE
@@ -115,7 +115,7 @@ def _signs(seen: Facts) -> Signs:
     patience_s = max(limits.hang_step_floor_s, step_s * max(_STEPS_OF_PATIENCE, seen.config.log.every_steps))
     if seen.ledger and seen.ledger[-1]["event"] in ("start", "resume") and not (seen.beats and seen.last):
         patience_s = limits.hang_setup_s
-    return Signs(
+    return RunEvidence(
         now=seen.now,
         sign_of_life=max(times, default=None),
         patience_s=patience_s,

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from electra_dist.analysis.row_audit import Expected, Mark, Verdict, verify
+from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.targets import open_targets
 from electra_dist.config import Config
@@ -59,7 +59,7 @@ def _checkpoints(config: Config, out: Console) -> list[tuple[str, RunState]]:
     return found
 
 
-def _print(run: Path, verdict: Verdict, expected: Expected, out: Console) -> None:
+def _print(run: Path, verdict: AuditResult, expected: Expected, out: Console) -> None:
     last, rows_per_epoch = verdict.last, expected.order.rows_per_epoch
     assert last is not None
     starts = sum(event["event"] in ("start", "resume") for event in read_ledger(run))

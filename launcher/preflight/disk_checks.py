@@ -100,7 +100,7 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[
     ]
 
 
-def judge_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
+def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
     """One disk against all that will be put on it. Pure.
 
     Args:
@@ -135,7 +135,7 @@ def _remaining(need: Need) -> Need:
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
     disk = os.statvfs(_existing(disk_needs[0].folder))
     free_files = disk.f_favail if disk.f_files else None
-    return judge_disk(disk_needs, disk.f_bavail * disk.f_frsize, free_files, node)
+    return classify_disk(disk_needs, disk.f_bavail * disk.f_frsize, free_files, node)
 
 
 def _used_bytes(folder: Path) -> int:

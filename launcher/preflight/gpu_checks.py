@@ -27,7 +27,7 @@ _TROUBLE = ("hardware slowdown", "hardware thermal slowdown", "power brake")
 _Fault = tuple[Severity, str, str]
 
 
-def judge_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
+def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """At rest: the faults of each GPU, or one line that it is sound."""
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
@@ -39,7 +39,7 @@ def judge_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     return findings
 
 
-def judge_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
+def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """Under a matrix product: what only shows when the GPU works."""
     findings = []
     for gpu in gpus:
@@ -60,7 +60,7 @@ class Speed:
     tflops: float
 
 
-def judge_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
+def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
     """Devices slower than the median by more than `factor`; one line per node that all of its are in line."""
     median = statistics.median(speed.tflops for speed in speeds) if speeds else 0.0
     findings, slow_nodes = [], set()

@@ -19,7 +19,7 @@ from electra_dist.errors import EXIT_UNHEALTHY
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.strikes import Strike, add_strike, node_name
 from launcher.preflight.findings import Finding
-from launcher.preflight.gpu_checks import judge_gpus
+from launcher.preflight.gpu_checks import classify_gpus
 from launcher.preflight.storage_checks import check_storage
 
 
@@ -34,7 +34,7 @@ def check_gpus(node: str) -> list[Finding]:
     if probe is None:
         return [Finding(severity="ok", node=node, what="no GPU that NVML knows of (or no nvidia-ml-py): not checked")]
     try:
-        return judge_gpus(probe.health(), node)
+        return classify_gpus(probe.health(), node)
     finally:
         probe.close()
 

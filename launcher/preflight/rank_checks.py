@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from electra_dist.nvml import GpuProbe
 from launcher.preflight.findings import JOB, Finding, Severity
-from launcher.preflight.gpu_checks import Speed, judge_load, judge_speeds
-from launcher.preflight.storage_checks import judge_skew
+from launcher.preflight.gpu_checks import Speed, classify_load, classify_speeds
+from launcher.preflight.storage_checks import classify_skew
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def check_load(node: str) -> list[Finding]:
         return [Finding(severity="warning", node=node, what=what, next_step="install a CUDA build of torch")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     speeds, findings = _load(devices, node, look=True)
-    return findings + judge_speeds(speeds)
+    return findings + classify_speeds(speeds)
 
 
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
@@ -76,18 +76,18 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
         what = f"the {os.environ['WORLD_SIZE']} ranks cannot work together: {str(error).strip().splitlines()[0]}"
         step = "look at the network between the nodes, and for nodes that did not start"
         return [*own, Finding(severity="unhealthy", node=JOB, what=what, next_step=step)]
-    return judge_ranks(reports, on_gpu=_backend() != "gloo")
+    return classify_ranks(reports, on_gpu=_backend() != "gloo")
 
 
-def judge_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
+def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
     """The findings of all ranks and what follows from comparing them. Pure."""
     findings = [finding for report in reports for finding in report.findings]
     skews: dict[str, float] = {}
     for report in reports:
         skews.setdefault(report.node, report.skew_s)
     if len(skews) > 1:
-        findings += [judge_skew(skew_s, "the other nodes", node) for node, skew_s in skews.items()]
-    findings += judge_speeds([report.speed for report in reports if report.speed])
+        findings += [classify_skew(skew_s, "the other nodes", node) for node, skew_s in skews.items()]
+    findings += classify_speeds([report.speed for report in reports if report.speed])
     findings += _slow_links(reports, on_gpu)
     bandwidths = [report.all_reduce_gb_s for report in reports if report.all_reduce_gb_s is not None]
     what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s" if bandwidths else "no all-reduce tried"
@@ -161,7 +161,7 @@ def _load(devices: Sequence[torch.device], node: str, *, look: bool) -> tuple[li
         running = [pool.submit(matmul_tflops, device, LOAD_SIZE, LOAD_S) for device in devices]
         time.sleep(0.7 * LOAD_S)
         if probe is not None:
-            findings += judge_load(probe.health(), node)
+            findings += classify_load(probe.health(), node)
             probe.close()
         for device, result in zip(devices, running):
             try:

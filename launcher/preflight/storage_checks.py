@@ -51,7 +51,7 @@ def check_storage(config: Config, node: str) -> list[Finding]:
     return [*findings, *check_disks(config, corpora, node), *_check_clocks(config, node)]
 
 
-def judge_skew(skew_s: float, against: str, node: str) -> Finding:
+def classify_skew(skew_s: float, against: str, node: str) -> Finding:
     """This node's clock against another one; positive when it is ahead. Pure."""
     if abs(skew_s) < SKEW_WARNING_S:
         return Finding(severity="ok", node=node, what=f"clock agrees with {against}")
@@ -66,7 +66,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
     key = f"preflight-{token}"
     store.write_new(key, token.encode())
     try:
-        if store.read(key, promised=True) != token.encode():
+        if store.read(key, must_exist=True) != token.encode():
             raise UserError(f"{store.url}: reads back other bytes than were written; check the storage service")
     finally:
         store.delete(key)
@@ -74,14 +74,14 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 
 def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     try:
-        yield judge_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
+        yield classify_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield from_error(error, node)
     places = [(config.data.corpus, config.data.endpoint_url)]
     places += [(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
     for endpoint_url in sorted({endpoint or _AWS for url, endpoint in places if url.startswith("s3://")}):
         if (skew_s := _http_skew_s(endpoint_url)) is not None:
-            yield judge_skew(skew_s, endpoint_url, node)
+            yield classify_skew(skew_s, endpoint_url, node)
 
 
 def _file_skew_s(run_dir: Path) -> float:

@@ -38,7 +38,7 @@ Action = Literal["done", "next", "again", "stop", "leave"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class JobVerdict:
     """What the batch script does next."""
 
     action: Action
@@ -58,42 +58,42 @@ class JobEnd:
     max_fruitless_restarts: int = 3  # in a row without a new checkpoint, of jobs or of the ranks within them
 
 
-def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Verdict:
+def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """The verdict on the job that has ended."""
     began = next(record for record in reversed(jobs) if record["event"] == "begin")
     if (began["job"], began["restart"]) != (end.job, end.restart):  # this node was cut off and given up meanwhile
-        return Verdict(action="leave", exit_code=EXIT_CRASH, why=f"job {began['job']} has taken the run over")
+        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=f"job {began['job']} has taken the run over")
     events = ledger[began["ledger_events"] :]  # counted, not timed: clocks differ
     if any(record["event"] == "done" for record in ledger):
-        return Verdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
+        return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
     if EXIT_USER_ERROR in end.codes.values():
-        return Verdict(action="stop", exit_code=EXIT_USER_ERROR, why="a mistake that only a person can mend (78)")
+        return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why="a mistake that only a person can mend (78)")
     stop = next((record for record in reversed(events) if record["event"] == "stop"), None)
     if stop is not None and str(stop.get("why", "")).startswith("file"):
         why = f"stopped at step {stop['step']:,} by {stop['why']}; submit again to go on"
-        return Verdict(action="stop", exit_code=EXIT_STOPPED, why=why)
+        return JobVerdict(action="stop", exit_code=EXIT_STOPPED, why=why)
     if end.cancelled:
-        return Verdict(action="leave", exit_code=EXIT_STOPPED if stop else EXIT_CRASH, why="the job was cancelled")
+        return JobVerdict(action="leave", exit_code=EXIT_STOPPED if stop else EXIT_CRASH, why="the job was cancelled")
     if stop is not None:
-        return Verdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
+        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
     sick = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
     if sick:
         why = f"{', '.join(sick)} unhealthy; going on without"
-        return Verdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick)
+        return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick)
     return _after_crash(ledger, jobs, end)
 
 
-def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Verdict:
+def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     what = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node told its exit code"
-    failed = max(fruitless_jobs(ledger, jobs), fruitless_starts(ledger, jobs))
+    failed = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if failed > end.max_fruitless_restarts:
         why = f"{failed} starts in a row ended without a new checkpoint ({what}); see the log, then submit again"
-        return Verdict(action="stop", exit_code=EXIT_CRASH, why=why)
+        return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
     why = f"crash ({what}); {end.max_fruitless_restarts + 1 - failed} more without a new checkpoint end the run"
-    return Verdict(action="again", exit_code=EXIT_CRASH, why=why)
+    return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
-def fruitless_jobs(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
+def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Jobs in a row, up to the newest, that began where the newest checkpoint is and did not stop on purpose."""
     reached, count = newest_checkpoint(ledger), 0
     on_purpose = {(r["job"], r["restart"]) for r in jobs if r["event"] == "end" and r["verdict"] != "again"}
@@ -105,7 +105,7 @@ def fruitless_jobs(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     return count
 
 
-def fruitless_starts(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
+def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """The same for starts of the ranks: a supervisor starts them several times within a job."""
     submitted = max((n for n, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
     since = next((r["ledger_events"] for r in jobs[submitted + 1 :] if r["event"] == "begin"), 0)

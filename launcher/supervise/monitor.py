@@ -21,8 +21,8 @@ from electra_dist.analysis.hangs import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH
 from electra_dist.run.heartbeat import read_heartbeats
 from launcher.supervise.placement import Placement
-from launcher.supervise.rank_processes import Ranks
-from launcher.supervise.rendezvous import Meeting
+from launcher.supervise.rank_processes import RankProcesses
+from launcher.supervise.rendezvous import Rendezvous
 
 _POLL_S = 0.1
 _LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
@@ -31,7 +31,7 @@ _LEAVE_S = 120.0  # from a rank's last heartbeat, "done", or its exit code, to t
 
 
 @dataclass
-class Told:
+class ReceivedSignals:
     """Signals that this process was sent; the handler only notes them."""
 
     number: int = 0
@@ -43,17 +43,17 @@ class Told:
         self.number = signal.SIGTERM if number == signal.SIGINT else number  # ranks take a second SIGINT as "at once"
 
 
-class Watch:
+class StartMonitor:
     """One start."""
 
     def __init__(
         self,
         run_dir: Path,
-        ranks: Ranks,
+        ranks: RankProcesses,
         placement: Placement,
-        meeting: Meeting,
+        meeting: Rendezvous,
         limits: HangLimits,
-        told: Told,
+        told: ReceivedSignals,
         log: Callable[[str], None],
     ) -> None:
         self._run_dir, self._ranks, self._placement, self._meeting = run_dir, ranks, placement, meeting

@@ -24,29 +24,33 @@ class StartEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StartOutcome:
     """An exit code of errors.py, and why."""
 
     code: int
     why: str
 
 
-def outcome(end: StartEnd) -> Outcome:
+def outcome(end: StartEnd) -> StartOutcome:
     """What the ranks' end means. EXIT_CRASH is what may be tried again here."""
     events = {event["event"]: event for event in end.events}
     if "done" in events:
-        return Outcome(code=EXIT_DONE, why=f"the target step {events['done']['step']:,} is reached")
+        return StartOutcome(code=EXIT_DONE, why=f"the target step {events['done']['step']:,} is reached")
     if "stop" in events:
         stop = events["stop"]
-        return Outcome(code=EXIT_STOPPED, why=f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}")
+        return StartOutcome(
+            code=EXIT_STOPPED, why=f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
+        )
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
-        return Outcome(code=EXIT_USER_ERROR, why="a mistake or a full disk that only a person can mend; see above")
+        return StartOutcome(
+            code=EXIT_USER_ERROR, why="a mistake or a full disk that only a person can mend; see above"
+        )
     if EXIT_UNHEALTHY in codes and end.at_fault:
-        return Outcome(code=EXIT_UNHEALTHY, why="this node is unhealthy; see strikes.jsonl")
+        return StartOutcome(code=EXIT_UNHEALTHY, why="this node is unhealthy; see strikes.jsonl")
     if EXIT_UNHEALTHY in codes:
-        return Outcome(code=EXIT_STOPPED, why="another node is unhealthy")
-    return Outcome(code=EXIT_CRASH, why=f"crash: {_ends(end)}")
+        return StartOutcome(code=EXIT_STOPPED, why="another node is unhealthy")
+    return StartOutcome(code=EXIT_CRASH, why=f"crash: {_ends(end)}")
 
 
 def awaits_ledger(end: StartEnd) -> bool:

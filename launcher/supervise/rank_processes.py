@@ -34,7 +34,7 @@ _KILL_WAIT_S = 30.0
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # ignored signals stay ignored across exec
 
 
-class Ranks:
+class RankProcesses:
     """One start. `close` kills what is left of it."""
 
     def __init__(self, mark: str) -> None:

@@ -42,7 +42,7 @@ class _End:
     final: bool
 
 
-class Meeting:
+class Rendezvous:
     """This node's view. `number` is the start that it takes part in."""
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:

@@ -29,11 +29,11 @@ from electra_dist.run.strikes import add_strike, node_name, read_strikes
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.log import Log
-from launcher.supervise.monitor import Told, Watch
-from launcher.supervise.outcome import Outcome, StartEnd, awaits_ledger, outcome
+from launcher.supervise.monitor import ReceivedSignals, StartMonitor
+from launcher.supervise.outcome import StartEnd, StartOutcome, awaits_ledger, outcome
 from launcher.supervise.placement import Placement
-from launcher.supervise.rank_processes import Ranks
-from launcher.supervise.rendezvous import Meeting
+from launcher.supervise.rank_processes import RankProcesses
+from launcher.supervise.rendezvous import Rendezvous
 
 _PREFLIGHT_S = 600.0
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
@@ -43,7 +43,7 @@ class Supervisor:
     """The watch over one node's ranks."""
 
     def __init__(self, config: Config, placement: Placement, arguments: Sequence[str], session: str = "") -> None:
-        """`arguments`: of launcher/pretrain.py; `session`: see Meeting.
+        """`arguments`: of launcher/pretrain.py; `session`: see Rendezvous.
 
         Raises:
             UserError: the run folder cannot be written, or this node is supervised already.
@@ -52,8 +52,8 @@ class Supervisor:
         self._placement, self._limits = placement, hang_limits(config.cluster)
         self.log = Log(self._run_dir, placement.node)
         self._mark = mark_of(self._run_dir, placement.node)
-        self._meeting = Meeting(self._run_dir, placement.node, placement.port, session)
-        self._told = Told()
+        self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
+        self._told = ReceivedSignals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._told.handle)
 
@@ -61,14 +61,14 @@ class Supervisor:
         """Whether this node is fit, before anything is started on it: 0, or the exit code that it has then ended with;
         the findings are on stdout."""
         code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
-        return self._end(Outcome(code=code, why="preflight")) if code else code
+        return self._end(StartOutcome(code=code, why="preflight")) if code else code
 
     def run(self) -> int:
         """Until the run is done, stopped or beyond help here; returns the exit code."""
         restarts = 0  # in a row without a new checkpoint
         if orphans := marked_pids(self._mark):
             self.log(f"killing {len(orphans)} processes that an earlier supervisor left")
-            Ranks(self._mark).close()
+            RankProcesses(self._mark).close()
         while True:
             before = newest_checkpoint(read_ledger(self._run_dir))
             port = self._meeting.start(
@@ -84,20 +84,22 @@ class Supervisor:
             restarts = 0 if newest_checkpoint(read_ledger(self._run_dir)) > before else restarts
             if self._placement.node == 0 and restarts == self._cluster.max_fruitless_restarts:
                 why = f"{restarts} restarts in a row without a new checkpoint; last {end.why}"
-                return self._end(Outcome(code=EXIT_CRASH, why=why))
+                return self._end(StartOutcome(code=EXIT_CRASH, why=why))
             if sick := self._sick():
-                return self._end(Outcome(code=EXIT_UNHEALTHY, why=sick))
+                return self._end(StartOutcome(code=EXIT_UNHEALTHY, why=sick))
             self._meeting.end(end.code, final=False)
             restarts += 1
             self.log(f"{end.why}; restart {restarts} of {self._cluster.max_fruitless_restarts} without a checkpoint")
 
-    def _one_start(self, port: int) -> Outcome:
+    def _one_start(self, port: int) -> StartOutcome:
         events, began = len(read_ledger(self._run_dir)), time.time()
-        ranks = Ranks(self._mark)
+        ranks = RankProcesses(self._mark)
         try:
             ranks.start(self._placement.command(ranks.state, port, self._arguments))
             self.log(f"starting ranks {self._placement.names}, port {port}")
-            watch = Watch(self._run_dir, ranks, self._placement, self._meeting, self._limits, self._told, self.log)
+            watch = StartMonitor(
+                self._run_dir, ranks, self._placement, self._meeting, self._limits, self._told, self.log
+            )
             why = watch.until_over()
             end = self._ended(ranks, events, began)
             deadline = time.monotonic() + _LEDGER_S
@@ -108,9 +110,11 @@ class Supervisor:
             if left := ranks.close():
                 self.log(f"processes {left} cannot be killed: they wait for a device; reboot this node")
         found = outcome(end)
-        return Outcome(code=found.code, why=f"{found.why} ({why})" if why and found.code == EXIT_CRASH else found.why)
+        return StartOutcome(
+            code=found.code, why=f"{found.why} ({why})" if why and found.code == EXIT_CRASH else found.why
+        )
 
-    def _ended(self, ranks: Ranks, events: int, began: float) -> StartEnd:
+    def _ended(self, ranks: RankProcesses, events: int, began: float) -> StartEnd:
         struck = any(s.time >= began and s.node == node_name() for s in read_strikes(self._run_dir))
         return StartEnd(
             events=read_ledger(self._run_dir)[events:],
@@ -130,16 +134,18 @@ class Supervisor:
         add_strike(self._run_dir, strike)
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
-    def _unmet(self) -> Outcome:
+    def _unmet(self) -> StartOutcome:
         if self._told.number:
-            return Outcome(code=EXIT_STOPPED, why=f"told {signal.Signals(self._told.number).name} between two starts")
+            return StartOutcome(
+                code=EXIT_STOPPED, why=f"told {signal.Signals(self._told.number).name} between two starts"
+            )
         if other := self._meeting.taken_over():
-            return Outcome(code=EXIT_STOPPED, why=f"{other} has taken the run over")
+            return StartOutcome(code=EXIT_STOPPED, why=f"{other} has taken the run over")
         if left := self._meeting.left_by():
-            return Outcome(code=left[1], why=f"node {left[0]} has ended for good")
-        return Outcome(code=EXIT_CRASH, why=f"node 0 has begun no start for {self._limits.setup_s:.0f} s")
+            return StartOutcome(code=left[1], why=f"node {left[0]} has ended for good")
+        return StartOutcome(code=EXIT_CRASH, why=f"node 0 has begun no start for {self._limits.setup_s:.0f} s")
 
-    def _end(self, end: Outcome) -> int:
+    def _end(self, end: StartOutcome) -> int:
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
         return end.code

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from electra_dist.analysis.run_state import Signs, standing
+from electra_dist.analysis.run_state import RunEvidence, run_state
 
 START = {"event": "start", "step": 0}
 
 
 @pytest.mark.parametrize(
-    ("ending", "signs", "state"),
+    ("ending", "evidence", "state"),
     [
         ("checkpoint", {"running": True}, "living"),
         ("checkpoint", {"sign_of_life": 95.0}, "living"),
@@ -27,12 +27,12 @@ START = {"event": "start", "step": 0}
         ("done", {"sign_of_life": 0.0, "pending": True}, "finished"),
     ],
 )
-def test_the_one_word(ending: str, signs: dict[str, Any], state: str):
-    seen = Signs(**{"now": 100.0, "sign_of_life": None, "patience_s": 30.0, **signs})
-    assert standing([START, {"event": ending, "step": 5}], seen) == state
+def test_the_one_word(ending: str, evidence: dict[str, Any], state: str):
+    seen = RunEvidence(**{"now": 100.0, "sign_of_life": None, "patience_s": 30.0, **evidence})
+    assert run_state([START, {"event": ending, "step": 5}], seen) == state
 
 
 def test_a_run_that_was_submitted_and_has_not_begun():
     nothing = {"now": 100.0, "sign_of_life": None, "patience_s": 30.0}
-    assert standing([], Signs(**nothing, pending=True)) == "waiting"
-    assert standing([], Signs(**nothing)) == "not begun"
+    assert run_state([], RunEvidence(**nothing, pending=True)) == "waiting"
+    assert run_state([], RunEvidence(**nothing)) == "not begun"

@@ -105,7 +105,7 @@ def test_steps_skipped_after_a_checkpoint_do_not_matter_to_it(tmp_path: Path) ->
 class Unreadable(LocalStore):
     """A store whose ranges cannot be read, though they are there."""
 
-    def read_range(self, key: str, start: int, length: int, *, promised: bool = False) -> memoryview:
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         raise StoreExhausted(f"{self.url}/{key}: failed 30 times in a row; check the service, then start again")
 
 

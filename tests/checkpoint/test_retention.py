@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra_dist.checkpoint.manifest import folder_name
-from electra_dist.checkpoint.retention import Kept, superfluous
+from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
 from electra_dist.config import CheckpointConfig
 
 CHECKPOINTS = st.lists(
@@ -35,7 +35,7 @@ CHECKPOINTS = st.lists(
 def test_retention_keeps_exactly_what_the_policy_names(
     found: list[tuple[int, int, float | None]], policy: dict[str, Any]
 ) -> None:
-    checkpoints = [Kept(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in found]
+    checkpoints = [CheckpointInfo(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in found]
     gone = set(superfluous(checkpoints, CheckpointConfig(**policy)))
     for c in checkpoints:
         newer = sum((o.step, o.attempt) > (c.step, c.attempt) for o in checkpoints)

@@ -22,7 +22,7 @@ FAKE_PYTHON = Path(__file__).parent / "fake_python"
 
 
 @dataclass(frozen=True)
-class Run:
+class SubmittedRun:
     """A run folder on a cluster."""
 
     cluster: SlurmCluster
@@ -68,7 +68,7 @@ class Run:
         return show([command, "status", str(self.folder)], self.cluster.environment)
 
 
-def submit(cluster: SlurmCluster, config: Path, *options: str) -> Run:
+def submit(cluster: SlurmCluster, config: Path, *options: str) -> SubmittedRun:
     """Submit as a person would."""
     command = [sys.executable, str(REPOSITORY / "launcher" / "submit.py"), "--config", str(config)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
@@ -77,7 +77,7 @@ def submit(cluster: SlurmCluster, config: Path, *options: str) -> Run:
     return _run(cluster, config)
 
 
-def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **fields: Any) -> Run:
+def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **fields: Any) -> SubmittedRun:
     """Submit with fake_ranks.py in the place of the training."""
     settings = {"gpus_per_node": 0, "num_nodes": num_nodes, **fields}
     resolved, request, excluded = prepare(Submission(config_file=config, **settings), ["test"])
@@ -85,8 +85,8 @@ def submit_fake(cluster: SlurmCluster, config: Path, num_nodes: int = 2, **field
     return _run(cluster, config)
 
 
-def _run(cluster: SlurmCluster, config: Path) -> Run:
+def _run(cluster: SlurmCluster, config: Path) -> SubmittedRun:
     folder = Path(yaml.safe_load(config.read_text())["run_dir"])
     submitted = [record for record in read_jobs(folder) if record["event"] == "submit"]
     assert submitted, json.dumps(read_jobs(folder))
-    return Run(cluster, folder, submitted[-1]["jobs"])
+    return SubmittedRun(cluster, folder, submitted[-1]["jobs"])

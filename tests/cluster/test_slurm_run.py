@@ -10,7 +10,7 @@ from pathlib import Path
 
 from machines import wait_for
 from slurm import SlurmCluster
-from submitted import Run, submit
+from submitted import SubmittedRun, submit
 
 MakeConfig = Callable[..., Path]
 LONG = {
@@ -22,7 +22,7 @@ LONG = {
 }
 
 
-def first_step_after(run: Run, moment: float) -> float:
+def first_step_after(run: SubmittedRun, moment: float) -> float:
     """Seconds from `moment` (time.time()) to the first step that a later start recorded."""
     from electra_dist.run.metrics import read_metrics
 

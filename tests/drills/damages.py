@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.distributed as dist
 from rich.progress import Progress
 from support import checkpoints as small
-from support.real_runs import Verdict, print_verdicts
+from support.real_runs import DrillVerdict, print_verdicts
 
 from electra_dist.checkpoint.load import load_newest
 from electra_dist.checkpoint.manifest import (
@@ -59,7 +59,7 @@ def write_base(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class DamageCase:
     """A copy of the base, damaged."""
 
     kind: str
@@ -208,7 +208,7 @@ KINDS_OF_DAMAGE: dict[str, Callable[[Damager], str]] = {
 }
 
 
-def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> Case:
+def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> DamageCase:
     """Case `kind` in `folder`; draws again if by chance nothing was changed (two equal blocks swapped)."""
     while True:
         shutil.rmtree(folder, ignore_errors=True)
@@ -216,10 +216,10 @@ def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> Ca
         damager = Damager(folder, base / "other", draw)
         what = KINDS_OF_DAMAGE[kind](damager)
         if _bytes_below(folder) != _bytes_below(base / "mine"):
-            return Case(kind, what, folder, frozenset(damager.damaged), frozenset(damager.gone))
+            return DamageCase(kind, what, folder, frozenset(damager.damaged), frozenset(damager.gone))
 
 
-def judged_load(case: Case) -> str:
+def judged_load(case: DamageCase) -> str:
     """Load as this rank of the process group; what is wrong with the outcome, empty if nothing."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = open_store(str(case.folder))
@@ -243,7 +243,7 @@ def judged_load(case: Case) -> str:
     return ""
 
 
-def _load_all(cases: Sequence[Case], rank: int, meeting: Path, outcomes: Queue) -> None:
+def _load_all(cases: Sequence[DamageCase], rank: int, meeting: Path, outcomes: Queue) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
     for number, case in enumerate(cases):
         outcomes.put((number, judged_load(case)))
@@ -251,7 +251,7 @@ def _load_all(cases: Sequence[Case], rank: int, meeting: Path, outcomes: Queue) 
     dist.destroy_process_group()
 
 
-def judged_by_two_ranks(cases: Sequence[Case], meeting: Path, advance: Callable[[], None]) -> list[str]:
+def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Callable[[], None]) -> list[str]:
     """What two ranks together say of each case."""
     fork = multiprocessing.get_context("fork")
     outcomes = fork.Queue()
@@ -268,7 +268,7 @@ def judged_by_two_ranks(cases: Sequence[Case], meeting: Path, advance: Callable[
     return texts
 
 
-def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Verdict]:
+def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[DrillVerdict]:
     """One verdict for each kind; a one-rank process group must exist, and is not there afterwards."""
     draw = random.Random(seed)
     write_base(folder / "base")
@@ -301,11 +301,13 @@ def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Ver
                 on_two[case.kind] += 1
     asked = Counter(case.kind for case in cases)
     verdicts = [
-        Verdict(kind, found[kind] == asked[kind], f"{found[kind]} of {asked[kind]} found, {on_two[kind]} on two ranks")
+        DrillVerdict(
+            kind, found[kind] == asked[kind], f"{found[kind]} of {asked[kind]} found, {on_two[kind]} on two ranks"
+        )
         for kind in order
         if asked[kind]
     ]
-    return [*verdicts, *(Verdict("ACCEPTED", False, text) for text in bad)]
+    return [*verdicts, *(DrillVerdict("ACCEPTED", False, text) for text in bad)]
 
 
 def _bytes_of(tensor: TensorEntry) -> range:

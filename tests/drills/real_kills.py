@@ -25,8 +25,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.real_runs import (
+    DrillVerdict,
     Kill,
-    Verdict,
     deepspeed_command,
     print_verdicts,
     read_losses,
@@ -76,7 +76,7 @@ def first_difference(found: list[tuple], expected: list[tuple]) -> str:
     return "" if len(found) == len(expected) else f"{len(found)} records, not {len(expected)}"
 
 
-def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: list[Kill]) -> Verdict:
+def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: list[Kill]) -> DrillVerdict:
     settings = {
         **BF16,
         "train.num_steps": NUM_STEPS,
@@ -104,12 +104,12 @@ def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: li
     text = f"{len(kills)} kills, {cut_saves} of {wanted} save kills cut a save; " + (
         difference or f"{len(found)} steps and their receipts equal bit for bit, last loss {found[-1][1]!r}"
     )
-    return Verdict(f"ZeRO-{stage}, 2 ranks, bf16, dropout", good, text)
+    return DrillVerdict(f"ZeRO-{stage}, 2 ranks, bf16, dropout", good, text)
 
 
 def changed_equals_steady(
     folder: Path, corpus: str, name: str, phases: list[tuple[int, int]], steady: list[tuple]
-) -> Verdict:
+) -> DrillVerdict:
     """`phases`: (ranks, ZeRO stage), of equal length, with a kill -9 at each change."""
     run_dir, length = folder / name, ELASTIC_STEPS // len(phases)
     for number, (ranks, stage) in enumerate(phases):
@@ -131,7 +131,7 @@ def changed_equals_steady(
     flips = [record[0] for record, value in zip(found, worst) if value > LARGEST_DIFFERENCE]
     text = f"largest difference {max(worst):.1e} (bound {LARGEST_DIFFERENCE:.0e}), of the loss {max(totals):.1e}; "
     text += f"jump at step {flips[0]}" if flips else "no flipped sample"
-    return Verdict(f"fp32, {name}", not flips, text)
+    return DrillVerdict(f"fp32, {name}", not flips, text)
 
 
 def elastic_config(folder: Path, run_dir: Path, corpus: str, stage: int) -> Path:

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.fault_server import ALL_FAULTS, FaultPlan, FaultProxy, running_faults
 from support.real_runs import (
-    Verdict,
+    DrillVerdict,
     deepspeed_command,
     kill_session,
     print_verdicts,
@@ -94,7 +94,7 @@ def faults_of(proxy: FaultProxy) -> Counter[str]:
         return Counter(json.load(answer))
 
 
-def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -> list[Verdict]:
+def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -> list[DrillVerdict]:
     """The long run behind all faults, against local files."""
     num_steps = max(40, faults // 13)
     local, remote = folder / "local", folder / "remote"
@@ -127,16 +127,22 @@ def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -
     good_verify = verify.returncode == 0 and "good:" in verify.stdout
     retries, waited_s = (sum(end[key] for end in ends) for key in ("store_retries", "store_wait_s"))
     return [
-        Verdict("faults injected", counts.total() >= faults and set(counts) == set(ALL_FAULTS), str(counts.total())),
-        Verdict("losses of local files", found == expected, f"{same} of {num_steps} steps equal bit for bit"),
-        Verdict("receipts of local files", receipts[0] == receipts[1], f"{receipts[0][-1]} after {num_steps} steps"),
-        Verdict("electra-dist verify", good_verify, (verify.stdout + verify.stderr).strip().splitlines()[-1]),
-        Verdict("good checkpoints are believed", not aside, aside[0] if aside else f"{saved} saved, none set aside"),
-        Verdict("cost is visible", retries > 0 and waited_s > 0, f"{retries} retries, {waited_s:.0f} s waited"),
+        DrillVerdict(
+            "faults injected", counts.total() >= faults and set(counts) == set(ALL_FAULTS), str(counts.total())
+        ),
+        DrillVerdict("losses of local files", found == expected, f"{same} of {num_steps} steps equal bit for bit"),
+        DrillVerdict(
+            "receipts of local files", receipts[0] == receipts[1], f"{receipts[0][-1]} after {num_steps} steps"
+        ),
+        DrillVerdict("electra-dist verify", good_verify, (verify.stdout + verify.stderr).strip().splitlines()[-1]),
+        DrillVerdict(
+            "good checkpoints are believed", not aside, aside[0] if aside else f"{saved} saved, none set aside"
+        ),
+        DrillVerdict("cost is visible", retries > 0 and waited_s > 0, f"{retries} retries, {waited_s:.0f} s waited"),
     ]
 
 
-def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, shard: str) -> Verdict:
+def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, shard: str) -> DrillVerdict:
     """A shard that never comes, or never comes right."""
     plan = FaultPlan(rate=1.0, faults=(fault,), only=shard, in_a_row=10**9)
     with running_faults(upstream, plan) as proxy:
@@ -151,7 +157,7 @@ def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, 
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error: ")]
     good = done.returncode == 78 and len(lines) == 1 and shard in lines[0]
     shown = lines[0] if lines else (done.stderr.strip().splitlines() or ["no line"])[-1]
-    return Verdict(
+    return DrillVerdict(
         f"shard always {fault}", good, f"exit {done.returncode} after step {len(step_records(run_dir))}: {shown}"
     )
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from support import checkpoints as small
 from support import s3_server
-from support.real_runs import Verdict, print_verdicts
+from support.real_runs import DrillVerdict, print_verdicts
 
 import electra_dist.store.s3
 from electra_dist.checkpoint.commit import begin_attempt, leftovers
@@ -60,7 +60,7 @@ PARTS_FROM_BYTES = 5 << 20  # S3 refuses smaller parts
 
 
 @dataclass(frozen=True)
-class Kill:
+class SaveKill:
     """When: at an operation of the store of `victim`, or at a time."""
 
     victim: int | None  # rank; None: both
@@ -70,7 +70,7 @@ class Kill:
     other_s: float  # until the survivor is killed, too
 
     @classmethod
-    def draw(cls, draw: random.Random, number: int, longest_s: float) -> Kill:
+    def draw(cls, draw: random.Random, number: int, longest_s: float) -> SaveKill:
         other_s = draw.choice([0.0, draw.uniform(0.0, 0.05)])
         if number % 2:
             return cls(draw.choice([0, 1, None]), None, False, draw.uniform(0.0, longest_s), other_s)
@@ -81,7 +81,7 @@ class Kill:
 class Watched(Store):
     """A store that writes down what it is doing, and kills its own process at a given operation."""
 
-    def __init__(self, inner: Store, place: Any, kill: Kill | None, counter: Iterator[int]) -> None:
+    def __init__(self, inner: Store, place: Any, kill: SaveKill | None, counter: Iterator[int]) -> None:
         self.url = inner.url
         self._inner, self._place, self._kill, self._counter = inner, place, kill, counter
 
@@ -151,7 +151,7 @@ def act_as_rank_1(targets: Sequence[Store], staging: Path, rank_0: Connection) -
 
 
 @dataclass
-class Start:
+class DrillStart:
     """What one start of the run did until it was killed."""
 
     place: str = "before the first operation"
@@ -160,14 +160,14 @@ class Start:
     committed: list[int] = field(default_factory=list)
 
 
-class Run:
+class DrillRun:
     """The run: its targets, started and killed again and again."""
 
     def __init__(self, targets: Sequence[Store], staging: Path) -> None:
         self.targets, self.staging = targets, staging
         self.reported = 0  # newest step that was ever reported committed
 
-    def start(self, kill: Kill | None, until_commits: int = 0) -> Start:
+    def start(self, kill: SaveKill | None, until_commits: int = 0) -> DrillStart:
         """Start both ranks; until the kill, or (for timing) until so many commits."""
         places = [FORK.Array(ctypes.c_char, 64, lock=False) for _ in range(2)]
         report, reporting = FORK.Pipe(duplex=False)
@@ -182,7 +182,7 @@ class Run:
         ]
         for process in ranks:
             process.start()
-        found = Start()
+        found = DrillStart()
         try:
             if kill is None:
                 while len(found.committed) < until_commits and report.poll(PATIENCE_S):
@@ -204,7 +204,7 @@ class Run:
             end.close()
         return found
 
-    def _kill(self, ranks: Sequence[Any], kill: Kill | None, found: Start) -> None:
+    def _kill(self, ranks: Sequence[Any], kill: SaveKill | None, found: DrillStart) -> None:
         for process in ranks:
             if process.sentinel in wait([process.sentinel], timeout=0):
                 process.join()  # its exit code comes a moment after its end
@@ -215,7 +215,7 @@ class Run:
             ranks[rank].kill()
         time.sleep(kill.other_s if kill else 0.0)
 
-    def _hear(self, found: Start, report: Connection) -> None:
+    def _hear(self, found: DrillStart, report: Connection) -> None:
         what, step, fault = report.recv()
         if what == "committed":
             found.committed.append(step)
@@ -252,7 +252,7 @@ def _quietly(act: Callable[..., None], *args: Any) -> None:
         act(*args)
 
 
-def drill(run: Run, seed: int, count: int) -> list[Verdict]:
+def drill(run: DrillRun, seed: int, count: int) -> list[DrillVerdict]:
     """`count` kills and what they left."""
     draw = random.Random(seed)
     begin = time.monotonic()
@@ -261,7 +261,7 @@ def drill(run: Run, seed: int, count: int) -> list[Verdict]:
     killed, bad = Counter[str](), list[str]()
     with Progress(transient=True) as progress:
         for number in progress.track(range(count), description=f"kills ({longest_s:.1f} s a start)"):
-            before, kill = run.newest(), Kill.draw(draw, number, longest_s)
+            before, kill = run.newest(), SaveKill.draw(draw, number, longest_s)
             start = run.start(kill)
             killed[f"{'time' if kill.operation is None else 'operation'}: {start.place}"] += 1
             fault = start.fault or run.fault()
@@ -276,9 +276,9 @@ def drill(run: Run, seed: int, count: int) -> list[Verdict]:
         bad += [f"left over: {target.url}/{key}" for key in leftovers(target, attempt)]
         if unseen := target.discard_unfinished("step-", lambda key: True):
             bad.append(f"{unseen} unfinished writes in {target.url}")
-    places = [Verdict("killed", True, f"{times:3} x {place}") for place, times in sorted(killed.items())]
+    places = [DrillVerdict("killed", True, f"{times:3} x {place}") for place, times in sorted(killed.items())]
     summary = f"{count - len(bad)} of {count} kills left good checkpoints; newest step {run.newest()}"
-    return [*places, Verdict("all", not bad, summary), *(Verdict("WRONG", False, text) for text in bad)]
+    return [*places, DrillVerdict("all", not bad, summary), *(DrillVerdict("WRONG", False, text) for text in bad)]
 
 
 @contextlib.contextmanager
@@ -304,7 +304,7 @@ def main() -> int:
     electra_dist.store.s3._MULTIPART_FROM = electra_dist.store.s3._PART = PARTS_FROM_BYTES
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open_targets(args.target, Path(folder), args.server) as targets:
-        verdicts = drill(Run(targets, Path(folder) / "staging"), args.seed, args.count)
+        verdicts = drill(DrillRun(targets, Path(folder) / "staging"), args.seed, args.count)
     taken = f"{args.count} kills, {args.target}, seed {args.seed}, {time.monotonic() - begin:.0f} s"
     return print_verdicts(taken, verdicts)
 

@@ -11,7 +11,7 @@ import torch
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import Classifier, SpanHead, SpanModel
 from electra_dist.finetune.squad.task import best_spans
-from electra_dist.finetune.squad.windows import Window
+from electra_dist.finetune.squad.windows import AnswerWindow
 from electra_dist.model.encoder import Noise
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -97,7 +97,7 @@ def test_a_beam_as_wide_as_the_row_finds_the_best_of_all_spans() -> None:
         state = 3 * torch.randn(1, S, 8)
         allowed = torch.arange(S)[None] >= offset
         owned = (torch.rand(S - offset - 1) > 0.3).tolist()  # the last position is [SEP]
-        window = Window(0, list(range(S)), offset, first=100, owned=owned)
+        window = AnswerWindow(0, list(range(S)), offset, first=100, owned=owned)
         with torch.no_grad():
             found = best_spans([window], head.search(state, allowed), max_answer)[0]
         w, best = weights(head), None

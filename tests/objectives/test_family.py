@@ -24,7 +24,7 @@ COUNTS = np.random.default_rng(0).integers(0, 1000, VOCAB)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class FamilyCase:
     objective: dict[str, Any]
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -41,21 +41,21 @@ class Case:
 
 SAME = {"generator": TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)}
 CASES = {
-    "rtd": Case({}),
-    "rtd-untied": Case({}, {"sharing": "none", "generator_embedding_size": 16}),
-    "rtd-gdes": Case({}, {"sharing": "gdes"}),
-    "rtd-one-set-of-layers": Case({}, {**SAME, "sharing": "all"}),
-    "rtd-uniform": Case({"generator": "uniform"}),
-    "rtd-unigram": Case({"generator": "unigram", "temperature": 2.0}),
-    "rtd-temperature": Case({"temperature": 2.0}),
-    "mlm": Case({"name": "mlm"}),
-    "rtd_masked_only": Case({"name": "rtd_masked_only"}),
-    "replace_mlm": Case({"name": "replace_mlm", "token_weight": 3.0}),
-    "replace_mlm-gdes": Case({"name": "replace_mlm"}, {"sharing": "gdes"}),
-    "all_tokens_mlm": Case({"name": "all_tokens_mlm", "token_weight": 3.0}),
-    "all_tokens_mlm-gdes": Case({"name": "all_tokens_mlm"}, {"sharing": "gdes"}),
-    "electric": Case({"name": "electric"}),
-    "adversarial": Case({"name": "adversarial"}),
+    "rtd": FamilyCase({}),
+    "rtd-untied": FamilyCase({}, {"sharing": "none", "generator_embedding_size": 16}),
+    "rtd-gdes": FamilyCase({}, {"sharing": "gdes"}),
+    "rtd-one-set-of-layers": FamilyCase({}, {**SAME, "sharing": "all"}),
+    "rtd-uniform": FamilyCase({"generator": "uniform"}),
+    "rtd-unigram": FamilyCase({"generator": "unigram", "temperature": 2.0}),
+    "rtd-temperature": FamilyCase({"temperature": 2.0}),
+    "mlm": FamilyCase({"name": "mlm"}),
+    "rtd_masked_only": FamilyCase({"name": "rtd_masked_only"}),
+    "replace_mlm": FamilyCase({"name": "replace_mlm", "token_weight": 3.0}),
+    "replace_mlm-gdes": FamilyCase({"name": "replace_mlm"}, {"sharing": "gdes"}),
+    "all_tokens_mlm": FamilyCase({"name": "all_tokens_mlm", "token_weight": 3.0}),
+    "all_tokens_mlm-gdes": FamilyCase({"name": "all_tokens_mlm"}, {"sharing": "gdes"}),
+    "electric": FamilyCase({"name": "electric"}),
+    "adversarial": FamilyCase({"name": "adversarial"}),
 }
 all_cases = pytest.mark.parametrize("name", CASES)
 

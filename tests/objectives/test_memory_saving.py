@@ -18,7 +18,7 @@ from electra_dist.objectives.build import build_objective
 STEP, SEED = 5, 3
 
 
-class Kept:
+class KeptBytes:
     """Bytes that autograd keeps for a backward pass, at any moment."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Kept:
 
 
 class _Counted:
-    def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
+    def __init__(self, kept: KeptBytes, tensor: torch.Tensor) -> None:
         self.kept, self.tensor, self.size = kept, tensor, tensor.numel() * tensor.element_size()
         kept.bytes += self.size
 
@@ -80,7 +80,7 @@ def test_gradients_made_early_are_those_made_together(rows: torch.Tensor, name: 
 
 def test_nothing_of_the_generator_is_kept_while_the_discriminator_runs(rows: torch.Tensor) -> None:
     module = build()
-    kept, at_start = Kept(), []
+    kept, at_start = KeptBytes(), []
     module.towers.discriminator.register_forward_pre_hook(lambda *_: at_start.append(kept.bytes))
     for module.early_generator in (False, True):
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
@@ -94,7 +94,7 @@ def test_nothing_of_the_generator_is_kept_while_the_discriminator_runs(rows: tor
 def test_layers_that_compute_their_activations_again_give_the_same_bits(rows: torch.Tensor) -> None:
     module = build()
     _, plain = gradients(module, rows)
-    again, kept = copy.deepcopy(module), Kept()
+    again, kept = copy.deepcopy(module), KeptBytes()
     for encoder in again.modules():
         if isinstance(encoder, Encoder):
             encoder.recompute = True

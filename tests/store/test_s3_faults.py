@@ -32,7 +32,7 @@ def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store
     store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
     plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
-    assert store.read("x", promised=True) == DATA
+    assert store.read("x", must_exist=True) == DATA
     assert plan.counts[fault] >= 3
     assert store.retries >= 3
     assert store.retry_wait_s > 0
@@ -44,7 +44,7 @@ def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable
     store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
     plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
-    assert store.read_range("x", 100_001, 700_000, promised=True) == DATA[100_001:800_001]
+    assert store.read_range("x", 100_001, 700_000, must_exist=True) == DATA[100_001:800_001]
     assert plan.counts[fault] >= 3
 
 
@@ -57,8 +57,8 @@ def test_mixed_faults(seed: int, faulty: Callable[..., Store], tmp_path: Path) -
     for number in range(8):
         data = DATA[number * 1000 :]
         store.write(f"k{number}", data)
-        assert store.read(f"k{number}", promised=True) == data
-        store.fetch(f"k{number}", tmp_path / "f", promised=True)
+        assert store.read(f"k{number}", must_exist=True) == data
+        store.fetch(f"k{number}", tmp_path / "f", must_exist=True)
         assert (tmp_path / "f").read_bytes() == data
     assert plan.counts.total() >= 10
     # An object that was replaced may cost two: the broken body, and the refusal to go on with another version.
@@ -167,7 +167,7 @@ def test_gives_up_naming_the_object(fault: str, faulty: Callable[..., Store]) ->
     with pytest.raises(
         StoreExhausted, match=r"/prefix/shard.tar at 127.0.0.1:\d+: failed 4 times in a row, last: "
     ) as e:
-        store.read("shard.tar", promised=True)
+        store.read("shard.tar", must_exist=True)
     assert "\n" not in str(e.value)
     assert re.search("check the object|restore the object|renew them", str(e.value))
 
@@ -250,7 +250,7 @@ def test_missing_is_final_unless_promised(faulty: Callable[..., Store]) -> None:
     with pytest.raises(StoreMissing):
         store.read("x")
     assert store.retries == 0
-    assert store.read("x", promised=True) == b"1"
+    assert store.read("x", must_exist=True) == b"1"
 
 
 def test_credentials_are_read_again_when_they_expire(

@@ -286,7 +286,7 @@ def kill_session(session: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class Verdict(NamedTuple):
+class DrillVerdict(NamedTuple):
     """One line of a drill's table."""
 
     name: str
@@ -294,7 +294,7 @@ class Verdict(NamedTuple):
     detail: str
 
 
-def print_verdicts(title: str, verdicts: list[Verdict]) -> int:
+def print_verdicts(title: str, verdicts: list[DrillVerdict]) -> int:
     """The table that a drill ends with; returns its exit code: 0 if there are verdicts and all are good."""
     print(f"\n{title}")
     for verdict in verdicts:

@@ -12,21 +12,21 @@ from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpu
 from electra_dist.config import Config
 from electra_dist.engine.distributed import init_distributed
 from electra_dist.store.open import open_store
-from electra_dist.train.inputs import Corpus
+from electra_dist.train.inputs import OpenCorpus
 from electra_dist.train.token_counts import unigram_counts
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[Config, Corpus, np.ndarray]:
+def run(tmp_path: Path) -> tuple[Config, OpenCorpus, np.ndarray]:
     init_distributed()
     manifest = write_corpus(str(tmp_path / "corpus"), [20, 7, 33])
     rows = np.concatenate([synthetic_rows(count, number) for number, count in enumerate([20, 7, 33])])
     config = Config.model_validate(tiny_tree(tmp_path / "run", str(tmp_path / "corpus")))
-    corpus = Corpus(store=open_store(str(tmp_path / "corpus")), manifest=manifest)
+    corpus = OpenCorpus(store=open_store(str(tmp_path / "corpus")), manifest=manifest)
     return config, corpus, np.bincount(rows.flatten(), minlength=VOCAB_SIZE)
 
 
-def counts_of(config: Config, corpus: Corpus) -> np.ndarray:
+def counts_of(config: Config, corpus: OpenCorpus) -> np.ndarray:
     return unigram_counts(
         corpus,
         config.model.vocab_size,
@@ -47,4 +47,4 @@ def test_the_builders_counts_are_taken(run: Any) -> None:
     config, corpus, _ = run
     given = list(range(VOCAB_SIZE))
     manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": given}})
-    assert counts_of(config, Corpus(store=corpus.store, manifest=manifest)).tolist() == given
+    assert counts_of(config, OpenCorpus(store=corpus.store, manifest=manifest)).tolist() == given

@@ -21,15 +21,15 @@ from electra_dist.finetune.fit import Examples, Progress, predict
 from electra_dist.finetune.heads import SpanModel, SpanScores, TaskModel
 from electra_dist.finetune.squad.metrics import squad1_metrics, squad2_metrics
 from electra_dist.finetune.squad.windows import (
+    AnswerWindow,
     Passage,
     SquadFile,
-    Window,
     encode_passages,
     make_windows,
     read_squad,
     window_target,
 )
-from electra_dist.finetune.tasks import Outcome, Task
+from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.texts import find_file
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -77,7 +77,9 @@ class SquadTask(Task):
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return SpanModel(backbone, encoder.tower.hidden_size, settings, seed)
 
-    def evaluate(self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress) -> Outcome:
+    def evaluate(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> TaskOutcome:
         """Official metrics on the development file."""
         assert isinstance(model, SpanModel)
         passages, windows = _windows(self.dev, encoder, settings)
@@ -97,7 +99,7 @@ class SquadTask(Task):
                     best[question] = span
         return self.score(passages, best, no_answer)
 
-    def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> Outcome:
+    def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
         """Official metrics of the best span and the no-answer logit of each question of the development file."""
         predicted, scores = {}, {}
         for number, question in enumerate(self.dev.questions):
@@ -107,14 +109,14 @@ class SquadTask(Task):
         gold = {question.id: question.answers for question in self.dev.questions}
         failure = "" if any(predicted.values()) else "degenerate: no question has an answer"
         if self.version == 1:
-            return Outcome(squad1_metrics(predicted, gold), failure)
+            return TaskOutcome(squad1_metrics(predicted, gold), failure)
         metrics = squad2_metrics(predicted, scores, gold)
         if metrics["best_f1"] <= 100.0 * sum(not answers for answers in gold.values()) / len(gold):
             failure = "degenerate: no threshold beats `no answer` to every question"
-        return Outcome(metrics, failure)
+        return TaskOutcome(metrics, failure)
 
 
-def best_spans(windows: Sequence[Window], scores: SpanScores, max_answer: int) -> list[Span | None]:
+def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
     """The best allowed span of each window's beam, in tokens of the passage; None where the beam holds none."""
     found: list[Span | None] = []
     tables = [tensor.tolist() for tensor in scores[:4]]
@@ -131,15 +133,17 @@ def best_spans(windows: Sequence[Window], scores: SpanScores, max_answer: int) -
     return found
 
 
-def _allowed(window: Window, start: int, end: int, max_answer: int) -> bool:
+def _allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
     inside = 0 <= start <= end < len(window.owned)
     return inside and window.owned[start] and end - start < max_answer
 
 
-def _windows(file: SquadFile, encoder: Pretrained, settings: FinetuneConfig) -> tuple[list[Passage], list[Window]]:
+def _windows(
+    file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
+) -> tuple[list[Passage], list[AnswerWindow]]:
     passages = encode_passages(file.passages, encoder.tokenizer)
     queries = encoder.tokenizer.encode([question.text for question in file.questions])
-    windows: list[Window] = []
+    windows: list[AnswerWindow] = []
     for number, (question, query) in enumerate(zip(file.questions, queries, strict=True)):
         windows += make_windows(number, query, passages[question.passage], encoder.special, settings)
     return passages, windows

@@ -62,7 +62,7 @@ class Passage(NamedTuple):
         return (touching[0], touching[-1]) if touching else (0, -1)
 
 
-class Window(NamedTuple):
+class AnswerWindow(NamedTuple):
     """`[CLS] question [SEP] part of the passage [SEP]`."""
 
     question: int  # number within the file
@@ -120,7 +120,7 @@ def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list
 
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
-) -> list[Window]:
+) -> list[AnswerWindow]:
     """The windows of question `number`, whose ids are `query`; none for a passage without tokens."""
     query = query[: settings.max_query]
     room = settings.max_length - len(query) - 3
@@ -132,7 +132,7 @@ def make_windows(
     owner = [_owner(spans, token) for token in range(len(passage.ids))] if spans[1:] else [0] * len(passage.ids)
     head = [special.cls, *query, special.sep]
     return [
-        Window(
+        AnswerWindow(
             number,
             [*head, *passage.ids[start:end], special.sep],
             len(head),
@@ -156,7 +156,7 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
     return spans
 
 
-def window_target(window: Window, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
+def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """(start, end, 1 if there is no answer) in a window; [CLS] where the answer's tokens are not all in it."""
     end = window.first + len(window.owned)
     if impossible or not window.first <= first <= last < end:

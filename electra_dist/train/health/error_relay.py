@@ -21,7 +21,7 @@ from electra_dist.errors import UserError
 _COUNT, _TOLD = "user_errors", "user_error_told"
 
 
-def tell_once(error: UserError) -> None:
+def report_once(error: UserError) -> None:
     """Print the error unless another rank was first; the others learn that there was one."""
     is_first = True  # also where rank 0 is gone: better twice than never
     with contextlib.suppress(RuntimeError):
@@ -32,7 +32,7 @@ def tell_once(error: UserError) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def another_rank_told() -> bool:
+def another_rank_reported() -> bool:
     """Whether a rank has told a user's mistake: then a broken collective is its echo."""
     with contextlib.suppress(RuntimeError):
         return bool(dist.distributed_c10d._get_default_store().check([_TOLD]))

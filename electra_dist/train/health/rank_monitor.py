@@ -37,14 +37,14 @@ _LONGEST_COLLECTIVE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Look:
+class RankObservation:
     """What a look at the nodes found, as rank 0 knows it."""
 
     gpu: GpuReading | None  # of rank 0's node
     slow_ranks: list[int]
 
 
-class Watch:
+class RankMonitor:
     """One per rank, for the life of the process."""
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
@@ -69,7 +69,7 @@ class Watch:
             for group in list(c10d._world.pg_map):  # DeepSpeed has its own beside the default one
                 c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
-    def look(self, forward_s: float) -> Look:
+    def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs and compare the ranks. Collective; at log steps."""
         times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
         if torch.cuda.is_available():
@@ -83,7 +83,7 @@ class Watch:
             add_strike(
                 self._run_dir, Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")
             )
-        return Look(reading, stragglers(list(self._looks), in_a_row=_LOOKS))
+        return RankObservation(reading, stragglers(list(self._looks), in_a_row=_LOOKS))
 
     def close(self) -> None:
         """The run ends well: the supervisor need not watch this rank any more."""

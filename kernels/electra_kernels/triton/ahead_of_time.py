@@ -28,7 +28,7 @@ from electra_kernels.triton import discriminator_tail, dropout_add_norm, masked_
 from electra_kernels.triton.replace import replace_kernel
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A kernel with its argument types, compile-time values, and the integers known to divide by 16."""
 
     name: str
@@ -54,7 +54,7 @@ class Compiled(NamedTuple):
     tensor_core: int  # HMMA and HGMMA: ours have none
 
 
-def cases() -> list[Case]:
+def cases() -> list[KernelCase]:
     """Every kernel in the form that the large model launches, and two as fp32 takes them."""
     pointers = {
         "bias_ptr": "*bf16",
@@ -122,11 +122,11 @@ def cases() -> list[Case]:
     tail_backward = discriminator_tail.tail_backward_kernel
     shapes = ("seq_len", "num_slots", "hidden", "num_tokens")
     return [
-        Case("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
-        Case("head_evaluate", row_kernel, row, switches | _passes(True, False), ("stride",), warps),
-        Case("sample", row_kernel, row, switches | _passes(False, False), ("stride",), warps),
-        Case("tail_forward", tail_forward, tail, tail_blocks | {"PAIR": False}, shapes, tail_warps),
-        Case("tail_backward", tail_backward, tail, tail_blocks, shapes, tail_warps),
+        KernelCase("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
+        KernelCase("head_evaluate", row_kernel, row, switches | _passes(True, False), ("stride",), warps),
+        KernelCase("sample", row_kernel, row, switches | _passes(False, False), ("stride",), warps),
+        KernelCase("tail_forward", tail_forward, tail, tail_blocks | {"PAIR": False}, shapes, tail_warps),
+        KernelCase("tail_backward", tail_backward, tail, tail_blocks, shapes, tail_warps),
         *(
             case._replace(
                 name=f"{case.name}_fp32",
@@ -134,12 +134,12 @@ def cases() -> list[Case]:
                 constants=case.constants | {"PAIR": True},
             )
             for case in (
-                Case("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
-                Case("tail_fwd", tail_forward, tail, tail_blocks, shapes, tail_warps),
+                KernelCase("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
+                KernelCase("tail_fwd", tail_forward, tail, tail_blocks, shapes, tail_warps),
             )
         ),
-        Case("replace", replace_kernel, replace, {"BLOCK_S": 64, "BLOCK_N": 128}, shapes, 4),
-        Case(
+        KernelCase("replace", replace_kernel, replace, {"BLOCK_S": 64, "BLOCK_N": 128}, shapes, 4),
+        KernelCase(
             "gather_backward",
             masked_gather.scatter_add_kernel,
             gather,
@@ -148,7 +148,7 @@ def cases() -> list[Case]:
             1,
         ),
         *(
-            Case(f"{name}_{width}{suffix}", kernel, norm, {"DROP": drop, "BLOCK_H": width}, shapes, warps)
+            KernelCase(f"{name}_{width}{suffix}", kernel, norm, {"DROP": drop, "BLOCK_H": width}, shapes, warps)
             for name, kernel in (
                 ("norm_fwd", dropout_add_norm.norm_forward_kernel),
                 ("norm_bwd", dropout_add_norm.norm_backward_kernel),
@@ -163,7 +163,7 @@ def _passes(with_loss: bool, with_gradient: bool) -> dict[str, Any]:
     return {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient}
 
 
-def compile_case(case: Case, arch: int) -> Compiled:
+def compile_case(case: KernelCase, arch: int) -> Compiled:
     """Compile for compute capability `arch` (80, 90) and read the machine code."""
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}

@@ -6,11 +6,11 @@ import torch
 
 from electra_dist.finetune.heads import SpanScores
 from electra_dist.finetune.squad.task import best_spans
-from electra_dist.finetune.squad.windows import Window
+from electra_dist.finetune.squad.windows import AnswerWindow
 
 
 def test_spans_of_the_question_and_too_long_ones_are_no_answers() -> None:
-    window = Window(0, [], offset=3, first=0, owned=[True, True, False, True])
+    window = AnswerWindow(0, [], offset=3, first=0, owned=[True, True, False, True])
     one = torch.zeros(1, 1)
 
     def best(start: int, end: int) -> object:

@@ -9,7 +9,7 @@ import pytest
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
-from launcher.preflight.disk_checks import LOG_BYTES, Need, check_disks, judge_disk, needs
+from launcher.preflight.disk_checks import LOG_BYTES, Need, check_disks, classify_disk, needs
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LARGE = 335_136_769 + 19_511_098  # parameters of both towers: see tests/model
@@ -67,7 +67,7 @@ def need(now: int, whole: int, files: int = 10) -> Need:
 )
 def test_the_needs_of_one_disk_add_up(free_bytes: int, free_files: int | None, severity: str, what: str):
     both = [need(2_000_000_000, 4_000_000_000), need(3_000_000_000, 8_000_000_000)]
-    found = judge_disk(both, free_bytes, free_files, "n1")
+    found = classify_disk(both, free_bytes, free_files, "n1")
     assert found.severity == severity
     assert what in found.what
     assert (found.next_step == "") == (severity == "ok")

@@ -10,7 +10,7 @@ from support.fake_nvml import pynvml as fake
 from electra_dist import nvml
 from electra_dist.nvml import GpuHealth, GpuProbe
 from launcher.preflight.findings import Finding
-from launcher.preflight.gpu_checks import Speed, judge_gpus, judge_load, judge_speeds
+from launcher.preflight.gpu_checks import Speed, classify_gpus, classify_load, classify_speeds
 
 LOST = fake.NVML_ERROR_GPU_IS_LOST
 
@@ -32,7 +32,7 @@ def told(findings: list[Finding]) -> list[tuple[str, str]]:
 
 
 def test_a_sound_node_is_one_ok_line_a_gpu():
-    findings = judge_gpus(health({}, {"throttle": 0x4}), "n1")
+    findings = classify_gpus(health({}, {"throttle": 0x4}), "n1")
     assert told(findings) == [("ok", "GPU 0"), ("ok", "GPU 1")]
     assert [f.what for f in findings] == [
         "NVIDIA H200: 61 C, 652 W, 1755 MHz",
@@ -68,7 +68,7 @@ def test_a_sound_node_is_one_ok_line_a_gpu():
 def test_a_fault_of_one_gpu_is_named_with_its_next_step_and_its_neighbour_stays_sound(
     device: dict[str, Any], severity: str, words: str, next_step: str
 ):
-    sound, faulty = judge_gpus(health({}, device), "n1")
+    sound, faulty = classify_gpus(health({}, device), "n1")
     assert (sound.severity, sound.device) == ("ok", "GPU 0")
     assert (faulty.severity, faulty.node, faulty.device) == (severity, "n1", "GPU 1")
     assert words in faulty.what
@@ -77,26 +77,26 @@ def test_a_fault_of_one_gpu_is_named_with_its_next_step_and_its_neighbour_stays_
 
 def test_a_gpu_just_below_every_limit_is_sound_and_one_that_tells_nothing_is_no_fault():
     silent = {key: "unsupported" for key in fake.HEALTHY if not key.endswith("_error")}
-    findings = judge_gpus(health({"temperature": 81, "remapped_rows": [9, 2, 0, 0]}, silent), "n1")
+    findings = classify_gpus(health({"temperature": 81, "remapped_rows": [9, 2, 0, 0]}, silent), "n1")
     assert told(findings) == [("ok", "GPU 0"), ("unhealthy", "GPU 1")]  # no NVLinks beside a neighbour that has 18
-    assert told(judge_gpus(health(silent), "n1")) == [("ok", "GPU 0")]
-    assert judge_gpus(health(silent), "n1")[0].what == "unknown GPU: it tells nothing"
+    assert told(classify_gpus(health(silent), "n1")) == [("ok", "GPU 0")]
+    assert classify_gpus(health(silent), "n1")[0].what == "unknown GPU: it tells nothing"
 
 
 def test_links_that_are_down_on_all_gpus_alike_are_a_warning_and_no_links_at_all_are_none():
     half = {"nvlinks": [1, 1, 0, 0]}
-    assert told(judge_gpus(health(half, half), "n1")) == [("warning", "GPU 0"), ("warning", "GPU 1")]
+    assert told(classify_gpus(health(half, half), "n1")) == [("warning", "GPU 0"), ("warning", "GPU 1")]
     bridge_not_fitted, without = {"nvlinks": [0, 0]}, {"nvlinks": []}
-    assert told(judge_gpus(health(bridge_not_fitted, without), "n1")) == [("ok", "GPU 0"), ("ok", "GPU 1")]
+    assert told(classify_gpus(health(bridge_not_fitted, without), "n1")) == [("ok", "GPU 0"), ("ok", "GPU 1")]
 
 
 def test_several_faults_of_a_gpu_are_several_lines():
-    findings = judge_gpus(health({"ecc_volatile": 1, "throttle": 0x48, "recovery_action": 1}), "n1")
+    findings = classify_gpus(health({"ecc_volatile": 1, "throttle": 0x48, "recovery_action": 1}), "n1")
     assert told(findings) == [("unhealthy", "GPU 0")] * 4
 
 
 def test_under_load_heat_and_clock_are_looked_at_and_old_errors_are_not_told_again():
-    findings = judge_load(health({}, {"sm_clock": 900}, {"throttle": 0x40}, {"ecc_volatile": 1}), "n1")
+    findings = classify_load(health({}, {"sm_clock": 900}, {"throttle": 0x40}, {"ecc_volatile": 1}), "n1")
     assert told(findings) == [("ok", "GPU 0"), ("warning", "GPU 1"), ("unhealthy", "GPU 2"), ("ok", "GPU 3")]
     assert findings[0].what == "under load: 61 C, 652 W, 1755 MHz"
     assert findings[1].what == "clock 900 of 1980 MHz under load"
@@ -104,10 +104,10 @@ def test_under_load_heat_and_clock_are_looked_at_and_old_errors_are_not_told_aga
 
 def test_a_device_is_slow_beyond_the_factor_only_and_its_node_is_not_called_ok():
     speeds = [Speed(node=f"n{i // 2}", device=f"cuda:{i % 2}", tflops=t) for i, t in enumerate([700, 690, 400, 705])]
-    findings = judge_speeds(speeds)
+    findings = classify_speeds(speeds)
     assert [(f.severity, f.node, f.device) for f in findings] == [("unhealthy", "n1", "cuda:0"), ("ok", "n0", "")]
     assert findings[0].what == "matrix product at 400 TFLOP/s, the median is 695"
     assert findings[1].what == "matrix product at 690 to 700 TFLOP/s; median of 4: 695"
     within = [Speed(node="n0", device="cuda:0", tflops=t) for t in (130.0, 130.0, 101.0)]
-    assert [f.severity for f in judge_speeds(within)] == ["ok"]
-    assert judge_speeds([]) == []
+    assert [f.severity for f in classify_speeds(within)] == ["ok"]
+    assert classify_speeds([]) == []

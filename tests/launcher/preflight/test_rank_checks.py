@@ -23,7 +23,7 @@ from launcher.preflight import measurements, rank_checks
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import Speed
 from launcher.preflight.measurements import partner
-from launcher.preflight.rank_checks import RankReport, check_load, judge_ranks
+from launcher.preflight.rank_checks import RankReport, check_load, classify_ranks
 
 
 @given(st.integers(3, 20), st.data())
@@ -34,7 +34,7 @@ def test_of_a_ring_with_one_slow_link_only_its_owner_has_two_slow_exchanges(coun
         others = [partner(rank, count, turn) for turn in range(3)]
         seconds = [9.0 if slow in (rank, other) else 1.0 for other in others[: 2 + count % 2] if other is not None]
         reports.append(report(rank, node=f"n{rank}", exchange_s=min(seconds)))
-    named = [f for f in judge_ranks(reports, on_gpu=True) if f.severity == "unhealthy"]
+    named = [f for f in classify_ranks(reports, on_gpu=True) if f.severity == "unhealthy"]
     assert [(f.node, f.device) for f in named] == [(f"n{slow}", f"rank {slow}")]
 
 
@@ -50,7 +50,7 @@ def test_findings_of_all_ranks_come_together_with_clocks_speeds_and_the_slowest_
         report(1, "n0", speed=Speed(node="n0", device="cuda:1", tflops=690.0), skew_s=99.0),
         report(2, "n1", speed=Speed(node="n1", device="cuda:0", tflops=300.0), findings=(sick,), skew_s=-5.0),
     ]
-    findings = judge_ranks(reports, on_gpu=True)
+    findings = classify_ranks(reports, on_gpu=True)
     assert [(f.severity, f.node, f.what) for f in findings] == [
         ("unhealthy", "n1", "hot"),
         ("ok", "n0", "clock agrees with the other nodes"),  # a node has one clock: its first rank's
@@ -63,9 +63,9 @@ def test_findings_of_all_ranks_come_together_with_clocks_speeds_and_the_slowest_
 
 def test_without_gpus_a_slow_rank_is_a_warning_and_nobody_is_blamed_where_nothing_was_measured():
     slow = [report(rank, exchange_s=9.0 if rank == 2 else 1.0) for rank in range(4)]
-    assert [f.severity for f in judge_ranks(slow, on_gpu=False)] == ["warning", "ok"]
+    assert [f.severity for f in classify_ranks(slow, on_gpu=False)] == ["warning", "ok"]
     untried = [report(rank, all_reduce_gb_s=None) for rank in range(2)]
-    assert [f.what for f in judge_ranks(untried, on_gpu=True)] == ["no all-reduce tried"]
+    assert [f.what for f in classify_ranks(untried, on_gpu=True)] == ["no all-reduce tried"]
 
 
 def test_load_looks_at_the_gpus_while_they_work_and_names_the_device_that_fails(monkeypatch: pytest.MonkeyPatch):

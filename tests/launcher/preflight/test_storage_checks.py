@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.preflight.storage_checks import judge_skew
+from launcher.preflight.storage_checks import classify_skew
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from launcher.preflight.storage_checks import judge_skew
     ],
 )
 def test_a_clock_that_is_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
-    found = judge_skew(skew_s, "X", "n1")
+    found = classify_skew(skew_s, "X", "n1")
     assert (found.severity, found.what) == (severity, what)

@@ -116,17 +116,17 @@ def test_a_run_that_crashes_for_ever_ends_and_one_that_moves_on_does_not(course:
     """Each job saves 0 to 3 checkpoints, then crashes or stops; an independent count says when to give up."""
     ledger: list[Record] = []
     jobs: list[Record] = []
-    fruitless = 0
+    failed = 0
     for number, (saves, ending) in enumerate(course):
         reached = sum(e["event"] == "checkpoint" for e in ledger)
         jobs.append(begin(number, len(ledger), reached))
         ledger += [event("checkpoint", reached + i + 1) for i in range(saves)]
         if ending == "stop":
             ledger.append(event("stop", reached + saves))
-        fruitless = 0 if saves else fruitless + (ending == "crash")
+        failed = 0 if saves else failed + (ending == "crash")
         verdict = decide(ledger, jobs, how(number, {"n1": 75 if ending == "stop" else 1}))
         jobs.append(ended(number, verdict.action))
-        expected = "next" if ending == "stop" else "stop" if fruitless > 3 else "again"
+        expected = "next" if ending == "stop" else "stop" if failed > 3 else "again"
         assert verdict.action == expected
         if expected == "stop":
             break

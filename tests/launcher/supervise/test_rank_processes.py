@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
-from launcher.supervise.rank_processes import Ranks, condensed
+from launcher.supervise.rank_processes import RankProcesses, condensed
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):
@@ -46,7 +46,7 @@ def test_kill_ends_what_left_the_session_and_nothing_of_another_run_or_node(tmp_
         for mark in (other_node, other_run)
     ]
     try:
-        ranks = Ranks(mine)
+        ranks = RankProcesses(mine)
         # A grandchild in a session of its own, orphaned at once.
         code = f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"
         ranks.start([sys.executable, "-c", code])
