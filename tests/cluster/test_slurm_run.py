@@ -13,8 +13,9 @@ from slurm import SlurmCluster
 from submitted import SubmittedRun, submit
 
 MakeConfig = Callable[..., Path]
+NUM_STEPS = 2000  # a fast machine makes 800 before the first link must stop
 LONG = {
-    "train.num_steps": 800,
+    "train.num_steps": NUM_STEPS,
     "model.hidden_dropout": 0.1,
     "model.attention_dropout": 0.1,
     "checkpoint.every_steps": 50,
@@ -66,7 +67,7 @@ def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_u
     run.wait(400)
     print(run.log()[-800:])
 
-    assert run.events("done")[-1]["step"] == 800
+    assert run.events("done")[-1]["step"] == NUM_STEPS
     pretrain(tiny_config("uncut", **LONG), 2)
     assert losses(run.folder) == losses(tmp_path / "uncut")
-    assert len(losses(run.folder)) == 800
+    assert len(losses(run.folder)) == NUM_STEPS
