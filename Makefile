@@ -8,7 +8,7 @@ CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest cluster-test drills chaos bench lint typecheck clean help
+.PHONY: pretrain test pytest cluster-test drills chaos bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
@@ -16,7 +16,8 @@ help:
 	@echo "make cluster-test   a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills     kills, damages, S3 faults at length (docs/drills.md; about half an hour)"
 	@echo "make chaos      60 random faults against an uninterrupted run (about 20 minutes)"
-	@echo "make bench      all CPU benchmarks, and README's table from their results (under 15 minutes)"
+	@echo "make bench      all CPU benchmarks, and the table in docs/results.md (under 15 minutes)"
+	@echo "make docs       the documentation as a web site in site/"
 	@echo "make clean      remove build products (keeps runs/ and corpora/)"
 
 # torch first and alone: a range met by an installed torch never pulls another one over it.
@@ -77,6 +78,15 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
 	$(BIN)/python benchmarks/restart.py --rounds 2 --save
 	$(BIN)/python benchmarks/table.py
+
+docs/config.md: $(VENV)/ready
+	$(BIN)/python -m electra_dist.config_reference > $@
+
+# A broken link or an unknown name fails.
+docs: docs/config.md
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ EXTRAS = {
     "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
+    "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",

@@ -2,7 +2,7 @@
 
 Guarantee: ways that are compared run in one process, one after the other, round after round, so that whatever else
 the machine does meets them alike; a ratio is taken within each round, and its median and extremes over the rounds are
-told. A record names hardware, versions, date and the command that repeats it; `table.py` makes the README from it.
+told. A record names hardware, versions, date and the command that repeats it; `table.py` makes docs/results.md from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 class ResultLine(NamedTuple):
-    """A row of the README's table; date and command come from the record."""
+    """A row of the table in docs/results.md; date and command come from the record."""
 
     what: str
     value: str
@@ -108,7 +108,7 @@ def installed(*packages: str) -> dict[str, str]:
 def finish(
     name: str, arguments: argparse.Namespace, argv: Sequence[str] | None, lines: Sequence[ResultLine], **found: Any
 ) -> Json:
-    """The record of a run, with `found` and its lines of the README's table; written where `--save` says.
+    """The record of a run, with `found` and its lines of the table in docs/results.md; written where `--save` says.
 
     `name`: the script's, and behind a hyphen which of its subjects this is.
     """

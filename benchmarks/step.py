@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
 
 
 def report(found: Json, precision: str, facts: str) -> ResultLine:
-    """Print one precision's table; the README's line of it."""
+    """Print one precision's table; its line in docs/results.md."""
     print(f"\n{precision}, {facts}")
     rows = []
     for name, way in found.items():

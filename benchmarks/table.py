@@ -1,7 +1,7 @@
-"""README.md's table of benchmarks, from the newest JSON file of each: `python benchmarks/table.py`.
+"""Write the table of benchmarks in docs/results.md from the newest JSON file of each: `python benchmarks/table.py`.
 
-Every benchmark writes its own lines into its file (`measure.Line`); this script sorts out the newest file of each and
-puts the lines between the two markers. Smoke runs are left out: their times mean nothing.
+Every benchmark writes its own lines into its file (`measure.ResultLine`). This script selects the newest file of each
+benchmark and puts the lines between the two markers of the page. Smoke runs are left out: their times mean nothing.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def rewrite(text: str, records: Sequence[Json]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=REPOSITORY / "README.md")
+    parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "results.md")
     arguments = parser.parse_args(argv)
     records = newest(arguments.results)
     if not records:
         sys.exit(f"{arguments.results}: no results; run `make bench`")
-    arguments.readme.write_text(rewrite(arguments.readme.read_text(), records))
-    print(f"{arguments.readme}: {sum(len(record['lines']) for record in records)} lines")
+    arguments.page.write_text(rewrite(arguments.page.read_text(), records))
+    print(f"{arguments.page}: {sum(len(record['lines']) for record in records)} lines")
 
 
 if __name__ == "__main__":

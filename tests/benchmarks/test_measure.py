@@ -1,4 +1,4 @@
-"""What all benchmarks rest on: turns, ratios, records and the README's table."""
+"""What all benchmarks rest on: turns, ratios, records and the table of results."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ def test_a_ratio_is_taken_within_each_round() -> None:
 def test_a_record_names_the_command_that_repeats_it(tmp_path: Path) -> None:
     given = ["--smoke", "--save", str(tmp_path)]
     arguments = measure.parser("doc").parse_args(given)
-    record = measure.finish("step-packed", arguments, given, [measure.Line("what", "1 s", "2 x")], found=3)
+    record = measure.finish("step-packed", arguments, given, [measure.ResultLine("what", "1 s", "2 x")], found=3)
     assert record["command"] == "python benchmarks/step.py --smoke"
     assert record["found"] == 3
     assert measure.installed("numpy", "no-such-package")["no-such-package"] == "not installed"
@@ -55,16 +55,16 @@ def test_the_table_has_the_newest_of_each_and_no_smoke(tmp_path: Path) -> None:
     ]
     for number, record in enumerate(records):
         (tmp_path / f"{number}.json").write_text(json.dumps(record))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
+    page = tmp_path / "results.md"
+    page.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
     for _ in range(2):  # the second time changes nothing
-        table.main(["--results", str(tmp_path), "--readme", str(readme)])
-        text = readme.read_text()
+        table.main(["--results", str(tmp_path), "--page", str(page)])
+        text = page.read_text()
         assert text.startswith("before\n") and text.endswith("after\n")
         assert [word in text for word in ("new", "small", "old", "toy", "stale", "gpu")] == [True] * 2 + [False] * 4
         assert text.index("head") < text.index("step")
 
 
-def test_the_readme_has_the_markers() -> None:
-    text = (measure.REPOSITORY / "README.md").read_text()
+def test_the_page_of_results_has_the_markers() -> None:
+    text = (measure.REPOSITORY / "docs" / "results.md").read_text()
     assert text.index(table.BEGIN) < text.index(table.END)

@@ -14,16 +14,16 @@ COLLECTIVES = """
 import os, sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from electra_dist.config import ClusterConfig
-from electra_dist.train.health.rank_monitor import Watch
+from electra_dist.train.health.rank_monitor import RankMonitor
 dist.init_process_group("gloo")
 cluster = ClusterConfig(hang_step_floor_s=1.0, hang_checkpoint_s=4.0, hang_eval_s=4.0, hang_setup_s=60.0)
-watch, phase, rank = Watch(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()
+monitor, phase, rank = RankMonitor(Path(sys.argv[1]), cluster), sys.argv[2], dist.get_rank()
 for step in range(9):
-    watch.beat("step", step)
+    monitor.beat("step", step)
     dist.all_reduce(torch.zeros(1))
     time.sleep(0.02)
-watch.beat(phase, 9)
-watch.beat("step", 9)
+monitor.beat(phase, 9)
+monitor.beat("step", 9)
 begin = time.monotonic()
 if rank == 1:
     time.sleep(60.0)

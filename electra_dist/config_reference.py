@@ -1,0 +1,93 @@
+"""Write the reference of all config keys, docs/config.md, from the fields' descriptions.
+
+`python -m electra_dist.config_reference > docs/config.md`, or `make docs/config.md`. A test holds the page current.
+"""
+
+from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from electra_dist.config import Config
+
+_INTRODUCTION = """# Configuration
+
+A run is described by one YAML file. `extends: OTHER.yaml` starts from another file, and `--set section.key=value`
+overrides a key. An unknown key is an error that names the nearest valid one. `electra-dist config FILE --describe`
+shows the same descriptions with the values of a file and where each value comes from. This page is generated from
+`electra_dist/config.py`; do not edit it.
+"""
+
+
+def reference() -> str:
+    """Return the page as Markdown: a table for each section, in the order of the config's fields."""
+    top_level = {name: field for name, field in Config.model_fields.items() if _section_of(field) is None}
+    parts = [_INTRODUCTION, _table("The run", top_level, "")]
+    for name, field in Config.model_fields.items():
+        section = _section_of(field)
+        if section is not None:
+            parts.append(_section(name, section))
+    return "\n".join(parts)
+
+
+def _section(path: str, section: type[BaseModel]) -> str:
+    """Return the table of a section and of the sections within it."""
+    plain = {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
+    parts = [_table(f"`{path}`", plain, f"{path}.")]
+    for name, field in section.model_fields.items():
+        inner = _section_of(field)
+        if inner is not None:
+            parts.append(_section(f"{path}.{name}", inner))
+    return "\n".join(parts)
+
+
+def _table(title: str, fields: dict[str, FieldInfo], prefix: str) -> str:
+    """Return a heading and a Markdown table of key, type, default and description."""
+    lines = [f"## {title}", "", "| key | type | default | description |", "| --- | --- | --- | --- |"]
+    for name, field in fields.items():
+        cells = [f"`{prefix}{name}`", _type_name(field.annotation), _default(field), field.description or ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field that is a section; None for a plain value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _type_name(annotation: Any) -> str:
+    """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if annotation is NoneType:
+        return "`null`"
+    return f"`{annotation.__name__}`"
+
+
+def _default(field: FieldInfo) -> str:
+    """Return the default value as YAML would show it; "required" where there is none."""
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "`null`"
+    if isinstance(field.default, bool):
+        return "`true`" if field.default else "`false`"
+    if isinstance(field.default, tuple):
+        return f"`{list(field.default)}`"
+    return f"`{field.default}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
