@@ -3,9 +3,9 @@
     python benchmarks/gpu.py            # meant for 9 minutes of one H200; JSON under benchmarks/results/
     python benchmarks/gpu.py --smoke    # toy sizes on the CPU: the same code, no file, figures without meaning
 
-1. Correctness (`gpu_checks.py`): each operation and its reference, in fp32 and bf16, against float64; chi-squares on
-   1e6 draws; no host sync and capture in a CUDA graph for the head. The discriminator's tail also by the CUDA library,
-   which is built here where nvcc is on PATH.
+1. Correctness (`gpu_parts/checks.py`): each operation and its reference, in fp32 and bf16, against float64;
+   chi-squares on 1e6 draws; no host sync and capture in a CUDA graph for the head. The discriminator's tail also by
+   the CUDA library, which is built here where nvcc is on PATH.
 2. Time (median of events, forward + backward) and peak memory above the inputs, against eager torch, torch.compile,
    and Liger and cut-cross-entropy with a separate sampler where they are installed.
 3. Training steps of the large model (`gpu_parts/steps.py`): micro-batches, kernels and references, eager and compiled,
@@ -34,14 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from electra_kernels import BackendUnavailable
 from electra_kernels.backend import resolve
 from electra_kernels.native import discriminator_tail
 from gpu_parts.cases import LARGE, TOY, Sizes, cases, head_inputs, our_head, rival_heads
 from gpu_parts.checks import chi_square, integers, values, without_host
 from gpu_parts.parts import breakdown, time_rivals
 from gpu_parts.steps import StepBench, time_fusions, time_steps
-
-from electra_dist.errors import UserError
 
 PACKAGES = ("torch", "triton", "liger_kernel", "cut_cross_entropy")
 REPEATS, WARM_UP = 20, 5
@@ -158,7 +157,7 @@ def main() -> None:
         try:
             discriminator_tail.build(discriminator_tail.library_path())
             backends.append("cuda")
-        except UserError as error:
+        except BackendUnavailable as error:
             print(f"without the CUDA library: {error}")
     name = "CPU, smoke run: figures without meaning" if smoke else torch.cuda.get_device_name()
     record: dict[str, Any] = {

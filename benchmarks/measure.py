@@ -1,8 +1,8 @@
 """What the benchmarks share: ways timed in turn, the ratio of two ways, the record of a run, tables.
 
-Guarantee: ways that are compared run in one process, one after the other, round after round, so that whatever else
-the machine does meets them alike; a ratio is taken within each round, and its median and extremes over the rounds are
-told. A record names hardware, versions, date and the command that repeats it; `table.py` makes docs/results.md from it.
+Guarantee: what is compared runs in one process, in turns, round after round, so that other load on the machine affects
+all alike. A ratio is taken within each round; its median and extremes over the rounds are reported. A record names
+hardware, versions, date and the command that repeats it; `table.py` makes the table in docs/results.md from it.
 """
 
 from __future__ import annotations

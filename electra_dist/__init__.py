@@ -1,4 +1,4 @@
-"""ELECTRA pretraining at scale on PyTorch and DeepSpeed."""
+"""Pretrain ELECTRA models at scale with PyTorch and DeepSpeed."""
 
 from electra_dist.version import VERSION as __version__
 

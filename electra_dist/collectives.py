@@ -1,9 +1,11 @@
-"""Collective operations on Python values: a decision of rank 0 for all ranks, and everyone's value for everyone.
+"""Exchange small Python values between all ranks of a run.
 
-Guarantee: every rank returns the same value, or raises the same UserError. They pickle what they send, so they are for
-small values outside the step loop.
+Guarantee: every rank returns the same value, or raises the same UserError.
 
-Cost: two small collectives each; milliseconds over gloo.
+Cost: two small collectives for each call; milliseconds over gloo.
+
+Limits: values are pickled, so these functions are for small values outside the step loop. Every rank of the default
+process group must call them, in the same order.
 """
 
 from __future__ import annotations
@@ -19,27 +21,34 @@ T = TypeVar("T")
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 and return its value on every rank. Collective.
+    """Call `function` on rank 0 only and return its value on every rank. Collective.
+
+    Args:
+        function: Called without arguments; its value must be picklable.
 
     Raises:
-        UserError: what `function` raised on rank 0, on every rank and of the same type. Other exceptions are rank 0's
-            alone.
+        UserError: `function` raised it on rank 0; every rank raises an error of the same type. Any other exception is
+            raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
-    box: list[tuple[T | None, UserError | None]] = [(None, None)]
+    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]  # broadcast_object_list fills a list in place.
     if dist.get_rank() == 0:
         try:
-            box = [(function(), None)]
+            outcome = [(function(), None)]
         except UserError as error:
-            box = [(None, error)]
-    dist.broadcast_object_list(box)
-    value, mistake = box[0]
-    if mistake is not None:
-        raise mistake
-    return value  # type: ignore[return-value]  # rank 0 filled it
+            outcome = [(None, error)]
+    dist.broadcast_object_list(outcome)
+    value, error_of_rank_0 = outcome[0]
+    if error_of_rank_0 is not None:
+        raise error_of_rank_0
+    return value  # type: ignore[return-value]  # Without an error, rank 0 has set it.
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, by rank. Collective."""
+    """Return the values of all ranks, ordered by rank, on every rank. Collective.
+
+    Args:
+        value: This rank's value; it must be picklable.
+    """
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

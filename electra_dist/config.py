@@ -1,13 +1,20 @@
-"""The configuration: one frozen pydantic tree. YAML in (`config_file.py`), DeepSpeed JSON out (`engine/engine.py`).
+"""Define the configuration of a run: one frozen pydantic tree whose sections are the classes of this module.
 
-Every field says what it is and in what unit; that text is the manual (`electra-dist config --describe`). Unknown keys
-are errors. Each component is passed the smallest section it needs. Nothing here imports torch.
+Guarantee: an unknown key, a value of the wrong type and a contradiction between keys are errors when the config is
+loaded. A loaded config never changes.
+
+How: `config_file.py` reads the tree from YAML, and `engine/engine.py` derives DeepSpeed's JSON from it. Each component
+receives only the section that it needs. The field descriptions are the user's manual: `electra-dist config FILE
+--describe` prints them, and an error message quotes the description of the key at fault.
+
+Limits: this module must not import torch, because commands on a login node load a config without it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,320 +24,542 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-CHECKPOINTS_DIR = "checkpoints"  # in the run folder, unless checkpoint.targets names other places
-CACHE_DIR = "cache"  # in the run folder, unless data.cache_dir names another place
+CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.targets replaces it.
+CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
+_VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
 
 
 class Section(BaseModel):
-    """A frozen section: keyword-only, no unknown keys."""
+    """Base class of all sections: frozen, keyword arguments only, no unknown keys, no infinite or NaN numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TowerConfig(Section):
-    """One transformer tower."""
+    """Shape of one transformer tower, the discriminator or the generator."""
 
-    hidden_size: Positive = Field(description="width of the tower, in features")
-    num_layers: Positive = Field(description="transformer layers")
-    num_heads: Positive = Field(description="attention heads; must divide hidden_size")
-    intermediate_size: Positive = Field(description="width of the feed-forward layer, in features")
+    hidden_size: Positive = Field(description="Width of the tower: number of features of each token in every layer.")
+    num_layers: Positive = Field(description="Number of transformer layers in the tower.")
+    num_heads: Positive = Field(description="Number of attention heads in each layer; must divide hidden_size.")
+    intermediate_size: Positive = Field(
+        description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size."
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TowerConfig:
+        """Refuse a number of heads that does not divide the width."""
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}")
+            raise ValueError(
+                f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; change one of them"
+            )
         return self
 
 
 class ModelConfig(Section):
-    """Both towers and what they share."""
+    """Shapes of both towers, the weights that they share, dropout and initialisation."""
 
-    vocab_size: Positive = Field(default=30522, description="WordPiece entries; must be the corpus's")
-    embedding_size: Positive = Field(default=1024, description="width of the shared embedding tables, in features")
-    max_positions: Positive = Field(default=512, description="rows of the position table, in tokens")
-    type_vocab_size: Positive = Field(default=2, description="token types (segment A, segment B)")
-    discriminator: TowerConfig = Field(description="the tower that is kept")
+    vocab_size: Positive = Field(
+        default=30522,
+        description="Number of WordPiece tokens; must equal the size of the vocabulary that the corpus was built "
+        "with. 30522 is BERT's uncased vocabulary.",
+    )
+    embedding_size: Positive = Field(
+        default=1024,
+        description="Width of the embedding tables that the towers share, in features. A tower with another "
+        "hidden_size projects the embeddings to its own width.",
+    )
+    max_positions: Positive = Field(
+        default=512,
+        description="Number of positions that have an embedding, which is the longest row the model can read, in "
+        "tokens. Must be at least data.seq_len.",
+    )
+    type_vocab_size: Positive = Field(
+        default=2, description="Number of token types; the two types distinguish segment A from segment B."
+    )
+    discriminator: TowerConfig = Field(
+        description="Shape of the discriminator, the main tower, which is used after pretraining."
+    )
     generator: TowerConfig = Field(
-        description="the small tower that fills masked positions; sizes: docs/objectives.md"
+        description="Shape of the generator, the small tower that fills the masked positions; docs/objectives.md "
+        "lists the usual sizes."
     )
     sharing: Literal["embeddings", "none", "gdes", "all"] = Field(
         default="embeddings",
-        description="what the towers share. embeddings: the token, position and type tables and their LayerNorm "
-        "(Google's code; the paper names tokens and positions); none: nothing; gdes: the discriminator's tables are "
-        "the generator's, without gradient, plus a difference of its own (DeBERTa-v3); all: embeddings and layers",
+        description="Weights that both towers share. embeddings: the token, position and type tables and their "
+        "LayerNorm, as in Google's code (the paper names only tokens and positions). none: no weights. gdes: as in "
+        "DeBERTa-v3, the discriminator reads the generator's tables without sending gradients to them, and adds a "
+        "trainable difference. all: embeddings and layers; the towers must have the same shape.",
     )
     generator_embedding_size: Positive | None = Field(
         default=None,
-        description="width of the generator's own tables with sharing `none`, in features; default: embedding_size "
-        "(Google's code: generator.hidden_size)",
+        description="Width of the generator's own embedding tables, in features; valid only with sharing: none. "
+        "Unset: embedding_size. Google's code uses generator.hidden_size.",
     )
-    hidden_dropout: Probability = Field(default=0.1, description="dropout on embeddings and sub-layer outputs")
-    attention_dropout: Probability = Field(default=0.1, description="dropout on attention probabilities")
-    layer_norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-12, description="epsilon of every LayerNorm")
+    hidden_dropout: Probability = Field(
+        default=0.1,
+        description="Dropout probability on the embeddings and on the output of each attention and feed-forward "
+        "sub-layer.",
+    )
+    attention_dropout: Probability = Field(
+        default=0.1,
+        description="Dropout probability on the attention weights, after the softmax. Must be 0 for "
+        "engine.attention: flex.",
+    )
+    layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-12, description="Epsilon that every LayerNorm adds to the variance."
+    )
     initializer_range: Annotated[float, Field(gt=0)] = Field(
-        default=0.02, description="standard deviation of the truncated-normal initialisation"
+        default=0.02,
+        description="Standard deviation of the truncated normal distribution from which weights are initialised.",
     )
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
+        """Refuse shapes that the chosen sharing does not allow."""
         if self.sharing == "all" and self.generator != self.discriminator:
-            raise ValueError("sharing `all` needs two towers of one size; set model.generator to the discriminator's")
+            raise ValueError(
+                "sharing `all` needs two towers of the same shape; set model.generator to the values of "
+                "model.discriminator, or set model.sharing: embeddings"
+            )
         if self.generator_embedding_size and self.sharing != "none":
-            raise ValueError("generator_embedding_size needs sharing `none`; with shared tables there is one width")
+            raise ValueError(
+                f"generator_embedding_size needs sharing `none`, but sharing is `{self.sharing}`; set "
+                f"model.sharing: none, or leave generator_embedding_size out"
+            )
         return self
 
     @property
     def generator_embedding_width(self) -> int:
-        """Width of the tables that the generator reads, in features."""
+        """Return the width of the embedding tables that the generator reads, in features."""
         return self.generator_embedding_size or self.embedding_size
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the token table: the vocabulary rounded up to 128, so that rows of logits are aligned on a GPU."""
-        return -(-self.vocab_size // 128) * 128
+        """Return the number of rows of the token table: vocab_size rounded up to a multiple of 128.
+
+        The padding aligns each row of logits in GPU memory. Ids of padding rows never occur in a corpus.
+        """
+        return math.ceil(self.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
 class ObjectiveConfig(Section):
-    """What is learnt: masking, sampling and the losses."""
+    """What is learned: the pretraining objective, masking, sampling of replacements, and weights of the losses."""
 
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",
-        description="rtd: ELECTRA; mlm: BERT without NSP; rtd_masked_only: ELECTRA 15 %; replace_mlm: the large tower "
-        "predicts the masked tokens from the generator's text; all_tokens_mlm: every token, with a copy gate; "
-        "electric: two-tower cloze model; adversarial: the generator works against the discriminator (REINFORCE)",
+        description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
+        "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA 15 %, which "
+        "is rtd with the discriminator's loss at masked positions only. replace_mlm: the discriminator's tower reads "
+        "the generator's text and predicts the original tokens at masked positions. all_tokens_mlm: the same at "
+        "every position, with a copy gate. electric: the Electric model, with a two-tower cloze model as its noise "
+        "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the discriminator.",
     )
     generator: Literal["trained", "uniform", "unigram"] = Field(
         default="trained",
-        description="where replacements come from: the generator; any token alike (Google's code); tokens as often as "
-        "in the corpus (the paper)",
+        description="Source of the replacement tokens. trained: the generator network. uniform: every token of the "
+        "vocabulary with equal probability, the fixed generator of Google's code. unigram: tokens by their "
+        "frequency in the corpus, the fixed generator of the paper.",
     )
     generator_only_steps: NonNegative = Field(
         default=0,
-        description="two-stage training: steps of MLM on the generator alone; the discriminator then begins as its "
-        "copy and the generator is frozen; 0: both from the start",
+        description="Two-stage training: number of steps that train only the generator, by masked language "
+        "modelling. After them the discriminator starts from a copy of the generator's weights, and the generator "
+        "is frozen. Needs model.sharing: none and towers of the same shape. 0: both towers train from the start.",
     )
     mask_prob: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        default=0.25, description="fraction of a row's real tokens that is masked (0.25 means 25 %)"
+        default=0.25,
+        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %).",
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.85,
-        description="fraction of the chosen positions that show [MASK], the rest keep their token (Google's code: "
-        "0.85; the paper: 1.0)",
+        description="Fraction of the masked positions that show [MASK] to the generator; the others keep their "
+        "token. Google's code uses 0.85, the paper 1.0.",
     )
     masking: Literal["without_replacement", "reference"] = Field(
         default="without_replacement",
-        description="how positions are drawn; `reference` repeats Google's draw with replacement, duplicates and all",
+        description="How masked positions are drawn. without_replacement: each position at most once. reference: "
+        "with replacement, as in Google's code, so that duplicates reduce the number of distinct masked positions.",
     )
     mlm_weight: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="weight of the generator's loss, whatever it learns by (with `mlm`: of the only loss)"
+        default=1.0,
+        description="Weight of the generator's loss in the total loss, whichever loss trains the generator. With "
+        "objective mlm, the weight of the only loss.",
     )
-    rtd_weight: Annotated[float, Field(ge=0)] = Field(default=50.0, description="weight of the discriminator's loss")
+    rtd_weight: Annotated[float, Field(ge=0)] = Field(
+        default=50.0,
+        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50).",
+    )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="weight of the large tower's loss where it predicts tokens (replace_mlm, all_tokens_mlm)",
+        description="Weight, in the total loss, of the token predictions of the discriminator's tower; used by the "
+        "objectives replace_mlm and all_tokens_mlm only.",
     )
     temperature: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="divides the generator's logits before sampling (never in its loss)"
+        default=1.0,
+        description="Number that divides the generator's logits before a replacement is sampled. Values above 1 "
+        "make the samples more random. The generator's loss does not use it.",
     )
-    disallow_correct: bool = Field(default=False, description="never sample the true token")
+    disallow_correct: bool = Field(
+        default=False,
+        description="Whether sampling excludes the original token, so that every sampled token is a replacement.",
+    )
     loss_mean: Literal["global", "per_replica"] = Field(
         default="global",
-        description="token mean over the global batch, or (Google's way) over each micro-batch, then averaged",
+        description="How a loss is averaged over tokens. global: one mean over the tokens of the global batch. "
+        "per_replica: a mean for each micro-batch, then the mean of these means, as in Google's code.",
     )
 
     @model_validator(mode="after")
     def _options_fit(self) -> ObjectiveConfig:
+        """Refuse options that the chosen objective cannot use."""
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
-            raise ValueError(f"generator `{self.generator}` does not go with objective `{self.name}`")
+            raise ValueError(
+                f"generator `{self.generator}` does not go with objective `{self.name}`; set "
+                f"objective.generator: trained, or choose another objective.name"
+            )
         if self.generator_only_steps and (self.name, self.generator) != ("rtd", "trained"):
-            raise ValueError("generator_only_steps needs objective `rtd` and a trained generator")
+            raise ValueError(
+                "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
+                "objective.generator: trained, or set generator_only_steps: 0"
+            )
         if self.name == "adversarial" and self.disallow_correct:
-            raise ValueError("objective `adversarial` may sample the true token; set disallow_correct: false")
+            raise ValueError(
+                "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; "
+                "set objective.disallow_correct: false"
+            )
         return self
 
 
 class DataConfig(Section):
-    """Where rows come from and in which order."""
+    """Where rows come from, in which order they are read, and where the node keeps them."""
 
-    corpus: str = Field(description="folder or s3:// prefix that holds corpus.json and the shards")
-    heldout: str | None = Field(default=None, description="a second corpus that is never trained on; evaluated")
-    seq_len: Positive = Field(default=512, description="tokens per row; must be the corpus's")
-    shuffle_window_shards: Positive = Field(default=64, description="shards whose rows are shuffled together")
+    corpus: str = Field(
+        description="Training corpus: the local folder or s3:// prefix that holds corpus.json and the shards."
+    )
+    heldout: str | None = Field(
+        default=None,
+        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. It must have the row "
+        "length and the vocabulary of the training corpus. Unset: no evaluation.",
+    )
+    seq_len: Positive = Field(
+        default=512, description="Tokens per row; must equal the row length that the corpus was built with."
+    )
+    shuffle_window_shards: Positive = Field(
+        default=64,
+        description="Number of shards whose rows are shuffled together. A larger window shuffles more widely, but "
+        "the node must hold more shards at a time.",
+    )
     cache_dir: str | None = Field(
-        default=None, description="node-local folder for shards fetched from S3; default: cache/ in the run folder"
+        default=None,
+        description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
+        "local disk. Unset: cache/ in the run folder.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="size that cache_dir is kept below, in 1e9 bytes; default: the disk is the limit"
+        default=None,
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. Shards that were not used "
+        "for longest are deleted to keep it. Unset: the free space of the disk is the limit.",
     )
-    fetch_threads: Positive = Field(default=8, description="parallel shard downloads per node")
-    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS's, for every s3:// here")
+    fetch_threads: Positive = Field(
+        default=8,
+        description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
+        "and fetch each shard only once.",
+    )
+    endpoint_url: str | None = Field(
+        default=None,
+        description="URL of an S3-compatible service for the s3:// URLs of this section, for example "
+        "http://10.0.0.1:9000. Unset: AWS.",
+    )
 
 
 class TrainConfig(Section):
-    """The step."""
+    """Length of the run, size of a step, numeric precision, skipped steps and initial weights."""
 
-    num_steps: Positive = Field(description="optimizer steps of the whole run")
-    global_batch: Positive = Field(description="rows per step over all ranks")
-    micro_batch: Positive = Field(
-        description="rows per rank per forward pass, the rest is gradient accumulation; auto: the most that fit"
+    num_steps: Positive = Field(
+        description="Number of optimizer steps in the whole run; the learning-rate schedule ends there."
     )
-    largest_micro_batch: bool = Field(default=False, description="what `micro_batch: auto` means; set that")
+    global_batch: Positive = Field(
+        description="Number of rows in an optimizer step, summed over all ranks and micro-batches."
+    )
+    micro_batch: Positive = Field(
+        description="Number of rows that a rank processes in one forward and backward pass. Gradients are "
+        "accumulated over as many passes as global_batch needs. auto: measure memory at the start of the run and "
+        "use the largest number that fits."
+    )
+    largest_micro_batch: bool = Field(
+        default=False,
+        description="Internal flag that micro_batch: auto sets. Do not set it yourself; set micro_batch: auto.",
+    )
     precision: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="compute precision; master weights, moments and gradient sums are always fp32"
+        default="bf16",
+        description="Number format of the forward and backward passes. Master weights, optimizer moments and "
+        "gradient sums are fp32 in both cases.",
     )
     skip_steps: tuple[NonNegative, ...] = Field(
-        default=(), description="steps (from 0) that are passed over: their rows are not used, nothing is updated"
+        default=(),
+        description="Steps to skip, counted from 0. A skipped step uses no rows and updates nothing; all other "
+        "steps keep their rows.",
     )
     init_from: str | None = Field(
         default=None,
-        description="begin with the weights of a run, an export or a Hugging Face ELECTRA folder, at step 0 with "
-        "new moments; read until the run has a checkpoint of its own",
+        description="Folder of the initial weights: a run, an export or a Hugging Face ELECTRA model. Training "
+        "starts at step 0 with new optimizer moments. Ignored once the run has a checkpoint of its own. Unset: "
+        "random weights.",
     )
     init_generator_from: str | None = Field(
-        default=None, description="with a Hugging Face folder in init_from: the one of its generator"
+        default=None,
+        description="Hugging Face folder with the generator's initial weights, for an init_from that is a Hugging "
+        "Face folder and so holds only the discriminator.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        """Until it is found out, one row a pass: what any number of ranks can share."""
+        """Replace `micro_batch: auto` by one row a pass and set `largest_micro_batch`.
+
+        One row a pass suits any number of ranks that divides the global batch, so the checks of the config hold
+        before `engine/micro_batch.py` has measured the largest size.
+        """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
         return value
 
     @model_validator(mode="after")
     def _generator_of_something(self) -> TrainConfig:
+        """Refuse initial weights of a generator without those of a discriminator."""
         if self.init_generator_from and not self.init_from:
-            raise ValueError("init_generator_from needs init_from, the folder of the discriminator")
+            raise ValueError(
+                "init_generator_from needs init_from; set train.init_from to the folder of the discriminator"
+            )
         return self
 
     def micro_batches(self, num_ranks: int) -> int:
-        """Return how many micro-batches each of `num_ranks` ranks runs in a step; 0 if they cannot share it evenly."""
-        micro_batches, rest = divmod(self.global_batch, self.micro_batch * num_ranks)
-        return 0 if rest else micro_batches
+        """Return the number of micro-batches per rank and step, or 0 if the ranks cannot share a step evenly.
+
+        Args:
+            num_ranks: Number of ranks of the run, at least 1.
+        """
+        rows_per_pass = self.micro_batch * num_ranks
+        if self.global_batch % rows_per_pass:
+            return 0
+        return self.global_batch // rows_per_pass
 
     def possible_ranks(self) -> list[int]:
         """Return the numbers of ranks that can share the global batch evenly, ascending."""
-        most = self.global_batch // self.micro_batch
-        return [ranks for ranks in range(1, most + 1) if self.micro_batches(ranks)]
+        most_ranks = self.global_batch // self.micro_batch
+        return [num_ranks for num_ranks in range(1, most_ranks + 1) if self.micro_batches(num_ranks)]
 
 
 class GuardConfig(Section):
     """When a step is stopped before the optimizer, and when the run goes back to a checkpoint."""
 
-    window: Annotated[int, Field(ge=2)] = Field(default=128, description="accepted steps that a spike is measured by")
+    window: Annotated[int, Field(ge=2)] = Field(
+        default=128,
+        description="Number of most recent accepted steps from which the mean and the standard deviation of the loss "
+        "are computed. No step counts as a spike before that many steps were accepted.",
+    )
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
-        default=6.0, description="standard deviations above the window's mean loss that make a spike; 0: never"
+        default=6.0,
+        description="A step is stopped if its loss exceeds the window's mean by more than this many standard "
+        "deviations. 0: no step is stopped for a spike; a loss or gradient that is not finite still stops it.",
     )
-    max_in_a_row: Positive = Field(default=3, description="stopped steps in a row that send the run back")
+    max_in_a_row: Positive = Field(
+        default=3, description="Number of consecutive stopped steps after which the run goes back to a checkpoint."
+    )
     skip_before: NonNegative = Field(
-        default=16, description="steps before the first stopped one that are skipped too when the run goes back"
+        default=16,
+        description="Number of steps before the first stopped step that are skipped as well when the run goes back "
+        "to a checkpoint. Fewer are skipped if no checkpoint is that old.",
     )
-    max_rollbacks: NonNegative = Field(default=5, description="times that a run may go back before it ends with 78")
+    max_rollbacks: NonNegative = Field(
+        default=5,
+        description="Number of times that a run may go back to a checkpoint. If it diverges again, it ends with exit "
+        "code 78.",
+    )
 
 
 class OptimizerConfig(Section):
-    """AdamW as the paper used it, and its schedule: lr * min(1, t/warmup) * (1 - t/num_steps) ** decay_power."""
+    """AdamW as the paper used it (or LAMB), and the learning-rate schedule.
+
+    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * (1 - t / num_steps) ** decay_power.
+    """
 
     name: Literal["adamw", "lamb"] = Field(
-        default="adamw", description="lamb: each parameter's step is scaled by its norm (engine.zero_stage 0 only)"
+        default="adamw",
+        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
+        "the parameter's norm and needs engine.zero_stage: 0.",
     )
-    lr: Annotated[float, Field(gt=0)] = Field(default=2e-4, description="peak learning rate")
-    warmup_steps: NonNegative = Field(default=10_000, description="linear warm-up, in steps; overlaps the decay")
-    decay_power: Annotated[float, Field(ge=0)] = Field(default=1.0, description="power of the decay to zero")
-    beta1: Probability = Field(default=0.9, description="decay of the first moment")
-    beta2: Probability = Field(default=0.999, description="decay of the second moment")
-    eps: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="added to the root of the second moment")
+    lr: Annotated[float, Field(gt=0)] = Field(
+        default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
+    )
+    warmup_steps: NonNegative = Field(
+        default=10_000,
+        description="Number of steps in which the learning rate rises linearly from 0. The decay also runs during "
+        "these steps. 0: no warm-up.",
+    )
+    decay_power: Annotated[float, Field(ge=0)] = Field(
+        default=1.0,
+        description="Exponent of the decay factor (1 - step / num_steps) ** decay_power. 1: linear decay to 0. 0: no "
+        "decay.",
+    )
+    beta1: Probability = Field(
+        default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
+    )
+    beta2: Probability = Field(
+        default=0.999, description="Decay rate of the second moment, the running mean of the squared gradient."
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-6,
+        description="Number added to the square root of the second moment, so that the update never divides by 0.",
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.01, description="decoupled, times lr; not on LayerNorm and bias"
+        default=0.01,
+        description="Decoupled weight decay, multiplied by the learning rate. LayerNorm and bias parameters are not "
+        "decayed.",
     )
-    clip_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="bound of the global gradient norm")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0,
+        description="Upper limit of the global gradient norm; gradients with a larger norm are scaled down to it.",
+    )
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
         default="auto",
-        description="auto: apex's, else (adamw) DeepSpeed's fused one on a GPU; our foreach one on a CPU",
+        description="Code that runs the update. apex: NVIDIA apex. deepspeed: DeepSpeed's fused AdamW (not for "
+        "lamb). foreach: this project's code on torch._foreach. auto: on a CPU foreach; on a GPU apex if it is "
+        "installed, otherwise deepspeed for adamw and foreach for lamb.",
     )
 
 
 class EngineConfig(Section):
-    """DeepSpeed. Nothing here changes what is computed, only where."""
+    """How the computation is distributed and how it saves memory; nothing in this section changes what is computed."""
 
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="ZeRO stage")
-    offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory (stages 1 to 3)")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1,
+        description="DeepSpeed ZeRO stage: which training state is split between the ranks. 0: none. 1: optimizer "
+        "state. 2: gradients as well. 3: parameters as well.",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="Whether the optimizer state is kept in host memory instead of GPU memory (zero_stage 1 to 3).",
+    )
     activation_checkpointing: bool = Field(
-        default=False, description="keep only what goes in between layers, and compute it again in the backward pass"
+        default=False,
+        description="Whether only the input of each layer is kept for the backward pass and the layer is computed "
+        "again there. Saves memory, costs time.",
     )
     attention: Literal["auto", "sdpa", "flex"] = Field(
         default="auto",
-        description="flex: FlexAttention, which skips what lies between examples (a GPU, no attention dropout); sdpa: "
-        "torch's own with a bias; auto: flex where it can run and passes a trial",
+        description="Attention code. sdpa: torch's scaled_dot_product_attention with a bias that separates the "
+        "examples of a row. flex: FlexAttention, which skips the pairs of tokens from different examples; needs a "
+        "GPU and model.attention_dropout: 0. auto: flex where it can run and passes a trial, otherwise sdpa.",
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile for the towers' layers (stages 0 to 2): the first step takes a minute longer, "
-        "unless data.cache_dir has the code from before",
+        description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step then "
+        "takes a minute longer, unless data.cache_dir holds the compiled code of an earlier start.",
     )
     early_generator: bool = Field(
         default=False,
-        description="make the generator's gradients before the discriminator runs, so that the activations of both "
-        "are never in memory together (stages 0 to 2)",
+        description="Whether the generator's gradients are computed before the discriminator runs, so that the "
+        "activations of both towers are never in memory together (zero_stage 0 to 2).",
     )
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
+        """Refuse options that need whole parameters on each rank, which ZeRO stage 3 does not keep."""
         if self.early_generator and self.zero_stage == 3:
-            raise ValueError("early_generator needs whole parameters; with zero_stage 3 use activation_checkpointing")
+            raise ValueError(
+                "early_generator needs whole parameters, which zero_stage 3 splits; set engine.early_generator: false "
+                "and use engine.activation_checkpointing: true, or set a lower engine.zero_stage"
+            )
         if self.compile and self.zero_stage == 3:
-            raise ValueError("compile needs whole parameters; with zero_stage 3 leave it out")
+            raise ValueError(
+                "compile needs whole parameters, which zero_stage 3 splits; set engine.compile: false or a lower "
+                "engine.zero_stage"
+            )
         return self
 
 
 class CheckpointConfig(Section):
-    """When to save, where, and what to keep."""
+    """When checkpoints are saved, where they are written, and which of them are kept."""
 
     every_steps: Positive | Literal["auto"] = Field(
         default=1000,
-        description="steps between checkpoints; auto: what loses least, from the measured stall and interruptions",
+        description="Steps between checkpoints. auto: the interval that loses the least time, computed from the "
+        "duration of saves and the frequency of interruptions that this run has measured.",
     )
     targets: tuple[str, ...] = Field(
         default=(),
-        description="folders or s3:// prefixes; each checkpoint is written to all; default: checkpoints/ of the run",
+        description="Local folders or s3:// prefixes. Every checkpoint is written to all of them; a restart prefers "
+        "the first. Empty: checkpoints/ in the run folder.",
     )
-    endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS's, for targets")
-    keep_last: Positive = Field(default=3, description="newest checkpoints kept")
+    endpoint_url: str | None = Field(
+        default=None,
+        description="URL of an S3-compatible service for the s3:// URLs in targets, for example "
+        "http://10.0.0.1:9000. Unset: AWS.",
+    )
+    keep_last: Positive = Field(
+        default=3,
+        description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
+        "selects them.",
+    )
     keep_every_steps: NonNegative = Field(
-        default=0, description="checkpoints of steps that this divides are kept for ever; 0: none"
+        default=0,
+        description="Checkpoints at multiples of this number of steps are saved and never deleted. 0: no such rule.",
     )
     keep_steps: tuple[Positive, ...] = Field(
-        default=(), description="steps that are saved besides, and whose checkpoints are kept for ever"
+        default=(),
+        description="Steps at which a checkpoint is saved in addition to every_steps and never deleted.",
     )
-    keep_best: NonNegative = Field(default=0, description="checkpoints of the lowest held-out RTD loss kept")
+    keep_best: NonNegative = Field(
+        default=0,
+        description="Number of checkpoints with the lowest held-out loss of the discriminator that are kept. Only "
+        "checkpoints saved at a step with an evaluation count. 0: no such rule.",
+    )
 
 
 class LogConfig(Section):
-    """What a user sees."""
+    """How often a run logs its progress and evaluates itself."""
 
-    every_steps: Positive = Field(default=10, description="steps between log lines and metrics records")
-    eval_every_steps: NonNegative = Field(default=0, description="steps between evaluations; 0: only at the end")
-    eval_rows: Positive = Field(default=512, description="held-out rows per evaluation")
-    tensorboard: bool = Field(default=True, description="write TensorBoard events into the run folder")
+    every_steps: Positive = Field(
+        default=10, description="Steps between two log lines; each log line is also a record in metrics.jsonl."
+    )
+    eval_every_steps: NonNegative = Field(
+        default=0,
+        description="Steps between two evaluations on data.heldout. 0: only after the last step of the run.",
+    )
+    eval_rows: Positive = Field(default=512, description="Number of held-out rows in each evaluation.")
+    tensorboard: bool = Field(
+        default=True, description="Whether TensorBoard event files are written into the run folder."
+    )
 
 
 class CorpusConfig(Section):
-    """How `electra-dist corpus build` makes rows."""
+    """How `electra-dist corpus build` turns text into rows and shards; a training run does not read this section."""
 
     packing: Literal["rows", "none"] = Field(
-        default="rows", description="rows: several examples share a row, none crossing; none: one example a row"
+        default="rows",
+        description="How examples are placed in rows. rows: several whole examples share a row, and none attends to "
+        "another. none: one example per row, the rest is padding.",
     )
-    lowercase: bool = Field(default=True, description="lower-case and strip accents (BERT uncased)")
+    lowercase: bool = Field(
+        default=True,
+        description="Whether text is lower-cased and stripped of accents, as BERT's uncased vocabulary expects.",
+    )
     single_segment_prob: Probability = Field(
-        default=0.1, description="examples with one segment only (reference: 0.1)"
+        default=0.1,
+        description="Probability that an example has one segment instead of two. Google's code uses 0.1.",
     )
     short_target_prob: Probability = Field(
-        default=0.05, description="examples with a target length drawn uniformly from [5, seq_len] (reference: 0.05)"
+        default=0.05,
+        description="Probability that the target length of an example is drawn uniformly from [5, seq_len] tokens "
+        "instead of being seq_len. Google's code uses 0.05.",
     )
-    shard_size_mb: Annotated[float, Field(gt=0)] = Field(default=16.0, description="target size of a shard, MB")
+    shard_size_mb: Annotated[float, Field(gt=0)] = Field(
+        default=16.0, description="Target size of a shard file, in units of 1e6 bytes."
+    )
     heldout_fraction: Probability = Field(
-        default=0.0, description="fraction of documents written to OUTPUT/heldout instead, chosen by content hash"
+        default=0.0,
+        description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
+        "hash of each document's text decides. 0: none.",
     )
 
 
@@ -338,51 +567,82 @@ class KernelsConfig(Section):
     """Which implementation of the fused operations runs."""
 
     backend: Literal["auto", "triton", "cuda", "reference"] = Field(
-        default="auto", description="auto: triton on a GPU, the plain-PyTorch reference elsewhere"
+        default="auto",
+        description="Implementation of the fused operations. auto: triton on a GPU, reference elsewhere. triton: "
+        "Triton kernels. cuda: the CUDA kernel of the one operation that has it, otherwise as auto. reference: plain "
+        "PyTorch. A choice that cannot run on this machine is an error.",
     )
 
 
 class ClusterConfig(Section):
-    """How a run is watched and what counts against a node. Nothing here changes what is computed."""
+    """When a rank counts as hung, when a run gives up, and how long a node stays excluded.
+
+    Nothing in this section changes what is computed.
+    """
 
     hang_step_factor: Annotated[float, Field(gt=1)] = Field(
-        default=5.0, description="a rank is hung after this many learned step times without a heartbeat ..."
+        default=5.0,
+        description="A rank in a training step counts as hung if its last heartbeat is older than this factor times "
+        "its measured step time, but never before hang_step_floor_s.",
     )
-    hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(default=30.0, description="... but never sooner, seconds")
+    hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="Seconds without a heartbeat before which a rank in a training step never counts as hung, "
+        "however short its steps are.",
+    )
     hang_setup_s: Annotated[float, Field(gt=0)] = Field(
-        default=1800.0, description="the same for start, restore and the first steps, seconds"
+        default=1800.0,
+        description="Seconds without a heartbeat after which a rank counts as hung while it starts, restores a "
+        "checkpoint or runs its first steps.",
     )
-    hang_checkpoint_s: Annotated[float, Field(gt=0)] = Field(default=600.0, description="the same for a save, seconds")
+    hang_checkpoint_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0,
+        description="Seconds without a heartbeat after which a rank counts as hung while it saves a checkpoint.",
+    )
     hang_eval_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="the same for an evaluation, seconds"
+        default=600.0,
+        description="Seconds without a heartbeat after which a rank counts as hung during an evaluation.",
     )
     max_fruitless_restarts: Positive = Field(
-        default=3, description="restarts in a row without a new checkpoint that end the run"
+        default=3,
+        description="Number of consecutive restarts without a new checkpoint after which the run is not restarted.",
     )
     strike_expires_h: Annotated[float, Field(gt=0)] = Field(
-        default=24.0, description="hours that a strike keeps a node out of the next submission"
+        default=24.0,
+        description="Hours for which a strike, the record that a node was unhealthy, excludes that node from new "
+        "submissions.",
     )
 
 
 class PlanConfig(Section):
-    """Assumptions of `--dry-run`; they change nothing in a run."""
+    """Hardware that `--dry-run` assumes for its estimates; a training run does not read this section."""
 
-    gpu: str = Field(default="H100", description="GPU whose dense bf16 peak is assumed (H200, H100, A100, V100)")
-    num_gpus: Positive = Field(default=8, description="GPUs assumed")
+    gpu: str = Field(
+        default="H100",
+        description="GPU model whose peak dense bf16 throughput is assumed: H200, H100, A100 or V100.",
+    )
+    num_gpus: Positive = Field(default=8, description="Number of GPUs that the estimate assumes.")
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.4, description="share of the peak assumed (MFU)"
+        default=0.4,
+        description="Fraction of the GPUs' peak throughput that the estimate assumes (model FLOPs utilisation, MFU).",
     )
 
 
 class Config(Section):
-    """A run."""
+    """The whole configuration of a run, as `config_file.load_config` returns it."""
 
-    run_dir: str = Field(description="folder of the run: config, checkpoints, metrics, report")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="seed of everything random")
-    model: ModelConfig
+    run_dir: str = Field(
+        description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "
+        "run."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=42,
+        description="Seed of everything random: initial weights, order of rows, masks, samples and dropout.",
+    )
+    model: ModelConfig = Field(description="Section with the shapes of both towers.")
     objective: ObjectiveConfig = ObjectiveConfig()
-    data: DataConfig
-    train: TrainConfig
+    data: DataConfig = Field(description="Section that names the corpus.")
+    train: TrainConfig = Field(description="Section with the number of steps and the size of a step.")
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     guard: GuardConfig = GuardConfig()
@@ -395,55 +655,72 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
+        """Refuse values that contradict those of another section."""
         if self.data.seq_len > self.model.max_positions:
             raise ValueError(
-                f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}"
+                f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}; lower "
+                f"data.seq_len or raise model.max_positions"
             )
         if self.train.global_batch % self.train.micro_batch:
             raise ValueError(
                 f"train.micro_batch {self.train.micro_batch} does not divide "
-                f"train.global_batch {self.train.global_batch}"
+                f"train.global_batch {self.train.global_batch}; change one of them"
             )
         if self.engine.attention == "flex" and (self.model.attention_dropout or self.objective.name == "electric"):
             raise ValueError(
-                "engine.attention: flex knows neither dropout nor directions: set model.attention_dropout to 0 and "
-                "another objective than electric, or leave it out"
+                "engine.attention: flex supports neither attention dropout nor the one-directional attention of "
+                "objective electric; set model.attention_dropout: 0 and another objective.name, or set "
+                "engine.attention: auto"
             )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
-                f"engine.early_generator: objective {self.objective.name} has no generator whose loss is all that it "
-                f"learns by; leave it out"
+                f"engine.early_generator: true needs a generator that learns from its own loss alone, which objective "
+                f"{self.objective.name} does not have; set engine.early_generator: false"
             )
         return self
 
     @property
     def cache_folder(self) -> Path:
-        """What this node keeps: shards fetched from S3, compiled code."""
+        """Return the folder in which this node keeps shards fetched from S3 and compiled code."""
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
     @property
     def checkpoint_urls(self) -> tuple[str, ...]:
-        """Where every checkpoint is written, the preferred place first; default: checkpoints/ in the run folder."""
+        """Return the folders or S3 prefixes that every checkpoint is written to, the preferred one first.
+
+        The default is checkpoints/ in the run folder.
+        """
         return self.checkpoint.targets or (str(Path(self.run_dir) / CHECKPOINTS_DIR),)
 
     def identity(self) -> dict[str, Any]:
-        """What defines the trajectory of a run. All else (ranks, ZeRO stage, logging) may change at a restart."""
+        """Return the values that determine the results of a run, as a JSON tree.
+
+        A run refuses to resume if one of them has changed. All other values (number of ranks, micro-batch, ZeRO
+        stage, logging) may change at a restart.
+        """
         tree = self.model_dump(mode="json")
-        origin = [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
+        train_keys = ["num_steps", "global_batch", "precision"]
+        train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
         return {
             "seed": tree["seed"],
             "model": tree["model"],
             "objective": tree["objective"],
-            "optimizer": {k: v for k, v in tree["optimizer"].items() if k != "implementation"},
-            "data": {k: tree["data"][k] for k in ("seq_len", "shuffle_window_shards")},
-            "train": {k: tree["train"][k] for k in ("num_steps", "global_batch", "precision", *origin)},
+            "optimizer": {key: value for key, value in tree["optimizer"].items() if key != "implementation"},
+            "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
+            "train": {key: tree["train"][key] for key in train_keys},
         }
 
     def identity_sha256(self) -> str:
-        """Digest of `identity()`: a checkpoint of another digest belongs to another run."""
+        """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest are of another run."""
         return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
 
 
 def canonical_json(tree: Any) -> str:
-    """One text for one value: sorted keys, no spaces, ASCII."""
+    """Return a JSON text that is equal for equal values: sorted keys, no spaces, ASCII only.
+
+    Digests of configs and manifests are computed from this text.
+
+    Raises:
+        ValueError: The tree holds NaN or an infinity, which JSON does not have.
+    """
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -1,36 +1,48 @@
-"""The five ways a training process ends, and the errors a user can cause or meet.
+"""Define the exit codes of a training process and the errors that users and storage cause.
 
-A run's future is decided by the exit code of its ranks and by its ledger, so both are named once, here.
+The supervisor and the Slurm scripts decide from the exit code of the ranks, and from the ledger of the run, whether to
+start the run again. Both import the codes from this module.
 """
 
 from __future__ import annotations
 
-EXIT_DONE = 0  # target step reached: do not requeue
-EXIT_CRASH = 1  # requeue while progress is made
-EXIT_UNHEALTHY = 69  # this node or GPU: requeue without it
-EXIT_STOPPED = 75  # stopped early on purpose (signal, deadline, stop file): requeue
-EXIT_USER_ERROR = 78  # configuration or data: do not requeue
+EXIT_DONE = 0  # The target step is reached; do not requeue.
+EXIT_CRASH = 1  # Requeue as long as the run makes progress.
+EXIT_UNHEALTHY = 69  # This node or GPU is unhealthy; requeue without it.
+EXIT_STOPPED = 75  # The run stopped early on purpose (signal, deadline or stop file); requeue.
+EXIT_USER_ERROR = 78  # The configuration or the data is wrong; do not requeue.
 
 
 class UserError(Exception):
-    """A mistake that only the user can mend: one line naming what, where and the next step; exit 78."""
+    """An error that only the user can correct, such as a wrong configuration or missing data.
+
+    The message is one line that says what is wrong, where, and what to do next. The process prints the message without
+    a traceback and ends with exit code 78.
+    """
 
 
 class ManifestMismatch(UserError):
-    """A corpus or checkpoint that is not the one this run was told to use."""
+    """A corpus, or a file of it, that differs from what the run or the corpus's manifest requires."""
 
 
 class StoreError(UserError):
-    """A path or bucket that is missing, refused or unwritable: names the URL and what to do."""
+    """A path or bucket that cannot be used: missing, access refused, or not writable.
+
+    The message names the URL and the next step.
+    """
 
 
 class StoreMissing(StoreError):
-    """An object that is not there: names it."""
+    """An object or file that does not exist; the message names it."""
 
 
 class StoreExhausted(StoreError):
-    """An object that could not be had after all retries: names it."""
+    """An object that could not be read or written correctly after all retries; the message names it."""
 
 
 class TornCheckpoint(Exception):
-    """A checkpoint whose bytes are not those that its manifest promises: names the file and the fault."""
+    """A checkpoint that cannot be used: its content differs from its manifest, or it is of another run.
+
+    The message says what is wrong. The code that loads checkpoints catches this error and tries another copy or an
+    earlier checkpoint.
+    """

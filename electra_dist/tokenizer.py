@@ -1,15 +1,17 @@
-"""WordPiece: text to ids that are text only.
+"""Read WordPiece vocabularies and encode text as token ids.
 
-Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text says. `[SEP]` typed in a text is the
-word-pieces of `[`, `sep` and `]`. The tokenizer is told of no special tokens, so there is nothing to match, and BERT's
-pre-tokenizer cuts at brackets, so no word can equal one. [UNK] is what an unknown word becomes, as in BERT.
+Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text holds. The characters `[SEP]` in a
+text become the word-pieces of `[`, `sep` and `]`: the tokenizer has no special tokens that it could match, and BERT's
+pre-tokenizer cuts at brackets, so no word can equal a special token. An unknown word becomes [UNK], as in BERT.
 
-How: Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece, words of more than 100 characters are
-[UNK]) on the lines of a vocab.txt; `vocab.py` trains one. A space always ends a word and nothing that BERT does to a
-character looks across one, so the ids of a line are those of its space-separated words, and words repeat: the ids of
-words that were seen are kept in a dictionary, and the library is asked about new ones only.
+How: the encoder is Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece; words of more than 100
+characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. A space always ends a word,
+and BERT's treatment of a character never depends on text beyond a space. The ids of a line are therefore those of its
+space-separated words. Words repeat, so a dictionary keeps the ids of known words, and the library encodes new ones
+only.
 
-Cost: 1 to 2 million tokens a second and core, where the library alone does 0.5; the dictionary holds at most 100 MB.
+Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
+most 100 MB.
 """
 
 from __future__ import annotations
@@ -25,75 +27,95 @@ import tokenizers
 from electra_dist.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-VOCAB_FILE = "vocab.txt"  # beside corpus.json
+VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json.
 MAX_WORD_CHARS = 100
-_MAX_KNOWN_WORDS = 1 << 19
+_MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
 
 
 class Vocabulary:
-    """The lines of a vocab.txt; the line number is the id."""
+    """WordPiece vocabulary: the lines of a vocab.txt, where the line number, counted from 0, is the token's id."""
 
     def __init__(self, text: str, name: str) -> None:
-        """Checks the text of a vocab.txt; `name` is for errors.
+        """Check and index the text of a vocab.txt.
+
+        Args:
+            text: One token per line.
+            name: Path or URL of the file, for error messages.
 
         Raises:
-            UserError: a special token is missing, or a token comes twice.
+            UserError: A special token is missing, or a token occurs twice.
         """
         self.tokens = text.removesuffix("\n").split("\n")
-        self._ids = {token: number for number, token in enumerate(self.tokens)}
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
         missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
         if missing:
-            raise UserError(f"{name}: not a WordPiece vocabulary: no line {' '.join(missing)}; give BERT's vocab.txt")
+            raise UserError(
+                f"{name}: not a WordPiece vocabulary: no line {' '.join(missing)}; give the vocab.txt of a BERT or "
+                f"ELECTRA model, or train one with `electra-dist corpus vocab`"
+            )
         if len(self._ids) < len(self.tokens):
-            twice = next(token for number, token in enumerate(self.tokens) if self._ids[token] != number)
-            raise UserError(f"{name}: line {self.tokens.index(twice) + 1} `{twice}` comes twice")
+            # self._ids holds the last line of each token, so an earlier line of the same token differs.
+            repeated = next(token for token_id, token in enumerate(self.tokens) if self._ids[token] != token_id)
+            raise UserError(
+                f"{name}: line {self.tokens.index(repeated) + 1} `{repeated}` comes twice (again in line "
+                f"{self._ids[repeated] + 1}); give a vocabulary without repeated lines"
+            )
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
-        """The vocabulary in a file; `\\r\\n` counts as a line end.
+        """Read a vocabulary from a UTF-8 file; `\\r\\n` also ends a line.
 
         Raises:
-            UserError: the file is missing or no vocabulary.
+            UserError: The file is missing, cannot be read or is not a vocabulary.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UserError(f"{path}: no such vocabulary; `electra-dist corpus vocab` trains one") from None
+            raise UserError(
+                f"{path}: no such vocabulary; check the path, or train one with `electra-dist corpus vocab`"
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read as a vocabulary: {error}") from None
+            raise UserError(
+                f"{path}: cannot be read as a vocabulary ({error}); give a readable vocab.txt in UTF-8"
+            ) from None
         return cls(text, str(path))
 
     @property
     def text(self) -> str:
-        """The vocab.txt, one token a line, as it is stored beside a corpus."""
+        """Return the text of the vocab.txt, one token per line, as it is stored beside a corpus."""
         return "\n".join(self.tokens) + "\n"
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens, special tokens included."""
         return len(self.tokens)
 
     @property
     def special(self) -> dict[str, int]:
-        """Ids of the five special tokens."""
+        """Return the ids of the five special tokens, by token: {"[PAD]": 0, ...}."""
         return {token: self._ids[token] for token in SPECIAL_TOKENS}
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of `text`."""
+        """Return the SHA-256 of `text` in hexadecimal; equal digests mean equal vocabularies."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def ids(self) -> dict[str, int]:
-        """Token -> id."""
+        """Return a new dictionary from every token to its id."""
         return dict(self._ids)
 
 
 class WordPieceTokenizer:
-    """Encodes lines of text with a vocabulary."""
+    """Encoder of text lines with a vocabulary; remembers the ids of known words, and is not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
-        """Builds the tokenizer; `lowercase` also strips accents (BERT uncased)."""
+        """Build the tokenizer.
+
+        Args:
+            vocabulary: Tokens and their ids.
+            lowercase: Whether text is lower-cased and stripped of accents, as for BERT uncased.
+        """
         model = tokenizers.models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS, continuing_subword_prefix="##"
         )
@@ -101,24 +123,35 @@ class WordPieceTokenizer:
         self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         self._known: dict[str, tuple[int, ...]] = {}
-        self._shared_ids = list(range(vocabulary.size))  # one object an id keeps the dictionary in the CPU's cache
+        # One int object for each id, used by all entries of `_known`, keeps the dictionary small enough for the CPU's
+        # cache.
+        self._shared_ids = list(range(vocabulary.size))
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """The ids of each line; [] for a line without tokens."""
-        words_of = [line.split(" ") for line in lines]
-        new = list(set(itertools.chain.from_iterable(words_of)).difference(self._known))
-        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
-        shared = self._shared_ids.__getitem__
-        self._known.update((word, tuple(map(shared, encoding.ids))) for word, encoding in zip(new, encodings))
-        ids = [list(itertools.chain.from_iterable(map(self._known.__getitem__, words))) for words in words_of]
-        if len(self._known) > _MAX_KNOWN_WORDS:
-            self._known.clear()
-        for word in new:
-            if len(word) > MAX_WORD_CHARS:
-                self._known.pop(word, None)
-        return ids
+        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
+        words_of_lines = [line.split(" ") for line in lines]
+        new_words = list(set(itertools.chain.from_iterable(words_of_lines)).difference(self._known))
+        encodings = self._tokenizer.encode_batch_fast(new_words, add_special_tokens=False)
+        shared_id = self._shared_ids.__getitem__
+        for word, encoding in zip(new_words, encodings):
+            self._known[word] = tuple(map(shared_id, encoding.ids))
+        ids_of_word = self._known.__getitem__
+        ids_of_lines = [list(itertools.chain.from_iterable(map(ids_of_word, words))) for words in words_of_lines]
+        self._limit_memory(new_words)
+        return ids_of_lines
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `encode([text])[0]`, and for each the characters [start, end) of `text` that it stands for."""
+        """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
+
+        The ids equal `encode([text])[0]`. Known words are not used, so this is slower than `encode`.
+        """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    def _limit_memory(self, new_words: list[str]) -> None:
+        """Forget all known words if there are too many, and forget very long words, which rarely repeat."""
+        if len(self._known) > _MAX_KNOWN_WORDS:
+            self._known.clear()
+        for word in new_words:
+            if len(word) > MAX_WORD_CHARS:
+                self._known.pop(word, None)

@@ -1,3 +1,3 @@
-"""The version of this package."""
+"""Hold the version of electra-dist, which every run records beside the versions of its libraries."""
 
 VERSION = "0.1.0"

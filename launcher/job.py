@@ -1,4 +1,4 @@
-"""Entry point of batch scripts that were queued before the package `launcher.slurm` existed."""
+"""Former name of `launcher.slurm.job`, kept for batch scripts that were queued under that name."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What `deepspeed` starts on every rank: parse, check, run, and end with a meaningful exit code.
+"""Entry point of a training process, which `deepspeed` starts on every rank: parse, check, run, return an exit code.
 
 deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml
 deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
@@ -19,31 +19,49 @@ from electra_dist.run.folder import is_run_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank. Returns the process's exit code (errors.py)."""
+    """Run one rank, and return the exit code of its process.
+
+    A user's error is printed to stderr as one line that begins with "error: ", by the first rank only.
+
+    Args:
+        argv: command-line arguments; None for those of the process.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`: 0 for done (also after `--dry-run`), 69 for an unhealthy node, 75
+        for stopped on request, or 78 for a user's error.
+    """
     args = _parse(argv)
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_config(args.config, args.set)
         if args.dry_run:
-            if is_first:
+            if is_first_rank:
                 from electra_dist.planning.tables import print_plan
 
                 print_plan(config)
             return EXIT_DONE
-        return _pretrain(config, is_first)
+        return _pretrain(config, is_first_rank)
     except UserError as error:
-        if is_first:
+        if is_first_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 
-def _pretrain(config: Config, is_first: bool) -> int:
-    """Run this rank, and have the first one write the report, however the run ended.
+def _pretrain(config: Config, is_first_rank: bool) -> int:
+    """Train on this rank; at the end the first rank writes report.html, even if training failed.
+
+    Args:
+        config: the resolved config of the run.
+        is_first_rank: whether this is rank 0.
+
+    Returns:
+        The exit code of training.
 
     Raises:
-        UserError: the inputs were refused before anything was written; then no report is written either.
+        UserError: the inputs were refused before anything was written; then no report is written, either.
     """
-    from electra_dist.train.pretrain import run  # torch and deepspeed load only when there is something to run
+    # torch and deepspeed are imported only when there is something to run.
+    from electra_dist.train.pretrain import run
 
     is_refused = False
     try:
@@ -53,18 +71,22 @@ def _pretrain(config: Config, is_first: bool) -> int:
         raise
     finally:
         run_dir = Path(config.run_dir)
-        if is_first and not is_refused and is_run_folder(run_dir):
-            from electra_dist.report.page import write_report  # matplotlib: half a second that no step waits for
+        if is_first_rank and not is_refused and is_run_folder(run_dir):
+            # Importing matplotlib takes half a second, which no step waits for.
+            from electra_dist.report.page import write_report
 
             write_report(run_dir)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; print the usage and exit with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
     parser.add_argument("--config", required=True, help="YAML file, for example configs/large_25pct_mask.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, may repeat")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and touch nothing")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key; may be repeated"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and write nothing")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds this argument
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""The former name of `electra-dist submit`, for scripts that call it."""
+"""Former name of `electra-dist submit`, kept for scripts that call it."""
 
 import sys
 

@@ -65,7 +65,7 @@ def _parts(
     def keep(name: str, make: Callable[[], Any]) -> Callable[[], None]:
         return lambda: kept.__setitem__(name, make())
 
-    yield "masks and scope", keep("batch", lambda: module.batch(given))
+    yield "positions and attention mask", keep("batch", lambda: module.batch(given))
     kept["masking"] = module.mask(kept["batch"])
     yield "generator, forward", keep("states", lambda: module.generator_states(kept["batch"], kept["masking"]))
     yield "head, forward", keep("mlm", lambda: module.fill(kept["batch"], kept["masking"], kept["states"]))

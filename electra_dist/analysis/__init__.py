@@ -1,1 +1,1 @@
-"""Computed from what a run recorded, and pure: goodput, run state, hangs, stragglers, the audit of rows."""
+"""Analysis of what a run recorded, as pure functions: goodput, run state, hangs, stragglers, the audit of rows."""

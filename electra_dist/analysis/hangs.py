@@ -1,7 +1,7 @@
-"""Which ranks hang: those whose last heartbeat is older than the limit of their phase.
+"""Hang detection: a rank hangs if its last heartbeat is older than the limit of its phase.
 
-Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is learned from the
-rank's own steps; the other phases have theirs in seconds.
+Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is learned from the rank's
+own step times; the other phases have fixed limits in seconds.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ from electra_dist.run.heartbeat import Beat, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Seconds without a beat after which a rank counts as hung."""
+    """Limits of the phases: seconds without a heartbeat after which a rank counts as hung."""
 
-    setup_s: float = 1800.0  # start, restore, first shards; also the exempt first steps
-    step_factor: float = 5.0  # times the learned step time ...
-    step_floor_s: float = 30.0  # ... but never less: a step may wait for a shard
+    setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
+    step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
+    step_floor_s: float = 30.0  # ... but at least this, because a step may wait for a shard
     checkpoint_s: float = 600.0
     eval_s: float = 600.0
 
     def of(self, beat: Beat) -> float:
-        """The limit of the phase that a rank is in."""
+        """Return the limit in seconds of the phase that a rank is in; infinite once it is done."""
         if beat.phase == "step" and beat.step_s is not None:
             return max(self.step_floor_s, self.step_factor * beat.step_s)
-        return {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}.get(
-            beat.phase, self.setup_s
-        )
+        fixed_limits = {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}
+        return fixed_limits.get(beat.phase, self.setup_s)
 
     def of_its_collective(self, beat: Beat) -> float:
-        """The same for who cannot see the other ranks, one of which may still be in the phase before (see `hung`)."""
-        first_after_another = beat.phase == "step" and beat.time == beat.phase_since and beat.step_s is not None
-        return max(self.of(beat), self.checkpoint_s, self.eval_s) if first_after_another else self.of(beat)
+        """Return the limit in seconds for a collective of a rank that cannot see the heartbeats of the others.
+
+        It is the limit of the rank's phase, except in the first step after a checkpoint or an evaluation: another rank
+        may still be in that phase, so the longest of the limits applies. See `hung`.
+        """
+        is_first_step_of_phase = beat.phase == "step" and beat.time == beat.phase_since and beat.step_s is not None
+        if is_first_step_of_phase:
+            return max(self.of(beat), self.checkpoint_s, self.eval_s)
+        return self.of(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """What the config says."""
+    """Return the limits that the `cluster` section of the config sets (its keys `hang_...`)."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -50,14 +55,14 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """A rank that has been silent for too long."""
+    """A rank that sent no heartbeat for longer than the limit of its phase."""
 
     rank: int
-    host: str  # "" when the rank never beat
+    host: str  # "" if the rank never sent a heartbeat
     phase: Phase
-    step: int
-    quiet_s: float
-    limit_s: float
+    step: int  # optimizer steps done
+    quiet_s: float  # seconds without a heartbeat
+    limit_s: float  # the limit that they exceed
 
 
 def hung(
@@ -69,29 +74,41 @@ def hung(
     ranks: Iterable[int] = (),
     everyone: Callable[[], Iterable[Beat]] = tuple,
 ) -> list[Hung]:
-    """The hung ranks, the likely culprit first: fewest steps done, then longest silent (the others wait for it).
+    """Return the hung ranks, the likely culprit first: fewest steps done, then longest silent. The others wait for it.
 
-    The first step after another phase waits in its first collective for ranks that are still in that phase, as rank 0
-    may be while an earlier checkpoint is being written: as long as there is one, its limit counts.
+    In the first step after another phase, a rank waits in its first collective for ranks that are still in that phase,
+    as rank 0 may be while an earlier checkpoint is being written. While one of them is, its limit applies.
 
     Args:
-        everyone: reads the beats of all nodes' ranks; asked only about such a first step.
-        now: Unix time.
-        started: when the ranks were started; older beats are of an earlier start and do not count.
-        ranks: ranks that must exist; one that has not beaten since `started` is in setup since then.
+        heartbeats: newest beats of the ranks to judge.
+        now: Unix time in seconds.
+        limits: limits of the phases.
+        started: Unix time at which the ranks were started; older beats come from an earlier start and are ignored.
+        ranks: ranks that must exist; one without a beat since `started` counts as in setup since then.
+        everyone: reads the beats of the ranks of all nodes; called only for a rank that is late in that first step.
     """
     current = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    silent = []
-    for b in current.values():
-        since, limit_s = b.time, limits.of(b)
-        if b.phase == "step" and b.time == b.phase_since and now - since > limit_s:
-            others = [other for other in everyone() if other.attempt == b.attempt]
-            since = max([since, *(other.phase_since for other in others)])
-            limit_s = max([limit_s, *(limits.of(other) for other in others if other.phase in ("checkpoint", "eval"))])
-        silent.append(Hung(rank=b.rank, host=b.host, phase=b.phase, step=b.step, quiet_s=now - since, limit_s=limit_s))
-    silent += [
+    silences = [_silence(beat, now, limits, everyone) for beat in current.values()]
+    silences += [
         Hung(rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s)
         for rank in ranks
         if rank not in current
     ]
-    return sorted((h for h in silent if h.quiet_s > h.limit_s), key=lambda h: (h.step, -h.quiet_s, h.rank))
+    too_long = [silence for silence in silences if silence.quiet_s > silence.limit_s]
+    return sorted(too_long, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
+
+
+def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], Iterable[Beat]]) -> Hung:
+    """Return how long a rank has been silent and the limit that applies, whether it exceeds it or not.
+
+    Arguments as for `hung`.
+    """
+    since = beat.time
+    limit_s = limits.of(beat)
+    is_first_step_of_phase = beat.phase == "step" and beat.time == beat.phase_since
+    if is_first_step_of_phase and now - since > limit_s:
+        others = [other for other in everyone() if other.attempt == beat.attempt]
+        since = max([since, *(other.phase_since for other in others)])
+        still_busy = [other for other in others if other.phase in ("checkpoint", "eval")]
+        limit_s = max([limit_s, *(limits.of(other) for other in still_busy)])
+    return Hung(rank=beat.rank, host=beat.host, phase=beat.phase, step=beat.step, quiet_s=now - since, limit_s=limit_s)

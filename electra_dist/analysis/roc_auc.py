@@ -1,11 +1,12 @@
-"""How well scores separate replaced from original tokens: exact ROC-AUC, precision, recall, accuracy.
+"""Metrics of the discriminator on labelled tokens: exact ROC-AUC, accuracy, precision and recall.
 
-Guarantee: the AUC is the exact probability that a random replaced token scores above a random original one, ties
-counting one half (the Mann-Whitney statistic; no thresholds, no bins), so it equals scikit-learn's `roc_auc_score`.
+Guarantee: the AUC is the exact probability that a random replaced token scores higher than a random original one,
+where a tie counts one half (the Mann-Whitney statistic; no thresholds, no bins), so it equals scikit-learn's
+`roc_auc_score`.
 
 Cost: one sort; 1 M tokens take about 0.1 s.
 
-Where it stops: all scores of an evaluation must be in memory at once (8 bytes a token).
+Limits: all scores of an evaluation must be in memory at once (8 bytes a token).
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """How a threshold and the ranking by score do on labelled tokens."""
+    """Quality of scores on labelled tokens: of their ranking (AUC), and of the decision "positive above 0"."""
 
-    auc: float  # NaN when one of the two classes is empty
+    auc: float  # NaN if one of the two classes is empty
     accuracy: float
-    precision: float  # 0 when nothing is called positive, as in the reference and in scikit-learn
-    recall: float  # 0 when nothing is positive
+    precision: float  # 0 if no token is predicted positive, as in the reference code and in scikit-learn
+    recall: float  # 0 if no token is positive
 
 
 def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
-    """Exact area under the ROC curve.
+    """Return the exact area under the ROC curve: the probability that a positive scores above a negative.
+
+    A tie counts one half. Equals scikit-learn's `roc_auc_score`. Cost: one sort.
 
     Args:
-        scores: any real numbers, larger means more likely positive; one-dimensional.
-        labels: same length; true or non-zero means positive.
+        scores: any real numbers, [N]; larger means more likely positive.
+        labels: [N]; true or non-zero means positive.
 
     Returns:
-        NaN when one of the classes is empty.
+        A number in [0, 1]; NaN if one of the classes is empty or a score is NaN.
     """
     score = np.asarray(scores, dtype=np.float64)
     positive = np.asarray(labels).astype(bool)
     assert score.ndim == 1, score.shape
     assert score.shape == positive.shape, (score.shape, positive.shape)
     if np.isnan(score).any():
-        return math.nan  # a ranking with NaN in it means nothing
+        return math.nan  # NaN has no rank
     num_positive = int(positive.sum())
     num_negative = positive.size - num_positive
     if num_positive == 0 or num_negative == 0:
@@ -56,19 +59,23 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """AUC of the logits, and accuracy, precision and recall of "positive where logit > 0".
+    """Return the AUC of the logits, and accuracy, precision and recall of the decision "positive where logit > 0".
+
+    Args:
+        logits: scores of the tokens, [N].
+        labels: [N]; true or non-zero means positive (a replaced token).
 
     Raises:
-        ValueError: there is no token at all.
+        ValueError: N is 0.
     """
     positive = np.asarray(labels).astype(bool)
-    called = np.asarray(logits, dtype=np.float64) > 0
+    predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
-        raise ValueError("no labelled token to evaluate")
-    hits = int((called & positive).sum())
+        raise ValueError("no labelled token to evaluate; give at least one held-out row with real tokens")
+    num_hits = int((predicted & positive).sum())
     return Separation(
         auc=roc_auc(logits, labels),
-        accuracy=float((called == positive).mean()),
-        precision=hits / max(1, int(called.sum())),
-        recall=hits / max(1, int(positive.sum())),
+        accuracy=float((predicted == positive).mean()),
+        precision=num_hits / max(1, int(predicted.sum())),
+        recall=num_hits / max(1, int(positive.sum())),
     )

@@ -1,16 +1,18 @@
-"""`electra-dist verify RUN`: the proof, after the fact, of which rows a run was trained on.
+"""Audit of the rows that a run was trained on, after the fact; the command `electra-dist verify RUN` uses it.
 
-Guarantee: for every mark that the run left (a record of metrics.jsonl, a checkpoint's manifest) the receipt is
-compared with what the pure order says it must be after that many steps, over all restarts, with the skipped steps left
-out. A good run's last mark proves how often each row was seen. Of a bad run the first deviating stretch of steps is
-named, and, where one row is missing, one too many, or one stands in another's place, those rows.
+Guarantee: every mark of the run (a record of metrics.jsonl, or a checkpoint's manifest) holds a receipt, which is
+compared with the receipt that the pure order of rows gives after that many steps, over all restarts and without the
+skipped steps. If the last mark is right, it proves how often each row was used. If a mark is wrong, the first
+deviating stretch of steps is named. If one row is missing, one is too many, or one replaces another, these rows are
+named, too.
 
-How: whole epochs and whole windows are sums over shards, whatever their permutation; only the rest of a window is
-located row by row. Beyond `_ALL_MARKS_ROWS` rows, evenly spaced marks are checked and the first bad stretch bisected.
+How: whole epochs and whole windows are sums over shards, in whatever order they come; only the rest of a window is
+located row by row. Above `_ALL_MARKS_ROWS` rows, only evenly spaced marks are checked, and the first bad stretch is
+narrowed down by bisection.
 
 Cost: 3 us a row that is located: seconds for a run of millions of rows, some minutes for ELECTRA-Large's 819 million.
 
-Where it stops: it proves the rows, not what was computed from them.
+Limits: it proves which rows were used, not what was computed from them.
 """
 
 from __future__ import annotations
@@ -27,52 +29,66 @@ from electra_dist.data.order import RowOrder
 from electra_dist.data.receipt import Receipt, row_hash
 
 _CHUNK = 1 << 16  # positions located together
-_ALL_MARKS_ROWS = 20_000_000
-_NUM_MARKS = 200
+_SEARCH_CHUNK = 1 << 22  # rows hashed together in a search
+_ALL_MARKS_ROWS = 20_000_000  # up to so many rows every mark is checked
+_NUM_MARKS = 200  # marks that are checked in a longer run
 
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """What a run says of itself after `step` steps."""
+    """Receipt that a run recorded after `step` steps. Sorts by step."""
 
     step: int
-    source: str
+    source: str  # where it is recorded, for messages
     receipt: Receipt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """The first stretch of steps, [first_step, end_step), whose rows are not the order's."""
+    """First stretch of steps, [first_step, end_step), in which the run did not use the rows that the order gives."""
 
     first_step: int
     end_step: int
-    source: str  # of the mark that deviates
+    source: str  # of the first mark that is wrong
     text: str  # what is wrong with the rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """What `verify` found."""
+    """Result of an audit; the run is good if `deviation` is None."""
 
-    num_marks: int
-    last: Mark | None
+    num_marks: int  # marks that were checked
+    last: Mark | None  # None if the run has no mark
     deviation: Deviation | None
 
 
 class Expected:
-    """The receipt that the order demands after any number of steps."""
+    """Calculator of the receipt that a run must have after any number of steps.
+
+    Keeps the receipt of its newest query, so queries in ascending order of steps cost only the rows between them.
+    """
 
     def __init__(
         self, order: RowOrder, rows_per_shard: Sequence[int], global_batch: int, skipped: Iterable[int]
     ) -> None:
-        self.order, self.global_batch, self.skipped = order, global_batch, sorted(skipped)
-        starts = np.concatenate([[0], np.cumsum(rows_per_shard)])
-        self._shards = [Receipt.of(np.arange(a, b)) for a, b in itertools.pairwise(starts)]
+        """Prepare the receipts of whole shards and of a whole epoch.
+
+        Args:
+            order: the order of rows of the run.
+            rows_per_shard: rows of each shard, in the order of the corpus manifest.
+            global_batch: rows of a step.
+            skipped: steps that made no update; their rows do not count.
+        """
+        self.order = order
+        self.global_batch = global_batch
+        self.skipped = sorted(skipped)
+        shard_starts = np.concatenate([[0], np.cumsum(rows_per_shard)])
+        self._shards = [Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(shard_starts)]
         self._epoch = sum(self._shards, Receipt())
-        self._reached = (0, Receipt())  # position and receipt of the last question: marks come in order
+        self._newest_query = (0, Receipt())  # position, receipt of all rows before it
 
     def after(self, step: int) -> Receipt:
-        """After steps 0 .. step - 1, those skipped left out."""
+        """Return the receipt after steps 0 .. step - 1, without those that were skipped."""
         receipt = self._before(step * self.global_batch)
         for skipped in self.skipped:
             if skipped < step:
@@ -80,30 +96,32 @@ class Expected:
         return receipt
 
     def row_ids(self, first_step: int, end_step: int) -> NDArray[np.int64]:
-        """Rows of steps [first_step, end_step), skipped or not, in order."""
+        """Return the ids of the rows of steps [first_step, end_step), in order; skipped steps are included."""
         return self._row_ids(first_step * self.global_batch, end_step * self.global_batch)
 
     def _before(self, position: int) -> Receipt:
-        """Of the order's first `position` rows."""
-        reached, receipt = self._reached
+        """Return the receipt of the first `position` rows of the order; continues from the newest query if it can."""
+        reached, receipt = self._newest_query
         if position < reached:
             reached, receipt = 0, Receipt()
-        epochs = position // self.order.rows_per_epoch
-        if epochs > reached // self.order.rows_per_epoch:
-            reached, receipt = epochs * self.order.rows_per_epoch, self._epoch.times(epochs)
+        rows_per_epoch = self.order.rows_per_epoch
+        num_epochs = position // rows_per_epoch
+        if num_epochs > reached // rows_per_epoch:
+            reached, receipt = num_epochs * rows_per_epoch, self._epoch.times(num_epochs)
         while reached < position:
             window = self.order.window_at(reached)
             if reached == window.first_position and window.end_position <= position:
-                receipt = sum((self._shards[s] for s in window.shards), receipt)
+                receipt = sum((self._shards[shard] for shard in window.shards), receipt)
                 reached = window.end_position
             else:
                 end = min(position, window.end_position, reached + _CHUNK)
                 receipt += Receipt.of(self._row_ids(reached, end))
                 reached = end
-        self._reached = (reached, receipt)
+        self._newest_query = (reached, receipt)
         return receipt
 
     def _row_ids(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return the ids of the rows at positions [first, end) of the order."""
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
 
@@ -114,68 +132,120 @@ def verify(
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> AuditResult:
-    """Check marks in order of their steps up to the first bad one.
+    """Check the marks of a run in order of their steps, up to the first one that is wrong.
 
     Args:
-        advance: told (marks checked, marks to check) as it goes.
+        marks: sorted by step.
+        expected: calculator of the right receipts.
+        corpus: names the rows in the text of a deviation.
+        advance: called with (marks checked, marks to check) after every good mark.
     """
     last = marks[-1] if marks else None
-    chosen = list(range(len(marks)))
-    if last and last.step * expected.global_batch > _ALL_MARKS_ROWS and len(marks) > _NUM_MARKS:
-        chosen = sorted({round(i) for i in np.linspace(0, len(marks) - 1, _NUM_MARKS)})
-    good = -1
-    for number, index in enumerate(chosen):
-        if marks[index].receipt != expected.after(marks[index].step):
-            bad = index
-            while bad - good > 1:  # marks between two that were chosen
-                middle = (good + bad) // 2
-                if marks[middle].receipt == expected.after(marks[middle].step):
-                    good = middle
-                else:
-                    bad = middle
-            deviation = _explain(
-                marks[good] if good >= 0 else Mark(0, "start", Receipt()), marks[bad], expected, corpus
-            )
-            return AuditResult(num_marks=number + 1, last=last, deviation=deviation)
-        good = index
-        advance(number + 1, len(chosen))
+    chosen = _indexes_to_check(marks, expected.global_batch)
+    last_good = -1
+    for num_checked, index in enumerate(chosen, start=1):
+        if _is_good(marks[index], expected):
+            last_good = index
+            advance(num_checked, len(chosen))
+            continue
+        first_bad = _first_bad_index(marks, expected, last_good, index)
+        good_mark = marks[first_bad - 1] if first_bad > 0 else Mark(0, "start", Receipt())
+        deviation = _explain(good_mark, marks[first_bad], expected, corpus)
+        return AuditResult(num_marks=num_checked, last=last, deviation=deviation)
     return AuditResult(num_marks=len(chosen), last=last, deviation=None)
 
 
+def _is_good(mark: Mark, expected: Expected) -> bool:
+    """Return whether a mark has the receipt that the order gives."""
+    return mark.receipt == expected.after(mark.step)
+
+
+def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
+    """Return the indexes of the marks to check: all in a short run, evenly spaced ones and the last in a long run."""
+    num_rows = marks[-1].step * global_batch if marks else 0
+    if num_rows > _ALL_MARKS_ROWS and len(marks) > _NUM_MARKS:
+        return sorted({round(index) for index in np.linspace(0, len(marks) - 1, _NUM_MARKS)})
+    return list(range(len(marks)))
+
+
+def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
+    """Return the index of the first wrong mark by bisection.
+
+    Args:
+        good: index of a mark that is right, or -1 for the start of the run.
+        bad: index of a later mark that is wrong.
+    """
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if _is_good(marks[middle], expected):
+            good = middle
+        else:
+            bad = middle
+    return bad
+
+
 def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Name the rows, if it is about one."""
+    """Describe what is wrong between a right mark and the next, wrong one; name the rows if only one or two are."""
     surplus = bad.receipt - good.receipt - (expected.after(bad.step) - expected.after(good.step))
-    steps = [s for s in range(good.step, bad.step) if s not in set(expected.skipped)]
-    due = np.concatenate([expected.row_ids(s, s + 1) for s in steps]) if steps else np.empty(0, np.int64)
-    text = f"{abs(surplus.rows)} rows too {'many' if surplus.rows > 0 else 'few'}"
-    if surplus.rows == 0:
-        text = "other rows than the order's, as many"
-    found = _find(surplus, due, expected.order.rows_per_epoch)
-    if found:
-        missing, extra = found
-        parts = [f"{corpus.row_name(missing)} is missing"] if missing is not None else []
-        parts += [f"{corpus.row_name(extra)} was taken once too often"] if extra is not None else []
+    skipped = set(expected.skipped)
+    steps = [step for step in range(good.step, bad.step) if step not in skipped]
+    due = np.concatenate([expected.row_ids(step, step + 1) for step in steps]) if steps else np.empty(0, np.int64)
+    rows = _find_rows(surplus, due, expected.order.rows_per_epoch)
+    if rows is not None:
+        missing, extra = rows
+        parts = []
+        if missing is not None:
+            parts.append(f"{corpus.row_name(missing)} is missing")
+        if extra is not None:
+            parts.append(f"{corpus.row_name(extra)} was taken once too often")
         text = ", ".join(parts)
+    elif surplus.rows == 0:
+        text = "the number of rows is right, but some are not the rows that the order gives"
+    elif surplus.rows > 0:
+        text = f"{surplus.rows} rows too many"
+    else:
+        text = f"{-surplus.rows} rows too few"
     return Deviation(first_step=good.step, end_step=bad.step, source=bad.source, text=text)
 
 
-def _find(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int | None, int | None] | None:
-    """(row that is missing, row that is too many) if one of each at most explains the surplus."""
-    digest, negative = np.uint64(surplus.digest), np.uint64((Receipt() - surplus).digest)
-    hashes = row_hash(due)
+def _find_rows(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int | None, int | None] | None:
+    """Find the rows that explain a surplus, if at most one is missing and at most one is too many.
+
+    A row's hash is a bijection of its id (data/receipt.py), so the digest of a surplus of one row identifies the row.
+    With one row in the place of another, the digest is hash(extra) - hash(missing), modulo 2**64.
+
+    Args:
+        surplus: receipt of the rows that were used minus that of the rows that were due.
+        due: ids of the rows that were due.
+        num_rows: rows of the corpus.
+
+    Returns:
+        (id of the missing row, id of the row too many), either may be None; None if no rows explain the surplus.
+    """
+    digest = np.uint64(surplus.digest)
+    due_hashes = row_hash(due)
     if surplus.rows == -1:
-        hit = np.flatnonzero(hashes == negative)
-        return (int(due[hit[0]]), None) if hit.size else None
-    if surplus.rows not in (0, 1):
-        return None
-    wanted = hashes + digest if surplus.rows == 0 else np.array([digest])
-    for first in range(0, num_rows, 1 << 22):
-        rows = np.arange(first, min(num_rows, first + (1 << 22)))
-        places = np.flatnonzero(np.isin(row_hash(rows), wanted))
-        if places.size:
-            extra = int(rows[places[0]])
-            missing = (
-                int(due[np.flatnonzero(wanted == row_hash(rows[places[:1]])[0])[0]]) if surplus.rows == 0 else None
-            )
-            return missing, extra
+        missing_hash = np.uint64((Receipt() - surplus).digest)
+        hits = np.flatnonzero(due_hashes == missing_hash)
+        return (int(due[hits[0]]), None) if hits.size else None
+    if surplus.rows == 1:
+        extra = _first_row_with_hash(np.array([digest]), num_rows)
+        return None if extra is None else (None, extra)
+    if surplus.rows == 0:
+        extra_hash_if_missing = due_hashes + digest  # hash of the row too many, for each due row as the missing one
+        extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
+        if extra is None:
+            return None
+        hits = np.flatnonzero(extra_hash_if_missing == row_hash(np.array([extra]))[0])
+        return int(due[hits[0]]), extra
+    return None
+
+
+def _first_row_with_hash(hashes: NDArray[np.uint64], num_rows: int) -> int | None:
+    """Return the first row id in [0, num_rows) whose hash is one of `hashes`; None if there is none."""
+    for first in range(0, num_rows, _SEARCH_CHUNK):
+        rows = np.arange(first, min(num_rows, first + _SEARCH_CHUNK))
+        hits = np.flatnonzero(np.isin(row_hash(rows), hashes))
+        if hits.size:
+            return int(rows[hits[0]])
     return None

@@ -1,10 +1,11 @@
-"""Where a run stands: living, waiting, held, stopped, dead or finished. A pure function of what can be seen.
+"""The state of a run: living, waiting, held, stopped, dead, finished or not begun. A pure function of the evidence.
 
-Seen are the ledger, the newest sign of life (a heartbeat, a metrics record, a ledger event) and, where there is Slurm,
-the run's jobs in its queue. The queue rules where it answers: a job that runs is a living run even if it is silent.
+The evidence is the ledger, the newest sign of life (a heartbeat, a metrics record, a ledger event) and, with Slurm,
+the run's jobs in the queue. The queue takes precedence where it answers: if a job runs, the run is living, even if it
+is silent.
 
-Where it stops: without a scheduler, a run that was killed cannot be told from one in a long step until the sign of
-life is older than `patience_s`.
+Limits: without a scheduler, a killed run looks like one in a long step until the sign of life is older than
+`patience_s`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ State = Literal["finished", "living", "held", "waiting", "stopped", "dead", "not
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
-    """What is known of a run apart from its ledger."""
+    """What is known of a run apart from its ledger: the newest sign of life, and its jobs in Slurm's queue."""
 
     now: float  # Unix seconds
-    sign_of_life: float | None  # Unix seconds of the newest one
+    sign_of_life: float | None  # Unix seconds of the newest heartbeat, metrics record or event; None: never
     patience_s: float  # how long a living run may be silent
-    running: bool = False  # a job of it runs
-    pending: bool = False  # a job of it waits in the queue by itself
-    held: bool = False  # a job of it waits for a person
+    running: bool = False  # one of its jobs runs
+    pending: bool = False  # one of its jobs waits in the queue and will start without a person
+    held: bool = False  # one of its jobs is held until a person releases it
 
 
 def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
-    """The one word."""
+    """Classify the state of a run from its ledger and other evidence.
+
+    "finished" takes precedence over everything; then what the queue shows; then the ledger's last event and the newest
+    sign of life.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
+    """
     ending = ledger[-1]["event"] if ledger else ""
     if any(event["event"] == "done" for event in ledger):
         return "finished"

@@ -1,1 +1,1 @@
-"""What a run remembers: committed atomically, loaded at any world size."""
+"""Checkpoints: committed atomically, verified byte by byte, and loaded at any number of ranks and any ZeRO stage."""

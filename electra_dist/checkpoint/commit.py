@@ -1,15 +1,18 @@
-"""The commit protocol of one target: attempts, entries, manifest, what is deleted when. Rank 0 only, but for `submit`.
+"""Commit protocol for the checkpoints of one store target: attempts, entries, manifest, and safe deletion.
 
-Guarantee: of a run's starts ("attempts") only the newest deletes anything, and an older one that notices ends with
-`Fenced`. A checkpoint is committed by one conditional create, after every rank's file and entry are there. It loses
-its manifest before its files, so a kill in between leaves a leftover and not a torn checkpoint.
+Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files; an older one that
+still runs raises `Fenced` as soon as it notices. A checkpoint is committed by one conditional create of its manifest,
+after every rank has stored its tensor file and its entry. Deletion removes the manifest before the tensor files, so a
+kill in between leaves unused files ("leftovers") and never a manifest whose files are missing.
 
-How it is safe without a lock: an attempt first takes its number, then sweeps what older ones left uncommitted. An
-older one that lives on behind a cut link looks for newer numbers before its commit, and again before it deletes
-anything. If it commits between the two, its files may have been swept; that checkpoint is found torn at the next load,
-and nothing was deleted for it.
+How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
+older attempt that survives behind a cut network link looks for newer numbers before its commit, and again before it
+deletes anything. If it commits between the two looks, the new attempt may already have deleted some of its files. The
+next load then finds that checkpoint damaged; no other checkpoint was deleted for it.
 
-Cost: a commit is W + 4 requests, a start is 5.
+Cost: a commit takes W + 4 store requests at W ranks; a start takes 5.
+
+Limits: `submit` is for every rank. All other functions are for rank 0, or for a command outside the run.
 """
 
 from __future__ import annotations
@@ -36,34 +39,48 @@ from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
-ENTRY_TIMEOUT_S = 1800.0
+ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _ATTEMPTS = "attempts/"
 
 
 class Fenced(RuntimeError):
-    """A newer attempt of this run has started: this one must end without committing anything."""
+    """The error of an attempt that a newer attempt of the same run has replaced.
+
+    The older process must end without committing or deleting anything. It needs no other handling: the newer attempt
+    goes on from the newest committed checkpoint.
+    """
 
 
 def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
-    """Take the run's next attempt number on all targets, for this process group alone; sweep what dead ones left.
+    """Take the run's next attempt number on all targets and delete what earlier attempts left uncommitted.
+
+    Rank 0 calls it once per start. The number is taken by a conditional create of `attempts/NNNN.json` on every
+    target, so that two starts at the same time never get the same number.
 
     Args:
-        run: what identifies the run; a target that holds another one is refused.
+        targets: all stores that the run writes its checkpoints to.
+        run: what identifies the run (digest of its identity, corpus fingerprint); stored with the number.
+
+    Returns:
+        The number, from 1; larger than every number that any of the targets holds.
 
     Raises:
-        UserError: a target is another run's, or cannot be written.
+        UserError: a target holds the checkpoints of another run.
+        StoreError: a target cannot be read or written.
     """
     document = canonical_json(run).encode() + b"\n"
     attempt = 1
     for target in targets:
-        if newest := newest_attempt(target):
-            attempt = max(attempt, newest + 1)
-            if target.read(_attempt_key(newest)) != document:
-                raise UserError(
-                    f"{target.url} holds checkpoints of another run (another config or corpus); "
-                    f"give checkpoint.targets a folder of this run's own"
-                )
+        newest = newest_attempt(target)
+        if newest == 0:
+            continue
+        if target.read(_attempt_key(newest)) != document:
+            raise UserError(
+                f"{target.url} holds checkpoints of another run (another config or corpus); "
+                f"set checkpoint.targets to a folder that only this run uses"
+            )
+        attempt = max(attempt, newest + 1)
     while not all(target.write_new(_attempt_key(attempt), document) for target in targets):
         attempt += 1
     for target in targets:
@@ -72,50 +89,76 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
 
 
 def newest_attempt(target: Store) -> int:
-    """The newest attempt's number; 0 before the first."""
+    """Return the highest attempt number that was taken on a target; 0 before the first start."""
     return max((int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)), default=0)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Keys that no checkpoint needs: entries of committed ones, and all that attempts before `attempt` left."""
+    """Return the keys that no checkpoint needs, sorted; nothing is deleted.
+
+    These are the rank entries of checkpoints that are committed or set aside, and all keys of checkpoint folders that
+    attempts before `attempt` left without a manifest. An uncommitted folder of `attempt` itself or of a later one is
+    never included, because its writer may still be running.
+    """
     keys = target.list("step-")
-    finished = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
-    found = []
+    finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
+    leftover_keys = []
     for key in keys:
         folder, _, name = key.partition("/")
-        if _is_entry(name) if folder in finished else is_older(key, attempt):
-            found.append(key)
-    return found
+        is_leftover = _is_entry(name) if folder in finished_folders else is_older(key, attempt)
+        if is_leftover:
+            leftover_keys.append(key)
+    return leftover_keys
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the leftovers; returns them."""
-    found = leftovers(target, attempt)
-    for key in found:
+    """Delete the leftovers of attempts before `attempt`, and their unfinished uploads.
+
+    Returns:
+        The deleted keys, as `leftovers` lists them; unfinished uploads have no key and are not in the list.
+    """
+    leftover_keys = leftovers(target, attempt)
+    for key in leftover_keys:
         target.delete(key)
     target.discard_unfinished("step-", lambda key: is_older(key, attempt))
-    return found
+    return leftover_keys
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Whether a key is of an attempt before `attempt`."""
-    place = parse_folder(key.partition("/")[0])
-    return place is not None and place[1] < attempt
+    """Return whether a key is in a checkpoint folder that an attempt before `attempt` wrote.
+
+    False for a key outside any checkpoint folder.
+    """
+    step_and_attempt = parse_folder(key.partition("/")[0])
+    if step_and_attempt is None:
+        return False
+    _, folder_attempt = step_and_attempt
+    return folder_attempt < attempt
 
 
 def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
-    """Every rank, when its file is in the target."""
+    """Store a rank's entry for the manifest. Every rank calls it, once its tensor file is complete in the target.
+
+    The object is the SHA-256 of the entry on a first line, then the entry as JSON, so that rank 0 notices a damaged
+    read. Rank 0 deletes it after the commit.
+    """
     data = entry.model_dump_json().encode()
     target.write(_entry_key(folder, rank), hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
 
 def commit(target: Store, state: RunState, saved_at: str) -> None:
-    """Wait for all ranks' entries and create the manifest.
+    """Commit a checkpoint on one target: wait for the entries of all ranks, then create the manifest. Rank 0 only.
+
+    The checkpoint exists from the moment at which the manifest is created. The entries are deleted afterwards.
+
+    Args:
+        saved_at: time of the save in UTC, ISO 8601; the same for all targets.
 
     Raises:
-        Fenced: a newer attempt exists.
-        TimeoutError: a rank did not submit.
+        Fenced: a newer attempt of the run exists, or the manifest was there already.
+        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S`.
         StoreError: an entry cannot be read.
+        TornCheckpoint: the entries do not cover every parameter exactly once.
     """
     folder = folder_name(state.step, state.attempt)
     keys = [_entry_key(folder, rank) for rank in range(state.world_size)]
@@ -125,29 +168,44 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
     manifest.check_coverage()
     check_fence(target, state.attempt)
     if not target.write_new(f"{folder}/{MANIFEST}", manifest.dump()):
-        raise Fenced(f"checkpoint {folder} was committed by somebody else")
+        raise Fenced(
+            f"{target.url}/{folder}: another process has committed this checkpoint; "
+            f"stop all processes of this run, then start it once"
+        )
     check_fence(target, state.attempt)
     for key in keys:
         target.delete(key)
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise Fenced if a newer attempt of the run has started."""
-    if (newest := newest_attempt(target)) > attempt:
-        raise Fenced(f"attempt {attempt} of the run was succeeded by attempt {newest}; it ends")
+    """Raise `Fenced` if a newer attempt of the run has started; called before every commit and every deletion."""
+    newest = newest_attempt(target)
+    if newest > attempt:
+        raise Fenced(
+            f"{target.url}: attempt {attempt} of this run was succeeded by attempt {newest}; this process ends; "
+            f"let the newer one go on"
+        )
 
 
 def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[str, float | None]) -> None:
-    """Delete the checkpoints that the policy does not keep. What was set aside stays.
+    """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only.
+
+    Checkpoints that were set aside stay. Of each deleted checkpoint the manifest goes first, so that a kill in between
+    leaves leftovers and no torn checkpoint.
 
     Args:
-        losses: folder -> held-out loss; what is already known, completed here.
+        attempt: the caller's attempt number.
+        losses: cache of held-out losses by folder, None where there is no loss. Missing folders are read from their
+            manifests and added, but only if the policy has `keep_best`.
+
+    Raises:
+        Fenced: a newer attempt exists; nothing was deleted.
     """
     checkpoints = []
-    for step, saver, folder in committed(target):
+    for step, saved_by, folder in committed(target):
         if policy.keep_best and folder not in losses:
             losses[folder] = _held_out_loss(target, folder)
-        checkpoints.append(CheckpointInfo(step, saver, folder, losses.get(folder)))
+        checkpoints.append(CheckpointInfo(step, saved_by, folder, losses.get(folder)))
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
@@ -156,6 +214,10 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
 
 
 def _held_out_loss(target: Store, folder: str) -> float | None:
+    """Return the held-out RTD loss that a checkpoint records.
+
+    None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
+    """
     try:
         return read_manifest(target, folder).state.eval_rtd_loss
     except (TornCheckpoint, StoreError):
@@ -163,31 +225,45 @@ def _held_out_loss(target: Store, folder: str) -> float | None:
 
 
 def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
-    deadline, poll_s = time.monotonic() + ENTRY_TIMEOUT_S, _POLL_S
+    """Poll a checkpoint's folder until all `keys` are in it; raise TimeoutError after `ENTRY_TIMEOUT_S` seconds."""
+    deadline = time.monotonic() + ENTRY_TIMEOUT_S
+    poll_s = _POLL_S
     while missing := set(keys) - set(target.list(f"{folder}/")):
         if time.monotonic() > deadline:
             name = min(missing).rpartition("/")[2]
-            raise TimeoutError(f"checkpoint {folder}: no {name} in {target.url} after {ENTRY_TIMEOUT_S:.0f} s")
+            raise TimeoutError(
+                f"checkpoint {folder}: no {name} in {target.url} after {ENTRY_TIMEOUT_S:.0f} s; "
+                f"look for the error of that rank in the run's output"
+            )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
 def _read_entry(target: Store, key: str) -> FileEntry:
-    """What `submit` wrote: a digest on the first line, then the entry."""
+    """Read the entry that `submit` stored; read it again, up to `READINGS` times, while its digest does not match.
+
+    Raises:
+        StoreError: no reading matched the digest, or the object cannot be read.
+    """
     for _ in range(READINGS):
         digest, _, data = target.read(key, must_exist=True).partition(b"\n")
         if hashlib.sha256(data).hexdigest().encode() == digest:
             return FileEntry.model_validate_json(data)
-    raise StoreError(f"{target.url}/{key}: comes out damaged again and again; check the storage service")
+    raise StoreError(
+        f"{target.url}/{key}: {READINGS} readings did not match its digest; check the disk or the storage service"
+    )
 
 
 def _is_entry(name: str) -> bool:
+    """Return whether a file name is that of a rank's entry, as `_entry_key` builds it."""
     return name.startswith("rank-") and name.endswith(".json")
 
 
 def _entry_key(folder: str, rank: int) -> str:
+    """Return the key of a rank's entry in a checkpoint folder."""
     return f"{folder}/rank-{rank:05d}.json"
 
 
 def _attempt_key(attempt: int) -> str:
+    """Return the key that holds an attempt's number on a target."""
     return f"{_ATTEMPTS}{attempt:04d}.json"

@@ -1,4 +1,4 @@
-"""Two checkpoints, number by number, whatever world sizes and stages wrote them."""
+"""Comparison of two checkpoints, number by number, whatever world sizes and ZeRO stages wrote them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,42 @@ from electra_dist.store.interface import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One parameter of two checkpoints."""
+    """How far one parameter and its optimizer moments are apart in two checkpoints."""
 
     name: str
-    largest: dict[Kind, float]  # kind -> largest absolute difference; nan if one side has a nan
+    largest: dict[Kind, float]  # kind -> largest absolute difference; NaN if either side has a NaN
     equal: bool  # bit for bit, in all kinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A checkpoint to compare."""
+    """One of the two checkpoints of a comparison."""
 
     store: Store
     folder: str
     manifest: Manifest
 
     def read(self, name: str) -> dict[Kind, torch.Tensor]:
-        """A whole parameter, verified.
+        """Read and verify a whole parameter.
+
+        Returns:
+            Kind -> flat fp32 CPU tensor: the master weight and both moments of the optimizer.
 
         Raises:
-            TornCheckpoint: it is damaged.
+            TornCheckpoint: a part of the parameter does not match its digest, or its file is missing.
+            StoreError: the checkpoint cannot be read.
         """
         numel = prod(self.manifest.state.shapes[name])
         views = {kind: torch.empty(numel) for kind in KINDS}
         fragment = Fragment(name=name, start=0, numel=numel, views=views)
-        if faults := fill(self.store, self.folder, self.manifest, [fragment], check=()):
+        faults = fill(self.store, self.folder, self.manifest, [fragment], check=())
+        if faults:
             raise TornCheckpoint(f"{self.store.url}/{self.folder}: {faults[0]}")
         return views
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """(field, value of a, value of b) where they differ."""
+    """Return (field, value in `a`, value in `b`) for every field in which two run states differ."""
     return [
         (field, getattr(a, field), getattr(b, field))
         for field in RunState.model_fields
@@ -57,11 +62,19 @@ def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
 
 
 def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
-    """Every parameter that both have in one shape, in a's order; holds one at a time."""
+    """Compare every parameter that both checkpoints have in the same shape, in the order of `a`.
+
+    Parameters that only one side has, or has in another shape, are left out. Memory: one parameter of each side at a
+    time.
+
+    Raises:
+        TornCheckpoint: a parameter of either side is damaged.
+    """
     for name, shape in a.manifest.state.shapes.items():
         if b.manifest.state.shapes.get(name) != shape:
             continue
-        left, right = a.read(name), b.read(name)
+        left = a.read(name)
+        right = b.read(name)
         yield Difference(
             name=name,
             largest={kind: float((left[kind] - right[kind]).abs().max()) for kind in KINDS},

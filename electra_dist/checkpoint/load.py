@@ -1,12 +1,12 @@
-"""Loading: the newest committed checkpoint whose every byte is what its manifest says, at any world size and stage.
+"""Load the newest committed checkpoint that is good, at any world size and any ZeRO stage.
 
-Guarantee: each rank reads just the ranges that it holds and verifies them while it reads, so that all ranks together
-verify every byte, before training goes on. A checkpoint that is torn, flipped, short, or of another run is named, set
-aside (renamed, not deleted) where it is, and the same one of another target, then the next older one is tried. All
-ranks take the same one. No pickle is read.
+Guarantee: each rank reads only the ranges that it holds and verifies them while it reads, so that all ranks together
+have verified every byte before training goes on. A checkpoint that is torn, has flipped bits, is too short or comes
+from another run is reported and set aside (renamed, not deleted). The same checkpoint in another target is tried next,
+then the next older one. All ranks take the same one. No pickle is read from a checkpoint.
 
-What cannot be read at all (a service that is down, a right that is missing) is no damage: another target's copy is
-taken, and if there is none the run ends with the store's error instead of losing steps.
+A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
+copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
 
 Cost: at stages 1 to 3 the ranks together read the checkpoint once (a tensor of which two ranks hold parts, twice); at
 stage 0 every rank reads all of it.
@@ -15,6 +15,7 @@ stage 0 every rank reads all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,119 +28,163 @@ from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserEr
 from electra_dist.store.interface import Store
 
 
+class _Candidate(NamedTuple):
+    """A committed checkpoint in one of the targets, not verified yet."""
+
+    step: int
+    attempt: int
+    target_index: int
+    folder: str
+
+
 def load_newest(
     targets: Sequence[Store], fragments: Sequence[Fragment], expected: RunState
 ) -> tuple[RunState | None, list[str]]:
-    """Overwrite `fragments` with the newest good checkpoint. Collective.
+    """Overwrite `fragments` with the newest good checkpoint and set damaged ones aside. Collective.
 
     Args:
-        targets: where checkpoints are, the preferred one first.
+        targets: the stores that hold checkpoints, the preferred one first.
+        fragments: this rank's views of the master weights and moments; written in place.
         expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
 
     Returns:
-        The state found, None if there is none; and one line for each checkpoint that was set aside. With None and such
-        lines the fragments hold anything: the caller initialises them again.
+        The state of the loaded checkpoint, None if there is no good one; and one line for each checkpoint that was set
+        aside. If the state is None and there are lines, the fragments are partly overwritten: the caller must
+        initialise them again.
 
     Raises:
         StoreError: a checkpoint cannot be read, and no other target has it.
     """
-    bad: list[tuple[int, str]] = []  # step, what is wrong
-    unread: tuple[int, int, str] | None = None  # step, attempt, why
-    for step, attempt, number, folder in from_rank_0(lambda: _newest_first(targets)):
-        if unread and unread[:2] != (step, attempt):
-            break
-        target = targets[number]
-        found, fault, readable = _try(target, folder, fragments, expected)
-        faults = [each for each in gather((fault, readable)) if each[0]]
+    damaged: list[tuple[int, str]] = []  # step, line about it
+    unreadable: _Candidate | None = None
+    unreadable_reason = ""
+    for candidate in from_rank_0(lambda: _newest_first(targets)):
+        if unreadable is not None and unreadable[:2] != candidate[:2]:
+            break  # no other target has that step and attempt; an older checkpoint would lose steps
+        target = targets[candidate.target_index]
+        state, own_fault, own_readable = _try(target, candidate.folder, fragments, expected)
+        faults = [(fault, readable) for fault, readable in gather((own_fault, own_readable)) if fault]
         if not faults:
-            assert found is not None
-            return found, [_note(text, bad_step, found.step, target) for bad_step, text in bad]
+            assert state is not None
+            return state, [_note(line, step, state.step, target) for step, line in damaged]
         damage = next((fault for fault, readable in faults if readable), "")
         if damage:
-            bad.append((step, f"checkpoint {target.url}/{folder} is set aside: {damage}"))
-            from_rank_0(lambda at=target, name=folder, why=damage: set_aside(at, name, why))  # type: ignore[misc]
+            line = f"checkpoint {target.url}/{candidate.folder} is set aside: {damage}"
+            damaged.append((candidate.step, line))
+            _set_aside_on_rank_0(target, candidate.folder, damage)
         else:
-            unread = (step, attempt, faults[0][0])
-    if unread:
-        raise StoreError(unread[2])
-    return None, [f"{text}; no other one is left" for _, text in bad]
+            unreadable = candidate
+            unreadable_reason = faults[0][0]
+    if unreadable is not None:
+        raise StoreError(unreadable_reason)
+    return None, [f"{line}; no other one is left, training starts at step 0" for _, line in damaged]
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """The newest checkpoint's fp32 master weights, verified, whole, outside any process group (for export).
+    """Read the whole fp32 master weights of the newest good checkpoint, verified. Needs no process group.
+
+    Export, fine-tuning and `train.init_from` use it. Nothing is set aside and nothing is written.
 
     Args:
-        targets: where checkpoints are, the preferred one first.
-        step: take those after so many steps only.
+        targets: the stores that hold checkpoints, the preferred one first.
+        step: take only a checkpoint after this many steps; None: the newest good one.
 
     Returns:
-        Its state; parameter name -> weight; one line for each newer checkpoint that is damaged.
+        The checkpoint's state; parameter name -> fp32 CPU tensor; one line for each newer checkpoint that is damaged.
 
     Raises:
-        UserError: there is no checkpoint, none is good, or one cannot be read.
+        UserError: there is no checkpoint, or none is good.
+        StoreError: a checkpoint cannot be read.
     """
-    faults: list[str] = []
-    for found_step, _, number, folder in _newest_first(targets):
-        if step not in (None, found_step):
+    damaged: list[str] = []
+    for candidate in _newest_first(targets):
+        if step not in (None, candidate.step):
             continue
-        target = targets[number]
+        target = targets[candidate.target_index]
         try:
-            manifest = read_manifest(target, folder)
+            state, weights = _read_weights(target, candidate.folder)
         except (TornCheckpoint, StoreMissing) as error:
-            faults.append(f"checkpoint {target.url}/{folder} is damaged: {error}")
+            damaged.append(f"checkpoint {target.url}/{candidate.folder} is damaged: {error}")
             continue
-        weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
-        whole = [
-            Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
-            for name, weight in weights.items()
-        ]
-        if found := fill(target, folder, manifest, whole, manifest.files):
-            faults.append(f"checkpoint {target.url}/{folder} is damaged: {found[0]}")
-        else:
-            return manifest.state, weights, faults
+        return state, weights, damaged
     where = " and ".join(target.url for target in targets)
-    missing = "there is none yet" if step is None else f"there is none of step {step:,}"
-    what = f"none is good ({'; '.join(faults)})" if faults else missing
-    raise UserError(f"{where}: no checkpoint to read: {what}; train on, or name another run")
+    if damaged:
+        reason = f"none is good ({'; '.join(damaged)}); run `electra-dist checkpoint repair`, or name another run"
+    elif step is not None:
+        reason = f"there is none of step {step:,}; choose a step that `electra-dist checkpoint list` shows"
+    else:
+        reason = "there is none yet; train until the first checkpoint, or name another run"
+    raise UserError(f"{where}: no checkpoint to read: {reason}")
+
+
+def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
+    """Read and verify the fp32 master weights of one checkpoint.
+
+    Raises:
+        TornCheckpoint: the manifest or a file is damaged.
+        StoreMissing: the manifest is not there.
+    """
+    manifest = read_manifest(target, folder)
+    weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
+    fragments = [
+        Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
+        for name, weight in weights.items()
+    ]
+    faults = fill(target, folder, manifest, fragments, manifest.files)
+    if faults:
+        raise TornCheckpoint(faults[0])
+    return manifest.state, weights
 
 
 def check_belongs(found: RunState, expected: RunState) -> None:
-    """Refuse a checkpoint of another run.
+    """Refuse a checkpoint that another run wrote, or that skipped other steps than the run skips now.
+
+    Args:
+        found: state of the checkpoint.
+        expected: state of the run; its step and world size are not compared.
 
     Raises:
-        TornCheckpoint: names what differs.
+        TornCheckpoint: names the first thing that differs.
     """
-    for field, what in (
+    for field, description in (
         ("identity_sha256", "another config (model, objective, optimizer, seed, steps, batch)"),
         ("corpus_fingerprint", "another corpus"),
         ("shapes", "other parameter shapes"),
         ("shared", "other shared parameters"),
     ):
         if getattr(found, field) != getattr(expected, field):
-            raise TornCheckpoint(f"it belongs to a run of {what}")
-    if found.skipped != tuple(step for step in expected.skipped if step < found.step):
-        raise TornCheckpoint("it skips other steps than the run does now")
+            raise TornCheckpoint(f"it comes from a run of {description}")
+    expected_skips = tuple(step for step in expected.skipped if step < found.step)
+    if found.skipped != expected_skips:
+        raise TornCheckpoint("it skips other steps than the run does now (skipped_steps.json in the run folder)")
 
 
-def _newest_first(targets: Sequence[Store]) -> list[tuple[int, int, int, str]]:
-    """(step, attempt, number of the target, folder): by step and attempt, then in the order of the targets."""
-    found = [
-        (step, attempt, number, folder)
-        for number, target in enumerate(targets)
+def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
+    """Return the committed checkpoints of all targets: newest step, then newest attempt, then in order of targets."""
+    candidates = [
+        _Candidate(step, attempt, target_index, folder)
+        for target_index, target in enumerate(targets)
         for step, attempt, folder in committed(target)
     ]
-    return sorted(found, key=lambda place: (-place[0], -place[1], place[2]))
+    return sorted(candidates, key=lambda candidate: (-candidate.step, -candidate.attempt, candidate.target_index))
 
 
 def _try(
     target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
 ) -> tuple[RunState | None, str, bool]:
-    """(state, what is wrong with what this rank read, whether it could be read)."""
+    """Read this rank's share of a checkpoint into `fragments` and verify it. Not collective.
+
+    The ranks divide the check of file sizes and headers among them, by file.
+
+    Returns:
+        The checkpoint's state, None if it was refused; the first fault, "" if there is none; whether the checkpoint
+        could be read at all (False: the fault is the store's error, and proves no damage).
+    """
     try:
         manifest = read_manifest(target, folder)
         check_belongs(manifest.state, expected)
-        share = manifest.files[dist.get_rank() :: dist.get_world_size()]
-        faults = fill(target, folder, manifest, fragments, share)
+        files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
+        faults = fill(target, folder, manifest, fragments, files_to_check)
     except (TornCheckpoint, StoreMissing) as error:
         return None, str(error), True
     except StoreError as error:
@@ -147,7 +192,16 @@ def _try(
     return manifest.state, faults[0] if faults else "", True
 
 
-def _note(text: str, bad_step: int, used_step: int, used: Store) -> str:
-    if bad_step == used_step:
-        return f"{text}; the same step is good in {used.url}"
-    return f"{text}; step {used_step:,} is used instead, {bad_step - used_step:,} steps are done again"
+def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
+    """Set a damaged checkpoint aside, once for all ranks. Collective."""
+    from_rank_0(lambda: set_aside(target, folder, reason))
+
+
+def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:
+    """Return the line about a checkpoint that was set aside, completed by which one is used instead."""
+    if damaged_step == used_step:
+        return (
+            f"{line}; the same step is good in {used_target.url}; "
+            f"run `electra-dist checkpoint repair` to restore the other copy"
+        )
+    return f"{line}; step {used_step:,} is used instead, {damaged_step - used_step:,} steps are done again"

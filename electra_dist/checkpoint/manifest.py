@@ -1,18 +1,18 @@
-"""What a checkpoint promises: one JSON document, committed last. A checkpoint exists if and only if it does.
+"""The manifest of a checkpoint: one JSON document, written last. A checkpoint exists if and only if its manifest does.
 
-Guarantee: every byte of a checkpoint is under a digest. A file is its header (length and digest here) and, from there
-to its end without a gap, tensors (offset and digest here); the manifest is under its own digest, and is accepted only
-in the one spelling that this code gives it.
+Guarantee: every byte of a checkpoint is covered by a digest. A tensor file consists of a header (length and digest are
+in the manifest) and, without a gap up to the end of the file, tensors (offset and digest are in the manifest). The
+manifest contains its own digest, and is accepted only in the exact bytes that `Manifest.dump` writes.
 
-Layout below a target:
-    attempts/0003.json                  which run this is; one file for each start of it
-    step-00000400-a0003/                step reached, attempt that wrote it (an attempt never writes another's folder)
+How: the layout below a target is
+    attempts/0003.json                  identity of the run; one file for each start of it
+    step-00000400-a0003/                steps done, attempt that wrote it (an attempt writes only to its own folders)
         rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
-        rank-00000.json                 that file's entry, written after it; deleted after the commit
+        rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
         manifest.json                   the commit: conditional create, by rank 0, after all entries were there
-        manifest.set-aside.json         instead of manifest.json: found bad at a load; kept, never used again
+        manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
 
-Cost: 150 bytes for each tensor. At ZeRO-3 there are ranks x parameters x 3 of them: 23 MB for ELECTRA-Large on 64.
+Cost: 150 bytes for each tensor. ZeRO-3 has ranks x parameters x 3 tensors: 23 MB for ELECTRA-Large on 64 ranks.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-READINGS = 5  # until bytes that come out wrong are believed to be wrong where they lie, and not flipped on the way
+READINGS = 5  # wrong readings in a row that count as damage in the store; fewer may be bits flipped in transit
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
 
 
 class _Frozen(BaseModel):
+    """Base of the manifest's parts: immutable, and an unknown key is an error."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TensorEntry(_Frozen):
-    """Elements [start, start + numel) of one kind of a flattened parameter: `numel` fp32 at `offset` of a file."""
+    """Description of one tensor in a file: elements [start, start + numel) of a flattened parameter, in fp32."""
 
-    kind: Kind
-    name: str
-    start: int
+    kind: Kind  # master weight, or first or second moment of the optimizer
+    name: str  # of the parameter
+    start: int  # element
     numel: int
-    offset: int
+    offset: int  # byte in the file
     sha256: str
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes that the tensor takes in its file."""
         return 4 * self.numel
 
 
 class FileEntry(_Frozen):
-    """One rank's safetensors file: a header, then `tensors`, which reach to its end."""
+    """Description of one rank's safetensors file: a header, then `tensors` without a gap up to the end of the file."""
 
     name: str
     size_bytes: int
@@ -70,10 +72,10 @@ class FileEntry(_Frozen):
     tensors: tuple[TensorEntry, ...]
 
     def check_layout(self) -> None:
-        """Every byte under one digest.
+        """Verify that header and tensors cover every byte of the file exactly once. Reads nothing but this entry.
 
         Raises:
-            TornCheckpoint: there is a gap or an overlap.
+            TornCheckpoint: there is a gap or an overlap, or the tensors do not end where the file ends.
         """
         end = self.header_bytes
         for tensor in self.tensors:
@@ -85,26 +87,26 @@ class FileEntry(_Frozen):
 
 
 class RunState(_Frozen):
-    """What identifies the state beside its tensors. `step` steps are done or skipped; step `step` is next."""
+    """State of a run beside its tensors: what it is, how far it is, and on which rows it was trained."""
 
-    step: int
-    attempt: int
+    step: int  # steps done or skipped; the next one has this number
+    attempt: int  # start of the run that wrote the checkpoint, from 1
     identity_sha256: str
     corpus_fingerprint: str
-    world_size: int
+    world_size: int  # of the run that saved; a load may have another
     zero_stage: int
-    shapes: dict[str, list[int]]
-    shared: dict[str, str]
-    versions: dict[str, str]
-    rows_seen: int = 0  # rows trained on, and the sum of their digests (data/receipt.py)
-    rows_digest: int = 0
-    skipped: tuple[int, ...] = ()  # steps below `step` that were passed over, ascending
-    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first: the guard's window
+    shapes: dict[str, list[int]]  # parameter -> shape
+    shared: dict[str, str]  # second name of a shared parameter -> the name in `shapes`
+    versions: dict[str, str]  # package -> version, of the process that saved
+    rows_seen: int = 0  # rows trained on since step 0
+    rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/receipt.py)
+    skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending
+    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
     eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
 
 
 class Manifest(_Frozen):
-    """The whole checkpoint."""
+    """Manifest of one checkpoint: its run state and every file, with a digest for each range of bytes."""
 
     format: Literal[2] = 2
     saved_at: str  # UTC, ISO 8601; the same in all targets
@@ -113,86 +115,103 @@ class Manifest(_Frozen):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all tensor files together, headers included; the manifest is not counted."""
         return sum(file.size_bytes for file in self.files)
 
     def dump(self) -> bytes:
-        """The document: canonical JSON, with the digest of itself without that digest."""
-        tree = json.loads(self.model_dump_json())  # by way of JSON: a loss that is not a number becomes null
+        """Return the document as bytes: canonical JSON with a last newline.
+
+        The key `sha256` holds the digest of the document without that key. A loss that is not finite becomes null.
+        """
+        tree = json.loads(self.model_dump_json())  # through JSON, which turns a NaN into null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """The manifest that `dump` wrote.
+        """Read a manifest from the bytes that `dump` wrote, and check it against itself.
 
         Raises:
-            TornCheckpoint: a byte of it is different.
+            TornCheckpoint: a byte differs, the format is another one, or the tensors do not cover every parameter.
         """
         try:
             tree = json.loads(data)
             if not isinstance(tree, dict) or canonical_json(tree).encode() + b"\n" != data:
-                raise TornCheckpoint(f"{MANIFEST} is not in the form that it was written in")
+                raise TornCheckpoint(f"{MANIFEST} is not in the form that it was written in (a byte was changed)")
             if tree.pop("sha256", None) != _sha256(tree):
                 raise TornCheckpoint(f"{MANIFEST} does not match its own digest")
             manifest = cls.model_validate(tree)
         except ValidationError as error:
-            raise TornCheckpoint(f"{MANIFEST} is of another format: {error.errors()[0]['msg']}") from None
+            reason = error.errors()[0]["msg"]
+            raise TornCheckpoint(f"{MANIFEST} is of another format, or of another version: {reason}") from None
         except (ValueError, RecursionError):
-            raise TornCheckpoint(f"{MANIFEST} is not readable") from None
+            raise TornCheckpoint(f"{MANIFEST} is not readable as JSON") from None
         manifest.check_coverage()
         return manifest
 
     def check_coverage(self) -> None:
-        """Every element of every parameter exactly once in each kind, every byte of each file under one digest.
+        """Verify that the files hold every element of every parameter exactly once in each kind.
+
+        Every byte of each file must be covered by one digest, too. Only the manifest is looked at, no file is read.
 
         Raises:
-            TornCheckpoint: names the first parameter or file that is not so.
+            TornCheckpoint: names the first file or parameter for which this does not hold.
         """
         ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for file in self.files:
             file.check_layout()
-            for t in file.tensors:
-                ranges[t.kind, t.name].append((t.start, t.start + t.numel))
-        if unknown := {name for _, name in ranges} - set(self.state.shapes):
+            for tensor in file.tensors:
+                ranges[tensor.kind, tensor.name].append((tensor.start, tensor.start + tensor.numel))
+        unknown = {name for _, name in ranges} - set(self.state.shapes)
+        if unknown:
             raise TornCheckpoint(f"{MANIFEST} has tensors of unknown parameters {sorted(unknown)[:3]}")
         for kind, (name, shape) in itertools.product(KINDS, self.state.shapes.items()):
-            reached, numel = 0, math.prod(shape)
+            numel = math.prod(shape)
+            covered = 0  # elements [0, covered) are there exactly once
             for start, end in sorted(ranges[kind, name]):
-                if start != reached:
-                    where = f"elements {min(start, reached)} to {max(start, reached)}"
+                if start != covered:
+                    where = f"elements {min(start, covered)} to {max(start, covered)}"
                     raise TornCheckpoint(f"{kind} of {name}: {where} are not there exactly once")
-                reached = end
-            if reached != numel:
-                raise TornCheckpoint(f"{kind} of {name}: {reached} of {numel} elements")
+                covered = end
+            if covered != numel:
+                raise TornCheckpoint(f"{kind} of {name}: {covered} of {numel} elements are there")
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """The folder of the checkpoint that `attempt` writes after `step` steps."""
+    """Return the name of the folder of the checkpoint that `attempt` writes after `step` steps."""
     return f"step-{step:08d}-a{attempt:04d}"
 
 
 def parse_folder(folder: str) -> tuple[int, int] | None:
-    """(step, attempt) of a checkpoint's folder name; None if it is another name."""
+    """Return (step, attempt) of a checkpoint folder's name, without any path before it; None for any other name."""
     match = _FOLDER.fullmatch(folder)
-    return (int(match[1]), int(match[2])) if match else None
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
 
 
 def committed(store: Store) -> list[tuple[int, int, str]]:
-    """(step, attempt, folder) of every committed checkpoint, newest last."""
-    found = []
+    """Return (step, attempt, folder) of every committed checkpoint, sorted, the newest last.
+
+    Costs one listing; no manifest is read, so a damaged checkpoint is included.
+    """
+    checkpoints = []
     for key in store.list("step-"):
-        folder, _, rest = key.partition("/")
-        if rest == MANIFEST and (place := parse_folder(folder)):
-            found.append((*place, folder))
-    return sorted(found)
+        folder, _, name = key.partition("/")
+        step_and_attempt = parse_folder(folder)
+        if name == MANIFEST and step_and_attempt is not None:
+            checkpoints.append((*step_and_attempt, folder))
+    return sorted(checkpoints)
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """The manifest of a committed checkpoint, itself checked to the last byte (not yet its files).
+    """Read the manifest of a committed checkpoint and verify it; the tensor files are not looked at.
+
+    A manifest that does not parse is read again, up to `READINGS` times, because a bit may be flipped in transit.
 
     Raises:
-        TornCheckpoint: it is damaged, or not that folder's.
-        StoreError: it cannot be read.
+        TornCheckpoint: the manifest is damaged, or is that of another folder.
+        StoreMissing: there is no manifest.
+        StoreError: the store cannot be read.
     """
     for reading in range(1, READINGS + 1):
         try:
@@ -202,12 +221,23 @@ def read_manifest(store: Store, folder: str) -> Manifest:
             if reading == READINGS:
                 raise
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
-        raise TornCheckpoint(f"{MANIFEST} is of step {manifest.state.step}, attempt {manifest.state.attempt}")
+        raise TornCheckpoint(
+            f"{MANIFEST} is of step {manifest.state.step}, attempt {manifest.state.attempt}; its folder is {folder}"
+        )
     return manifest
 
 
 def set_aside(store: Store, folder: str, reason: str) -> None:
-    """Take a bad checkpoint out of the running without losing a byte of it."""
+    """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it.
+
+    The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from another target.
+
+    Args:
+        reason: what is wrong; stored beside the manifest, in set-aside.txt.
+
+    Raises:
+        StoreMissing: there is no manifest.
+    """
     data = store.read(f"{folder}/{MANIFEST}")
     store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())
     store.write(f"{folder}/{SET_ASIDE}", data)
@@ -215,4 +245,5 @@ def set_aside(store: Store, folder: str, reason: str) -> None:
 
 
 def _sha256(tree: dict[str, object]) -> str:
+    """Return the digest of a JSON tree in its canonical form, as hexadecimal."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

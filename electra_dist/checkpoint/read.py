@@ -1,11 +1,12 @@
-"""Reading a checkpoint's files by ranges, each tensor checked against its digest before a byte of it is used.
+"""Read a checkpoint's files by ranges; check each tensor against its digest before a byte of it is used.
 
-Guarantee: what is handed on is what the manifest promises. `file_faults` and the tensors of a file together look at
-every byte of it: its size, its header, its tensors, which have no gaps (`Manifest.check_coverage`). What comes out
-wrong is read again a few times, so that a byte flipped on the way costs no good checkpoint.
+Guarantee: what callers receive is what the manifest promises. `file_faults` and the tensors of a file together cover
+every byte of it: its size, its header, and its tensors, which have no gaps (`Manifest.check_coverage`). A range that
+does not match its digest is read again, up to `READINGS` times, so that a bit flipped in transit does not cost a good
+checkpoint.
 
-Cost: tensors that lie side by side are read in one request of up to `REQUEST_BYTES`, `THREADS` at a time, so a rank
-holds at most 256 MB; sha256 does 1.5 GB/s on a core.
+Cost: tensors that are neighbours in a file are read in one request of up to `REQUEST_BYTES`, with `THREADS` requests
+at a time, so a rank holds at most 256 MB; sha256 does 1.5 GB/s on a core.
 """
 
 from __future__ import annotations
@@ -23,50 +24,66 @@ from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreExhausted, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 
-REQUEST_BYTES = 64 << 20
-THREADS = 4
+REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger
+THREADS = 4  # requests at a time
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tensors that lie side by side in one file."""
+    """Tensors that are neighbours in one file and are read together."""
 
     file: str
     tensors: tuple[TensorEntry, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes to read."""
-        return sum(t.size_bytes for t in self.tensors)
+        """Return the number of bytes to read, which is the sum over the tensors: there are no gaps between them."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda tensor: True) -> Iterator[Request]:
-    """The wanted tensors of a file, in as few requests as may be."""
-    run: list[TensorEntry] = []
-    size = 0
+    """Group the wanted tensors of a file into requests of neighbours, in the order of the file.
+
+    A request ends at `REQUEST_BYTES` or at the first tensor that is not wanted. A larger tensor is a request alone.
+    """
+    neighbours: list[TensorEntry] = []
+    size_bytes = 0
     for tensor in file.tensors:
-        if run and (not wanted(tensor) or size + tensor.size_bytes > REQUEST_BYTES):
-            yield Request(file.name, tuple(run))
-            run, size = [], 0
-        if wanted(tensor):
-            run.append(tensor)
-            size += tensor.size_bytes
-    if run:
-        yield Request(file.name, tuple(run))
+        is_wanted = wanted(tensor)
+        is_too_much = size_bytes + tensor.size_bytes > REQUEST_BYTES
+        if neighbours and (not is_wanted or is_too_much):
+            yield Request(file.name, tuple(neighbours))
+            neighbours = []
+            size_bytes = 0
+        if is_wanted:
+            neighbours.append(tensor)
+            size_bytes += tensor.size_bytes
+    if neighbours:
+        yield Request(file.name, tuple(neighbours))
 
 
 def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
-    """What is wrong with a file's size and header."""
-    return _believed(lambda: _file_faults(store, f"{folder}/{file.name}", file))
+    """Check the size and the header of a tensor file against its manifest entry; the tensors are not read.
+
+    Returns:
+        One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    return _repeat_while_faulty(lambda: _file_faults(store, f"{folder}/{file.name}", file))
 
 
 def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
+    """Check the size and the header of a tensor file once, without reading again after a fault."""
     try:
         header = _read(store, key, 0, file.header_bytes)
         size = store.size(key)
     except StoreMissing:
         return [missing(file.name)]
-    faults = [f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes"] if size != file.size_bytes else []
+    faults = []
+    if size != file.size_bytes:
+        faults.append(f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes")
     if hashlib.sha256(header).hexdigest() != file.header_sha256:
         faults.append(f"the header of {file.name} does not match its digest")
     return faults
@@ -75,21 +92,34 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
 def read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Read, check, and hand the good ones to `use` (if need be more than once); what is wrong with the others."""
-    return _believed(lambda: _read_tensors(store, folder, request, use))
+    """Read the tensors of a request, verify them, and pass the good ones to `use`.
+
+    Args:
+        use: receives a tensor's entry and its bytes (little-endian fp32). It may be called several times for the same
+            tensor, because the whole request is read again after a fault.
+
+    Returns:
+        One line for each tensor that never matched its digest, empty if all are good.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use))
 
 
 def _read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    first = request.tensors[0].offset
+    """Read and verify the tensors of a request once, without reading again after a fault."""
+    first_byte = request.tensors[0].offset
     try:
-        data = _read(store, f"{folder}/{request.file}", first, request.size_bytes)
+        data = _read(store, f"{folder}/{request.file}", first_byte, request.size_bytes)
     except StoreMissing:
         return [missing(request.file)]
     faults = []
     for tensor in request.tensors:
-        part = data[tensor.offset - first : tensor.offset - first + tensor.size_bytes]
+        begin = tensor.offset - first_byte
+        part = data[begin : begin + tensor.size_bytes]
         if len(part) == tensor.size_bytes and hashlib.sha256(part).hexdigest() == tensor.sha256:
             use(tensor, part)
         else:
@@ -101,9 +131,19 @@ def _read_tensors(
 def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Copy into every fragment the ranges that it overlaps; check the size and header of the files in `check`.
+    """Fill every fragment from the checkpoint's tensors that overlap it; each tensor is verified before it is used.
 
-    Returns what is wrong; the fragments are then partly overwritten.
+    Reads with `THREADS` threads. Not collective.
+
+    Args:
+        fragments: ranges of parameters with the tensors to write to, on any device.
+        check: files whose size and header are checked, too.
+
+    Returns:
+        One line for each fault, empty if all is good. With faults the fragments are partly overwritten.
+
+    Raises:
+        StoreError: the store cannot be read.
     """
     holders = defaultdict[tuple[str, str], list[Fragment]](list)
     for fragment in fragments:
@@ -111,46 +151,71 @@ def fill(
             holders[kind, fragment.name].append(fragment)
 
     def overlapping(tensor: TensorEntry) -> list[Fragment]:
+        """Return the fragments that need a part of this tensor."""
         end = tensor.start + tensor.numel
-        held = holders.get((tensor.kind, tensor.name), ())
-        return [f for f in held if f.start < end and tensor.start < f.start + f.numel]
+        candidates = holders.get((tensor.kind, tensor.name), ())
+        return [
+            fragment
+            for fragment in candidates
+            if fragment.start < end and tensor.start < fragment.start + fragment.numel
+        ]
 
-    def use(tensor: TensorEntry, data: memoryview) -> None:
+    def copy_to_fragments(tensor: TensorEntry, data: memoryview) -> None:
+        """Copy a verified tensor into all fragments that it overlaps; called from several threads."""
         values = torch.frombuffer(data, dtype=torch.float32)
-        for f in overlapping(tensor):
-            begin, end = max(f.start, tensor.start), min(f.start + f.numel, tensor.start + tensor.numel)
-            view = f.views[tensor.kind][begin - f.start : end - f.start]
+        for fragment in overlapping(tensor):
+            begin = max(fragment.start, tensor.start)
+            end = min(fragment.start + fragment.numel, tensor.start + tensor.numel)
+            view = fragment.views[tensor.kind][begin - fragment.start : end - fragment.start]
             view.copy_(values[begin - tensor.start : end - tensor.start])
 
-    wanted = [r for file in manifest.files for r in requests(file, lambda tensor: bool(overlapping(tensor)))]
+    needed = [
+        request for file in manifest.files for request in requests(file, lambda tensor: bool(overlapping(tensor)))
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
         checks = pool.map(lambda file: file_faults(store, folder, file), check)
-        reads = pool.map(lambda request: read_tensors(store, folder, request, use), wanted)
+        reads = pool.map(lambda request: read_tensors(store, folder, request, copy_to_fragments), needed)
         return [fault for faults in (*checks, *reads) for fault in faults]
 
 
 def verify(
     store: Store, folder: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Every byte of a checkpoint: its manifest if that is good, and everything that is wrong.
+    """Verify every byte of a checkpoint: the manifest, then all files. Nothing is changed.
 
     Args:
-        advance: told the bytes that were read since it was last told, from several threads.
+        advance: called with the bytes read since its last call, from several threads.
+
+    Returns:
+        The manifest, None if it is damaged or missing; and one line for each fault, empty for a good checkpoint.
+
+    Raises:
+        StoreError: the store cannot be read; the checkpoint may be good.
     """
     try:
         manifest = read_manifest(store, folder)
     except (TornCheckpoint, StoreMissing) as error:
         return None, [str(error)]
-
     return manifest, [fault for file in manifest.files for fault in verify_file(store, folder, file, advance)]
 
 
 def verify_file(
     store: Store, folder: str, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Everything that is wrong with one file."""
+    """Verify every byte of one tensor file against its manifest entry.
+
+    Args:
+        advance: called with the bytes read since its last call, from several threads.
+
+    Returns:
+        One line for each fault, empty for a good file. A missing file is one fault.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
 
     def check(request: Request) -> list[str]:
+        """Verify the tensors of a request and report its bytes as read."""
         faults = read_tensors(store, folder, request, lambda tensor, data: None)
         advance(request.size_bytes)
         return faults
@@ -159,24 +224,31 @@ def verify_file(
     if faults == [missing(file.name)]:
         return faults
     with ThreadPoolExecutor(THREADS) as pool:
-        return faults + [fault for found in pool.map(check, requests(file)) for fault in found]
+        tensor_faults = [fault for found in pool.map(check, requests(file)) for fault in found]
+    return faults + tensor_faults
 
 
 def missing(file: str) -> str:
-    """The fault of a file that is not there."""
+    """Return the line that reports a file as missing; `file_faults` and `read_tensors` use it."""
     return f"{file} is missing"
 
 
-def _believed(read: Callable[[], list[str]]) -> list[str]:
-    """What was wrong at the last of `READINGS` readings; nothing if one was good."""
+def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
+    """Call `read` until it returns no fault, at most `READINGS` times; return the faults of its last call."""
     for _ in range(READINGS):
-        if not (faults := read()):
+        faults = read()
+        if not faults:
             break
     return faults
 
 
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:
-    """A range of an object that a manifest promises. Raises StoreMissing if it is really not there."""
+    """Read bytes [start, start + length) of an object that a manifest promises; fewer if the object ends before.
+
+    Raises:
+        StoreMissing: the object is really not there, also when the store reported only exhausted retries.
+        StoreError: the store cannot be read.
+    """
     try:
         return store.read_range(key, start, length, must_exist=True)
     except StoreExhausted:

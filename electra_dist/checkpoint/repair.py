@@ -1,8 +1,8 @@
-"""Checkpoints from outside a run: what there is, and mending what is bad from another target.
+"""Survey and repair of checkpoints from outside a run, as `electra-dist checkpoint` does it.
 
-Guarantee: a checkpoint is called good only after every byte of it was verified, the mended one again. A copy is taken
-only from one that is good. What cannot be mended is set aside, not deleted. Nothing of the newest attempt, which may
-be running, is taken for a leftover.
+Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. A
+copy is taken only from a good checkpoint in another target. What cannot be restored is set aside, not deleted. Files
+of the newest attempt, which may still be running, never count as leftovers.
 """
 
 from __future__ import annotations
@@ -32,40 +32,57 @@ Status = Literal["committed", "damaged", "set aside", "leftover"]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint's folder in a target; its files were not looked at."""
+    """A checkpoint folder that `survey` found in a target. Its tensor files were not read."""
 
     target: Store
     folder: str
     step: int
     attempt: int
-    status: Status
-    manifest: Manifest | None = None
+    status: Status  # "committed": the manifest is good; "leftover": there is no manifest
+    manifest: Manifest | None = None  # only if the status is "committed"
     note: str = ""  # what is wrong with its manifest, or why it was set aside
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return the URL of the checkpoint's folder, for messages."""
         return f"{self.target.url}/{self.folder}"
 
 
 def survey(target: Store) -> list[Found]:
-    """Every checkpoint's folder, oldest first. Costs a request for each."""
-    names: dict[str, set[str]] = {}
+    """List every checkpoint folder of a target, oldest first, whatever its status.
+
+    Costs one listing, and one request for each folder that has a manifest or was set aside.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    names_by_folder: dict[str, set[str]] = {}
     for key in target.list("step-"):
         folder, _, name = key.partition("/")
-        names.setdefault(folder, set()).add(name)
-    places = sorted((*place, folder) for folder in names if (place := parse_folder(folder)))
-    return [_look(target, folder, step, attempt, names[folder]) for step, attempt, folder in places]
+        names_by_folder.setdefault(folder, set()).add(name)
+    checkpoints = []
+    for folder in names_by_folder:
+        step_and_attempt = parse_folder(folder)
+        if step_and_attempt is not None:
+            checkpoints.append((*step_and_attempt, folder))
+    return [
+        _inspect(target, folder, step, attempt, names_by_folder[folder])
+        for step, attempt, folder in sorted(checkpoints)
+    ]
 
 
-def _look(target: Store, folder: str, step: int, attempt: int, names: set[str]) -> Found:
+def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str]) -> Found:
+    """Determine the status of a checkpoint folder from the names of its files and from its manifest."""
     status: Status = "leftover"
-    manifest, note = None, ""
+    manifest = None
+    note = ""
     if MANIFEST in names:
         try:
-            manifest, status = read_manifest(target, folder), "committed"
+            manifest = read_manifest(target, folder)
+            status = "committed"
         except (TornCheckpoint, StoreMissing) as error:
-            note, status = str(error), "damaged"
+            status = "damaged"
+            note = str(error)
     elif SET_ASIDE in names:
         status = "set aside"
         note = target.read(f"{folder}/{SET_ASIDE_REASON}").decode(errors="replace").strip()
@@ -79,38 +96,65 @@ def repair(
     dry_run: bool,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[str]:
-    """Do it, and say each thing that was (or, in a dry run, would be) done.
+    """Repair the checkpoints of all targets, and yield one line for each thing that is done.
+
+    A damaged checkpoint, or one that was set aside, is restored from another target or donor that has it good. If none
+    has, a damaged one is set aside. Then leftovers are deleted. The work is done while the caller iterates.
 
     Args:
-        donors: where good copies are looked for, beside the other targets.
+        targets: the stores to repair.
+        donors: further stores to copy from; they are not changed.
+        dry_run: change nothing; the lines then report what would be done.
+        advance: called with the bytes verified since its last call, from several threads.
+
+    Raises:
+        StoreError: a store cannot be read or written, or a checkpoint is still damaged after it was restored.
     """
     for target in targets:
-        others = [each for each in (*targets, *donors) if each.url != target.url]
+        other_stores = [store for store in (*targets, *donors) if store.url != target.url]
         for found in survey(target):
-            if found.status == "leftover":
-                continue
-            faults = [found.note] if found.status == "set aside" else verify(target, found.folder, advance)[1]
-            if not faults:
-                continue
-            donor = next((each for each in others if _is_good(each, found.folder, advance)), None)
-            if donor is not None:
-                yield from _restore(found, donor, faults, dry_run)
-            elif found.status != "set aside":
-                yield f"{found.url}: set aside, no target has it good: {faults[0]}"
-                if not dry_run:
-                    set_aside(target, found.folder, faults[0])
+            yield from _repair_checkpoint(found, other_stores, dry_run, advance)
         newest = newest_attempt(target)
-        for key in leftovers(target, newest) if dry_run else sweep(target, newest):
+        removed = leftovers(target, newest) if dry_run else sweep(target, newest)
+        for key in removed:
             yield f"{target.url}/{key}: leftover, removed"
 
 
+def _repair_checkpoint(
+    found: Found, other_stores: Sequence[Store], dry_run: bool, advance: Callable[[int], None]
+) -> Iterator[str]:
+    """Verify one checkpoint; if it is damaged, restore it from a store that has it good, or set it aside."""
+    if found.status == "leftover":
+        return
+    if found.status == "set aside":
+        faults = [found.note]
+    else:
+        _, faults = verify(found.target, found.folder, advance)
+    if not faults:
+        return
+    donor = next((store for store in other_stores if _is_good(store, found.folder, advance)), None)
+    if donor is not None:
+        yield from _restore(found, donor, faults, dry_run)
+    elif found.status != "set aside":
+        yield f"{found.url}: set aside, no other target has a good copy: {faults[0]}"
+        if not dry_run:
+            set_aside(found.target, found.folder, faults[0])
+
+
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
+    """Return whether a target has this checkpoint and every byte of it is good."""
     manifest, faults = verify(target, folder, advance)
     return manifest is not None and not faults
 
 
 def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
-    """Copy what differs; the manifest last, so that a set-aside checkpoint exists again only when it is whole."""
+    """Copy the files that differ from a good donor, and yield one line for each.
+
+    The manifest comes last, so that a checkpoint that was set aside exists again only when all of its files are good.
+
+    Raises:
+        StoreError: the checkpoint is still damaged afterwards.
+    """
     target, folder = found.target, found.folder
     manifest = read_manifest(donor, folder)
     yield f"{found.url}: {'; '.join(faults)}"
@@ -125,11 +169,18 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
             target.write(f"{folder}/{MANIFEST}", manifest.dump())
             target.delete(f"{folder}/{SET_ASIDE}")
             target.delete(f"{folder}/{SET_ASIDE_REASON}")
-    if not dry_run and (remaining := verify(target, folder)[1]):
-        raise StoreError(f"{found.url}: still bad after it was restored: {remaining[0]}; is its disk failing?")
+    if dry_run:
+        return
+    _, remaining_faults = verify(target, folder)
+    if remaining_faults:
+        raise StoreError(
+            f"{found.url}: still damaged after it was restored: {remaining_faults[0]}; "
+            f"check the disk or the storage service, then run the repair again"
+        )
 
 
 def _copy(source: Store, destination: Store, key: str) -> None:
+    """Copy an object from one store to another, through a temporary file if the source is not a local folder."""
     path = source.local_path(key)
     if path is not None:
         destination.upload(path, key)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go: a pure function of those that there are and of what the config wants kept."""
+"""Retention: which checkpoints may be deleted, as a pure function of those that exist and of the config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from electra_dist.config import CheckpointConfig
 
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
-    """A committed checkpoint."""
+    """What retention knows of a committed checkpoint. Sorts by step, then by attempt."""
 
     step: int
     attempt: int
@@ -19,15 +19,25 @@ class CheckpointInfo:
 
 
 def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig) -> list[CheckpointInfo]:
-    """What to delete, oldest first.
+    """Return the checkpoints that the policy lets go, oldest first.
 
-    Kept are the newest `keep_last`, all whose step `keep_every_steps` divides or `keep_steps` names, and the
-    `keep_best` of lowest held-out loss (of equal ones the newer). The newest of all is kept whatever the policy says.
+    A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
+    `keep_steps` names its step, or if it is one of the `keep_best` with the lowest held-out loss (of equal losses the
+    newer one). The newest checkpoint is always kept, whatever the policy is.
+
+    Args:
+        checkpoints: all committed checkpoints of one target, in any order.
     """
     ordered = sorted(checkpoints)
-    keep = set(ordered[-max(1, policy.keep_last) :]) | {c for c in ordered if c.step in policy.keep_steps}
+    num_newest = max(1, policy.keep_last)
+    keep = set(ordered[-num_newest:])
+    keep |= {checkpoint for checkpoint in ordered if checkpoint.step in policy.keep_steps}
     if policy.keep_every_steps:
-        keep |= {c for c in ordered if c.step % policy.keep_every_steps == 0}
-    judged = [(c.eval_rtd_loss, -c.step, -c.attempt, c) for c in ordered if c.eval_rtd_loss is not None]
-    keep |= {c for *_, c in sorted(judged)[: policy.keep_best]}
-    return [c for c in ordered if c not in keep]
+        keep |= {checkpoint for checkpoint in ordered if checkpoint.step % policy.keep_every_steps == 0}
+    by_loss = sorted(
+        (checkpoint.eval_rtd_loss, -checkpoint.step, -checkpoint.attempt, checkpoint)
+        for checkpoint in ordered
+        if checkpoint.eval_rtd_loss is not None
+    )
+    keep |= {checkpoint for *_, checkpoint in by_loss[: policy.keep_best]}
+    return [checkpoint for checkpoint in ordered if checkpoint not in keep]

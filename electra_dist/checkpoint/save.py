@@ -1,14 +1,14 @@
-"""Saving: the step stalls for a copy to host memory; a thread per rank writes, hashes, uploads and commits.
+"""Save checkpoints in the background: a step waits only for a copy to host memory, threads do the rest.
 
-Guarantee: kill any process at any moment, and the newest committed checkpoint of every target is whole (`commit.py`).
-Each rank's file is written once, then uploaded to the targets that are not local folders; `on_commit` is called when
-the last target has it.
+Guarantee: if any process is killed at any moment, the newest committed checkpoint of every target is whole
+(`commit.py`). Each rank writes its file once; the file is then uploaded to the other targets. `on_commit` is called
+after the last target has the checkpoint.
 
-Cost: one fp32 copy of the rank's state in (pinned, reused) host memory, whose pages are touched by `reserve` before
-the first save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for
-it, and says how long.
+Cost: one fp32 copy of the rank's state in host memory, pinned and reused. `reserve` touches its pages before the first
+save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for it, and
+reports how long it waited.
 
-Where it stops: a target that cannot be written ends the run, because a redundancy that is silently gone is none.
+Limits: a target that cannot be written ends the run, because a copy that is silently missing protects nobody.
 """
 
 from __future__ import annotations
@@ -32,39 +32,66 @@ from electra_dist.store.local import LocalStore
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTiming:
-    """Seconds of one save that the training loop saw."""
+    """How long one save held up the training loop, in seconds."""
 
-    wait_s: float  # for the previous save
+    wait_s: float  # until the previous save was finished
     stall_s: float  # for the copy to host memory
 
 
 class CheckpointWriter:
-    """One per rank; owns the host buffer and the writing thread. `close()` waits for the save in flight."""
+    """Background writer of checkpoints: one per rank, with a host buffer and at most one writing thread.
+
+    Not thread-safe: all methods are for the training thread. Call `close` at the end, which waits for the last save.
+    """
 
     def __init__(
         self, targets: Sequence[Store], staging: Path, rank: int, attempt: int, policy: CheckpointConfig
     ) -> None:
-        """Removes what dead attempts left in `staging`, the local folder of files on their way to targets."""
-        self._targets, self._staging, self._rank, self._policy = targets, LocalStore(staging), rank, policy
+        """Create the writer, and delete the files of earlier attempts from `staging`.
+
+        Args:
+            targets: the stores that every checkpoint is written to.
+            staging: local folder for files on their way to the targets, if no target is a local folder.
+            attempt: number of this start of the run, from `begin_attempt`.
+            policy: which checkpoints rank 0 keeps after each commit.
+        """
+        self._targets = targets
+        self._staging = LocalStore(staging)
+        self._rank = rank
+        self._policy = policy
         self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
-        """Told about each commit and the seconds since its save began, on rank 0's writing thread."""
+        """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._losses: list[dict[str, float | None]] = [{} for _ in targets]
+        self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
+        self._losses: list[dict[str, float | None]] = [{} for _ in targets]  # held-out losses, for `retain`
         for key in self._staging.list("step-"):
             if is_older(key, attempt):
                 self._staging.delete(key)
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
-        """Allocate the host buffer and touch its pages now, so that the first save does not."""
-        total = sum(f.numel for f in fragments) * len(KINDS)
+        """Allocate the host buffer for these fragments and touch its pages, so that the first save need not.
+
+        Does nothing if the buffer has the right size already. Call it while no save is in flight. The buffer takes 12
+        bytes for each element: three fp32 values.
+        """
+        total = sum(fragment.numel for fragment in fragments) * len(KINDS)
         if self._buffer is None or self._buffer.numel() != total:
-            self._buffer = None  # before the next one is there
+            self._buffer = None  # frees the old buffer before the new one is allocated
             self._buffer = torch.empty(total, dtype=torch.float32, pin_memory=torch.cuda.is_available()).fill_(0)
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
-        """Copy the fragments and start writing them. Every rank calls it at the same step."""
+        """Copy the fragments to host memory and start writing them in the background.
+
+        Every rank calls it at the same step. It first waits for the previous save. The caller may change the fragments
+        as soon as it returns; the checkpoint exists later, when `on_commit` is called.
+
+        Returns:
+            How long the call waited and copied.
+
+        Raises:
+            Exception: whatever the previous save raised in its thread, for example StoreError or Fenced.
+        """
         begin = time.perf_counter()
         self.wait()
         copied = time.perf_counter()
@@ -75,34 +102,44 @@ class CheckpointWriter:
         return timing
 
     def wait(self) -> None:
-        """Return when nothing is in flight; raise what the writing thread raised."""
+        """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
+
+        An error is raised once. On rank 0 the commit has then happened; on other ranks only their own file is stored.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def close(self) -> None:
-        """Wait for the last save; give the buffer back."""
+        """Wait for the last save and free the host buffer; raise what the save raised."""
         self.wait()
         self._buffer = None
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        """Copy the fragments into the host buffer, one kind after the other; return when the copies are complete."""
         self.reserve(fragments)
         assert self._buffer is not None
-        tensors, offset = [], 0
+        tensors = []
+        offset = 0
         for kind in KINDS:
-            for f in fragments:
-                host = self._buffer.narrow(0, offset, f.numel)
-                host.copy_(f.views[kind], non_blocking=True)
-                tensors.append(Tensor(kind=kind, name=f.name, start=f.start, values=host))
-                offset += f.numel
+            for fragment in fragments:
+                host = self._buffer.narrow(0, offset, fragment.numel)
+                host.copy_(fragment.views[kind], non_blocking=True)
+                tensors.append(Tensor(kind=kind, name=fragment.name, start=fragment.start, values=host))
+                offset += fragment.numel
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
+        """Write this rank's part; on rank 0 commit on every target, then apply retention. Body of the writing thread.
+
+        An error is kept for `wait`. On rank 0, no target is cleaned up before all targets have the checkpoint.
+        """
         try:
             begin = time.perf_counter()
             self._write(state, tensors)
@@ -113,21 +150,24 @@ class CheckpointWriter:
                 self.on_commit(state, timing, time.perf_counter() - begin)
                 for target, losses in zip(self._targets, self._losses):
                     retain(target, self._policy, state.attempt, losses)
-        except BaseException as error:  # noqa: BLE001  # handed to the training thread, which raises it in wait()
+        except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
             self._error = error
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """This rank's file and entry, in every target."""
+        """Store this rank's tensor file and entry in every target.
+
+        The file is written straight into the first target that is a local folder, into the staging folder if there is
+        none, and uploaded from there to the other targets.
+        """
         folder = folder_name(state.step, state.attempt)
-        name = f"rank-{self._rank:05d}.safetensors"
-        key = f"{folder}/{name}"
-        places = [target.local_path(key) for target in self._targets]
-        direct = next((place for place in places if place is not None), None)
-        path = direct or self._staging.local_path(key)
-        entry = write_tensor_file(path, tensors)
-        for target, place in zip(self._targets, places):
-            if direct is None or place != direct:
-                target.upload(path, key)
+        key = f"{folder}/rank-{self._rank:05d}.safetensors"
+        path_in_target = [target.local_path(key) for target in self._targets]
+        first_local_path = next((path for path in path_in_target if path is not None), None)
+        written_path = first_local_path or self._staging.local_path(key)
+        entry = write_tensor_file(written_path, tensors)
+        for target, path in zip(self._targets, path_in_target):
+            if path is None or path != first_local_path:
+                target.upload(written_path, key)
             submit(target, folder, self._rank, entry)
-        if direct is None:
+        if first_local_path is None:
             self._staging.delete(key)

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are: its own folder, or what `checkpoint.targets` names, each holding every checkpoint."""
+"""The places of a run's checkpoints: its own folder, or every store in `checkpoint.targets`, each with all of them."""
 
 from __future__ import annotations
 
@@ -8,5 +8,13 @@ from electra_dist.store.open import open_store
 
 
 def open_targets(config: Config) -> list[Store]:
-    """The stores that every checkpoint is written to, the preferred one first."""
+    """Open the stores that every checkpoint is written to, the preferred one for loading first.
+
+    Without `checkpoint.targets` this is the folder `checkpoints` in the run folder.
+
+    Nothing is read or written until a store is first used.
+
+    Raises:
+        UserError: a URL is malformed or has an unknown scheme, or S3 is named without boto3 being installed.
+    """
     return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]

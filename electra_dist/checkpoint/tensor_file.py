@@ -1,10 +1,11 @@
-"""A safetensors file written in one pass: streamed, each tensor hashed while it is written, no second copy in memory.
+"""Write a safetensors file in one pass: each tensor is streamed and hashed at once, without a second copy in memory.
 
-The format is the safetensors library's (8-byte little-endian header length, JSON header, raw little-endian data), and
-that library reads what is written here; its own writer copies the tensors, and the file would be read again to hash.
+The format is that of the safetensors library (8-byte little-endian header length, JSON header, raw little-endian
+data), and that library can read the files. Its own writer is not used, because it copies the tensors, and the file
+would have to be read again for the digests.
 
-Cost: a tensor of more than `PIECE` elements is cut, so that a rank that needs a part of it and must hash all that it
-reads does not read much more than it needs.
+How: a tensor of more than `PIECE` elements is stored in pieces with a digest each. A rank must hash all that it reads;
+with pieces, a rank that needs a part of a tensor does not read much more than that part.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from electra_dist.checkpoint.manifest import FileEntry, Kind, TensorEntry
 from electra_dist.store.files import make_folder, sync_folder, writable
 
-PIECE = 1 << 22  # elements: 16 MiB
-_CHUNK_BYTES = 1 << 20  # written and hashed while it is in the processor's cache
+PIECE = 1 << 22  # elements of fp32: 16 MiB
+_CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the processor's cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """Elements [start, start + numel) of the flattened parameter `name`, as this rank holds them."""
+    """The part of a parameter that this rank holds: elements [start, start + numel) of its flattened form."""
 
     name: str
     start: int
@@ -37,40 +39,40 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A 1-D fp32 CPU tensor to write: elements of one kind of a parameter from `start` on."""
+    """Values to write to a tensor file: consecutive elements of one kind of a flattened parameter."""
 
     kind: Kind
     name: str
-    start: int
-    values: torch.Tensor
+    start: int  # element of the parameter at which `values` begins
+    values: torch.Tensor  # 1-D, fp32, contiguous, on the CPU
 
     def pieces(self) -> list[Tensor]:
-        """Itself, cut to at most PIECE elements."""
+        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory."""
         return [
-            Tensor(kind=self.kind, name=self.name, start=self.start + at, values=self.values[at : at + PIECE])
-            for at in range(0, len(self.values), PIECE)
+            Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
+            for begin in range(0, len(self.values), PIECE)
         ]
 
 
 def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
-    """Write, sync, and describe for the manifest.
+    """Write tensors to a safetensors file and return its manifest entry; the file is on the disk on return.
+
+    An existing file is overwritten in place, so readers must not look at it before its manifest exists.
 
     Raises:
         StoreError: the disk is full or refuses the write.
     """
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
-    head = _header(pieces)
-    entries, offset = [], len(head)
+    header = _header(pieces)
+    entries = []
+    offset = len(header)
     with writable(path):
         make_folder(path.parent)
         with path.open("wb") as file:
-            file.write(head)
+            file.write(header)
             for piece in pieces:
-                digest = hashlib.sha256()
                 data = piece.values.numpy().data.cast("B")
-                for at in range(0, len(data), _CHUNK_BYTES):
-                    file.write(data[at : at + _CHUNK_BYTES])
-                    digest.update(data[at : at + _CHUNK_BYTES])
+                sha256 = _write_and_hash(file, data)
                 entries.append(
                     TensorEntry(
                         kind=piece.kind,
@@ -78,7 +80,7 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
                         start=piece.start,
                         numel=len(piece.values),
                         offset=offset,
-                        sha256=digest.hexdigest(),
+                        sha256=sha256,
                     )
                 )
                 offset += len(data)
@@ -88,23 +90,38 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
     return FileEntry(
         name=path.name,
         size_bytes=offset,
-        header_bytes=len(head),
-        header_sha256=hashlib.sha256(head).hexdigest(),
+        header_bytes=len(header),
+        header_sha256=hashlib.sha256(header).hexdigest(),
         tensors=tuple(entries),
     )
 
 
+def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
+    """Write bytes in chunks that are hashed while they are in the processor's cache; return their SHA-256."""
+    digest = hashlib.sha256()
+    for begin in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[begin : begin + _CHUNK_BYTES]
+        file.write(chunk)
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _header(pieces: Sequence[Tensor]) -> bytes:
+    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with spaces.
+
+    A tensor is named `KIND|PARAMETER|START`. The JSON is padded to a multiple of 8 bytes, as the format asks, so that
+    the data after it is aligned.
+    """
     table: dict[str, object] = {}
     offset = 0
     for piece in pieces:
-        assert (
-            piece.values.dtype == torch.float32 and piece.values.is_contiguous() and piece.values.device.type == "cpu"
-        )
+        assert piece.values.dtype == torch.float32
+        assert piece.values.is_contiguous()
+        assert piece.values.device.type == "cpu"
         end = offset + 4 * len(piece.values)
         name = f"{piece.kind}|{piece.name}|{piece.start}"
         table[name] = {"dtype": "F32", "shape": [len(piece.values)], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the data 8-byte aligned, as the format asks
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,1 +1,1 @@
-"""Objectives at equal training FLOPs on one corpus: runs, evaluations along the way, one table and one picture."""
+"""Comparison of objectives at equal training FLOPs on one corpus: runs, scores, one table and one picture."""

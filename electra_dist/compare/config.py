@@ -1,4 +1,4 @@
-"""What is compared: a YAML file of its own beside the config of an ordinary run (`configs/compare_cpu.yaml`)."""
+"""Config of a comparison: a YAML file of its own beside the config of an ordinary run (`configs/compare_cpu.yaml`)."""
 
 from __future__ import annotations
 
@@ -9,109 +9,150 @@ from pydantic import Field, field_validator, model_validator
 from electra_dist.config import NonNegative, ObjectiveConfig, Positive, Section
 
 OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].annotation)
-# What every run of a comparison is given, so that nothing but the objective tells them apart.
+# Keys that the comparison sets for every run, or that all runs take from the base, so that the runs differ in their
+# objective only. An entry's `set` may not change them.
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
-RANDOM = "random"  # the name of the baseline: towers as they are before the first step
+RANDOM = "random"  # name of the baseline: the initial weights, before the first step
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Entry(Section):
-    """One line of the picture. A bare name is short for {name: NAME}."""
+    """One objective of a comparison, with changes to the base config. A bare name is short for {name: NAME}."""
 
-    name: Name = Field(description="what it is called in the table and in folders")
-    objective: str = Field(description=f"objective.name: one of {', '.join(OBJECTIVES)}; default: the name")
+    name: Name = Field(description="name of the entry in the table, the picture and the names of folders")
+    objective: str = Field(
+        description="objective.name of the entry's runs, such as rtd or mlm; default: the entry's name"
+    )
     set: dict[str, Any] = Field(
-        default={}, description="dotted keys of the run's config and their values, as in {objective.rtd_weight: 10}"
+        default={},
+        description="changes to the base config for the entry's runs: dotted keys and values, as in "
+        "{objective.rtd_weight: 10}",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
-        value = {"name": value} if isinstance(value, str) else value
+    def _expand_short_form(cls, value: Any) -> Any:
+        """Expand a bare name to {name: NAME}, and use the name as the objective if none is given."""
+        if isinstance(value, str):
+            value = {"name": value}
         if isinstance(value, dict) and "name" in value:
             value = {"objective": value["name"], **value}
         return value
 
     @field_validator("objective")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_objective(cls, value: str) -> str:
+        """Reject an unknown objective."""
         if value not in OBJECTIVES:
-            raise ValueError("no such objective")
+            raise ValueError(f"no such objective; set one of {', '.join(OBJECTIVES)}")
         return value
 
     @field_validator("set")
     @classmethod
-    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Reject keys that must be the same in all runs, and keys below them."""
         for key in value:
             if any(f"{key}.".startswith(f"{reserved}.") for reserved in RESERVED):
-                raise ValueError(f"`{key}` must be the same in all runs; put it into the base, or leave it out")
+                raise ValueError(f"`{key}` must be the same in all runs; move it to the base config, or leave it out")
         return value
 
 
 class TaskEntry(Section):
-    """How the encoders are scored on one task: GLUE's by their names, any other with columns of its own."""
+    """One task on which encoders are scored: a task of GLUE, or a custom task with its own columns."""
 
     task: str | None = Field(
-        default=None, description="the task of GLUE; default: the entry's name. So one can be probed and fine-tuned"
+        default=None,
+        description="name of the GLUE task; default: the entry's name. With it, two entries can probe and fine-tune "
+        "the same task",
     )
     how: Literal["probe", "finetune"] = Field(
-        default="probe", description="probe: a linear model on frozen states; finetune: the whole encoder"
+        default="probe",
+        description="probe: fit a linear model to the frozen encoder's states; finetune: train the whole encoder",
     )
     at: Literal["all", "ends"] = Field(
-        default="all", description="ends: only the initial and the last weights are scored, for what takes long"
+        default="all",
+        description="checkpoints that are scored. all: the initial weights and every checkpoint of evaluate_at; ends: "
+        "the initial and the last weights only, for tasks that take long",
     )
     max_train: Positive | None = Field(
-        default=None, description="training examples used, always the same ones; default: all"
+        default=None, description="number of training examples that are used, always the same ones; default: all"
     )
-    seeds: Positive = Field(default=1, description="fine-tunings of each checkpoint; their median is its score")
+    seeds: Positive = Field(
+        default=1, description="fine-tuning runs per checkpoint, with seeds 0, 1, ...; their median is the score"
+    )
     data: str | None = Field(
-        default=None, description="folder of the data; default: what --glue names. A task of your own: train, dev"
+        default=None,
+        description="folder of the task's data; default: the folder of --glue. A custom task has train and dev files "
+        "there, .tsv or .jsonl",
     )
-    set: dict[str, Any] = Field(default={}, description="settings as of `electra-dist finetune --set`: {epochs: 2}")
-    text_a: str | None = Field(default=None, description="a task of your own: column of the text")
-    text_b: str | None = Field(default=None, description="a task of your own: column of a second text")
-    label: str | None = Field(default=None, description="a task of your own: column of the label")
+    set: dict[str, Any] = Field(
+        default={},
+        description="settings of fine-tuning, as in `electra-dist finetune --set`, for example {epochs: 2}",
+    )
+    text_a: str | None = Field(default=None, description="custom task: column of the text")
+    text_b: str | None = Field(
+        default=None, description="custom task: column of the second text; default: the task has single texts"
+    )
+    label: str | None = Field(default=None, description="custom task: column of the label")
     kind: Literal["classification", "regression"] = Field(
-        default="classification", description="a task of your own: what the label is"
+        default="classification",
+        description="custom task: whether the label is a class, scored by accuracy, or a number, scored by Spearman "
+        "correlation",
     )
 
 
 class CompareConfig(Section):
-    """A comparison."""
+    """Config of a comparison: the objectives, the budget in FLOPs, and the tasks that score the checkpoints."""
 
-    base: str = Field(description="config of a run, relative to this file: everything that all runs share")
-    output: str = Field(description="folder of the comparison: runs, scores, table, picture")
-    objectives: Annotated[tuple[Entry, ...], Field(min_length=2)] = Field(description="what is compared")
+    base: str = Field(description="config file of a run with everything that all runs share, relative to this file")
+    output: str = Field(
+        description="folder of the comparison, relative to the working directory: runs, scores, table and picture"
+    )
+    objectives: Annotated[tuple[Entry, ...], Field(min_length=2)] = Field(
+        description="objectives to compare, at least two; with `steps`, the first one sets the budget"
+    )
     seeds: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = Field(
-        default=(1, 2, 3), description="seeds of pretraining, one run each for every objective"
+        default=(1, 2, 3), description="seeds of pretraining; every objective has one run per seed"
     )
     steps: Positive | None = Field(
-        default=None, description="optimizer steps of the first objective; the others get as many FLOPs"
+        default=None,
+        description="budget as optimizer steps of the first objective; the others get as many training FLOPs. Set "
+        "either this or flops",
     )
     flops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="instead of steps: training FLOPs of every run"
+        default=None, description="budget as training FLOPs of every run. Set either this or steps"
     )
     evaluate_at: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
-        default=(0.25, 0.5, 1.0), description="shares of the budget at which checkpoints are kept and scored"
+        default=(0.25, 0.5, 1.0),
+        description="shares of the budget at which checkpoints are kept and scored, ascending, the last one 1.0",
     )
-    tasks: dict[Name, TaskEntry] = Field(default={}, description="what the encoders are scored on")
+    tasks: dict[Name, TaskEntry] = Field(default={}, description="tasks on which the encoders are scored, by name")
     minimal_pairs: bool = Field(
-        default=True, description="also score agreement, without training (English; see `electra-dist minimal-pairs`)"
+        default=True,
+        description="whether to score number agreement in English, too, without training (see `electra-dist "
+        "minimal-pairs`); set it to false for other languages",
     )
-    ranks: Positive = Field(default=1, description="ranks of each run, on this machine")
-    parallel: Positive = Field(default=1, description="runs at work at a time")
+    ranks: Positive = Field(default=1, description="ranks (processes, one per GPU) of each run, on this machine")
+    parallel: Positive = Field(default=1, description="number of runs that train at the same time, on this machine")
 
     @model_validator(mode="after")
-    def _fits(self) -> CompareConfig:
+    def _check_consistency(self) -> CompareConfig:
+        """Check names, seeds, budget and shares, and that something is scored."""
         names = [entry.name for entry in self.objectives]
         if len(set(names)) < len(names) or RANDOM in names:
-            raise ValueError(f"objectives need names of their own, and `{RANDOM}` is the baseline's")
+            raise ValueError(
+                f"objectives need names of their own; rename one ({', '.join(names)}), and do not use `{RANDOM}`, the "
+                f"name of the baseline"
+            )
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: one is there twice")
+            raise ValueError(f"seeds: {', '.join(map(str, self.seeds))} has a seed twice; remove the repeated one")
         if (self.steps is None) == (self.flops is None):
-            raise ValueError("give either `steps` or `flops`")
+            raise ValueError("give either `steps` or `flops`, and not both")
         if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or self.evaluate_at[-1] != 1.0:
-            raise ValueError("evaluate_at: shares must ascend and end with 1.0, where the objectives are compared")
+            raise ValueError(
+                f"evaluate_at: {', '.join(map(str, self.evaluate_at))} must ascend and end with 1.0, where the "
+                f"objectives are compared; correct the shares"
+            )
         if not self.tasks and not self.minimal_pairs:
-            raise ValueError("nothing is scored; name `tasks`, or set minimal_pairs: true")
+            raise ValueError("nothing is scored; add `tasks`, or set minimal_pairs: true")
         return self

@@ -1,7 +1,7 @@
-"""Score against training FLOPs, one panel a task and one for their average: a PNG on white.
+"""Picture of a comparison: scores against training FLOPs as a PNG, one panel per task and one for their average.
 
-Thin lines are seeds, thick ones their median, one colour an objective; the dashed line is the median of the random
-initialisations, where all of them begin.
+How: each objective has one color. Thin lines are single seeds, thick lines their median. A dashed line marks the
+median of the initial weights, where all objectives start.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from electra_dist.report.curves import print_style
 from electra_dist.store.files import replacing
 
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
+_BASELINE_COLOR = "#6b7280"
 _PANELS_ACROSS = 3
 
 
 def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
-    """Draw `rows`.
+    """Draw scores against training FLOPs and write the picture as a PNG with a white background.
 
     Args:
-        rows: of the table.
-        titles: a panel for each task (its name -> what stands above it), in order.
-        path: replaced as a whole.
+        rows: rows of the table; there may be none yet.
+        titles: task -> title of its panel, in the order of the panels; at least one.
+        path: the PNG file; an existing file is replaced at once, so readers never see half a picture.
     """
     num_across = min(_PANELS_ACROSS, len(titles))
     num_down = math.ceil(len(titles) / num_across)
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-        size = (1.0 + 3.4 * num_across, 0.5 + 2.7 * num_down)
-        figure = Figure(figsize=size, layout=layout, facecolor="white", dpi=150)
+        size_inches = (1.0 + 3.4 * num_across, 0.5 + 2.7 * num_down)
+        figure = Figure(figsize=size_inches, layout=layout, facecolor="white", dpi=150)
         panels = list(figure.subplots(num_down, num_across, squeeze=False).flat)
         for axes, (task, title) in zip(panels, titles.items()):
-            _draw(axes, rows, task)
+            _draw_panel(axes, rows, task)
             axes.set_title(title, loc="left")
-        for axes in panels[len(titles) :]:
-            axes.set_axis_off()
+        for unused_axes in panels[len(titles) :]:
+            unused_axes.set_axis_off()
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels) or 1))
         with replacing(path) as file:
@@ -53,32 +54,53 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
 
 
 def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str, str]:
-    """A title for every task (name -> metric) that has a score, and for the average."""
-    has_average = any(AVERAGE in row.columns for row in rows)
-    return {task: f"{task} ({metric})" for task, metric in metrics.items()} | (
-        {AVERAGE: "average"} if has_average else {}
-    )
+    """Return the titles of the picture's panels: one per task, and one for the average if any row has it.
+
+    Args:
+        metrics: task -> name of its metric, in the order of the panels.
+        rows: rows of the table.
+    """
+    titles = {task: f"{task} ({metric})" for task, metric in metrics.items()}
+    if any(AVERAGE in row.columns for row in rows):
+        titles[AVERAGE] = "average"
+    return titles
 
 
-def _draw(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    entries = dict.fromkeys(row.entry for row in rows if row.entry != RANDOM)
+def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
+    """Draw the scores of one task: the baseline, the lines of all objectives and the axes."""
     for row in rows:
         if row.entry == RANDOM and task in row.columns:
-            axes.axhline(
-                row.columns[task].median, color="#6b7280", linestyle="--", linewidth=1, label="random weights"
-            )
+            baseline = row.columns[task].median
+            axes.axhline(baseline, color=_BASELINE_COLOR, linestyle="--", linewidth=1, label="random weights")
+    entries = dict.fromkeys(row.entry for row in rows if row.entry != RANDOM)
     for number, entry in enumerate(entries):
-        color = _COLORS[number % len(_COLORS)]
-        points = [(row.flops, row.columns[task]) for row in rows if row.entry == entry and task in row.columns]
-        for seed in sorted({seed for _, summary in points for seed in summary.scores}):
-            line = [(flops, summary.scores[seed]) for flops, summary in points if seed in summary.scores]
-            axes.plot(*zip(*line), color=color, alpha=0.35, linewidth=0.8, marker=".", markersize=3)
-        medians = [(flops, summary.median) for flops, summary in points]
-        axes.plot(
-            *(zip(*medians) if medians else ([], [])), color=color, linewidth=2, marker="o", markersize=4, label=entry
-        )
-    axes.set_xlim(0, 1.03 * max((row.flops for row in rows), default=0) or 1)
+        _draw_entry(axes, [row for row in rows if row.entry == entry], task, _COLORS[number % len(_COLORS)])
+    max_flops = max((row.flops for row in rows), default=0)
+    axes.set_xlim(0, 1.03 * max_flops or 1)
     axes.set_xlabel("training FLOPs")
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.2g}".replace("e+", "e") if x else "0"))
+    axes.xaxis.set_major_formatter(FuncFormatter(_format_flops))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _draw_entry(axes: Axes, rows: Sequence[ScoreRow], task: str, color: str) -> None:
+    """Draw one objective: a thin line for each seed and a thick one for their median.
+
+    An objective without scores gets an empty line, so that it is in the legend.
+    """
+    points = [(row.flops, row.columns[task]) for row in rows if task in row.columns]
+    seeds = sorted({seed for _, summary in points for seed in summary.scores})
+    for seed in seeds:
+        seed_points = [(flops, summary.scores[seed]) for flops, summary in points if seed in summary.scores]
+        axes.plot(*zip(*seed_points), color=color, alpha=0.35, linewidth=0.8, marker=".", markersize=3)
+    flops = [flops for flops, _ in points]
+    medians = [summary.median for _, summary in points]
+    label = rows[0].entry
+    axes.plot(flops, medians, color=color, linewidth=2, marker="o", markersize=4, label=label)
+
+
+def _format_flops(flops: float, _: int | None) -> str:
+    """Format a tick of the FLOPs axis in two digits, as in "1.5e13"; the second argument is the tick's number."""
+    if flops == 0:
+        return "0"
+    return f"{flops:.2g}".replace("e+", "e")

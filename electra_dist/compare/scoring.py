@@ -1,10 +1,11 @@
-"""Scores of checkpoints: every one a JSON file of its own, written when it is whole, so that nothing is scored twice.
+"""Scores of checkpoints: each is a JSON file of its own, written when it is complete, so that nothing is scored twice.
 
-Guarantee: a score is found again by what it depends on: the run's identity, the corpus, the step, the task's data and
-settings. Another config, other data or another limit is another score, never mistaken for this one. What is evaluated
-is the encoder that the run is made for: the large tower, with the pretraining head that its objective gives it.
+Guarantee: a score is found again by everything that it depends on: the identity of the run, the corpus, the step, and
+the data and settings of the task. Another config, other data or another limit gives another score, which is never
+confused with this one. The encoder that is scored is the one that the run is made for: the large tower, with the
+pretraining head that the objective gives it.
 
-Shapes: a score is a fraction (accuracy, Matthews, Spearman: the task's metric).
+Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depending on the task).
 """
 
 from __future__ import annotations
@@ -32,48 +33,68 @@ from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_p
 from electra_dist.store.files import replacing
 
 MINIMAL_PAIRS = "minimal-pairs"
-_PAIRS = 200  # of each phenomenon
+_NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so changing it makes all scores new
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """One checkpoint on one task."""
+    """Score of one checkpoint on one task; the fields are the keys of its JSON file."""
 
-    entry: str
-    seed: int
-    step: int
-    flops: float
+    entry: str  # name of the objective's entry, or "random" for the initial weights
+    seed: int  # seed of the pretraining run
+    step: int  # step of the checkpoint; 0 for the initial weights
+    flops: float  # training FLOPs up to that step
     task: str
     metric: str
-    score: float | None  # None: no fine-tuning of it came to an end
-    failures: tuple[str, ...]
-    seconds: float
+    score: float | None  # a fraction; None if every fine-tuning run diverged
+    failures: tuple[str, ...]  # why seeds of fine-tuning count as failed, one line each
+    seconds: float  # time that scoring took
 
 
 class Measure(abc.ABC):
-    """Something that encoders are scored on. `digest` is of its data and of how they are used."""
+    """Interface of what encoders are scored on: a task, or the minimal pairs."""
 
-    name: str
-    metric: str
-    digest: str
-    at: Literal["all", "ends"] = "all"  # which checkpoints are scored
+    name: str  # the column of the table
+    metric: str  # name of the score
+    digest: str  # of the data and of how they are used; part of the identity of a score
+    at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """The score, and what went wrong."""
+        """Score an encoder.
+
+        Returns:
+            (score, failures): the score as a fraction, None if there is none, and one line for each failure.
+
+        Raises:
+            UserError: the encoder cannot be scored in this way.
+        """
 
 
 class TaskMeasure(Measure):
-    """A task of texts, probed or fine-tuned."""
+    """A task on texts, scored by a linear probe or by fine-tuning."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        self.name, self.metric, self.at = name, task.metric, entry.at
-        self._task, self._entry, self._settings = task, entry, settings
-        what = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
-        self.digest = _digest(what)
+        """Combine a task with the way in which encoders are scored on it.
+
+        Args:
+            name: name of the entry in the comparison's `tasks`.
+            task: the task with its data.
+            entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
+            settings: settings of the probe's examples or of fine-tuning.
+        """
+        self.name = name
+        self.metric = task.metric
+        self.at = entry.at
+        self._task = task
+        self._entry = entry
+        self._settings = settings
+        self.digest = _digest(
+            {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
+        )
 
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """The probe's score, or the median of the fine-tunings'."""
+        """Return the score of the probe, or the median over the seeds of fine-tuning; see `Measure.score`."""
         device = device_of_choice()
         if self._entry.how == "probe":
             results = [probe_task(encoder, self._task, self._settings, device, progress)]
@@ -87,46 +108,72 @@ class TaskMeasure(Measure):
 
 
 class PairsMeasure(Measure):
-    """Minimal pairs."""
+    """Accuracy on minimal pairs of number agreement, without training."""
 
-    name, metric, digest = MINIMAL_PAIRS, "accuracy", f"{MINIMAL_PAIRS} {_PAIRS}"
+    name = MINIMAL_PAIRS
+    metric = "accuracy"
+    digest = f"{MINIMAL_PAIRS} {_NUM_PAIRS}"
 
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """The accuracy on all pairs."""
-        scores = score_minimal_pairs(encoder, _PAIRS, device_of_choice(), progress)
+        """Return the accuracy over the pairs of all phenomena, and no failures."""
+        scores = score_minimal_pairs(encoder, _NUM_PAIRS, device_of_choice(), progress)
         return next(score.accuracy for score in scores if score.phenomenon == ALL), ()
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
-    """All that is scored, its data read.
+    """Read the data of all tasks of a comparison, and return everything on which its encoders are scored.
 
     Args:
-        cell: any run of the comparison; the width and the positions of its encoder decide the default settings.
+        compare: the config of the comparison.
+        file: the file from which it was read, for error messages.
+        glue: folder of the GLUE tasks; None if every task has its own `data`.
+        cell: any run of the comparison; the width and the positions of its encoder determine the default settings.
 
     Raises:
-        UserError: data are missing or not what they should be; names the task and the file.
+        UserError: data are missing or not valid; the message names the task and the file.
     """
     measures: list[Measure] = []
-    width, positions = cell.config.model.discriminator.hidden_size, cell.config.model.max_positions
+    model = cell.config.model
     for name, entry in compare.tasks.items():
         try:
             task = _open_task(name, entry, glue)
             overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
-            settings = settings_for(entry.task or name, width, positions, overrides)
+            width = model.discriminator.hidden_size
+            settings = settings_for(entry.task or name, width, model.max_positions, overrides)
             measures.append(TaskMeasure(name, task, entry, settings))
         except UserError as error:
             raise UserError(f"{file}: tasks.{name}: {error}") from None
-    return measures + ([PairsMeasure()] if compare.minimal_pairs else [])
+    if compare.minimal_pairs:
+        measures.append(PairsMeasure())
+    return measures
+
+
+def with_prefix(progress: Progress, prefix: str) -> Progress:
+    """Return a progress callback that puts `prefix` before the name of the activity."""
+
+    def report(activity: str, done: int, total: int) -> None:
+        progress(f"{prefix}{activity}", done, total)
+
+    return report
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
+    """Read the data of a task: one of GLUE if its name is known, otherwise a custom task with columns of its own.
+
+    Raises:
+        UserError: there is no folder with data, the columns of a custom task are not set, or the data are not valid.
+    """
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
-        raise UserError("no data; give --glue DIR, or set `data`")
-    if (entry.task or name) in GLUE:
-        return TextTask(GLUE[entry.task or name], folder, entry.max_train)
+        raise UserError("no data; give --glue DIR, or set `data` of the task")
+    task_name = entry.task or name
+    if task_name in GLUE:
+        return TextTask(GLUE[task_name], folder, entry.max_train)
     if entry.text_a is None or entry.label is None:
-        raise UserError(f"neither one of {', '.join(GLUE)}, nor are `text_a` and `label` set, as for your own task")
+        raise UserError(
+            f"neither one of {', '.join(GLUE)}, nor a custom task with `text_a` and `label`; "
+            f"correct the name, or set both keys"
+        )
     metric = "accuracy" if entry.kind == "classification" else "spearman"
     spec = TextSpec(
         name=name, text_a=entry.text_a, text_b=entry.text_b, label=entry.label, kind=entry.kind, metric=metric
@@ -135,18 +182,36 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
 
 
 class Scores:
-    """The scores of a comparison, in a folder."""
+    """Store of a comparison's scores: a folder with one JSON file per checkpoint and measure."""
 
     def __init__(self, folder: Path, vocab_file: Path, fingerprint: str) -> None:
-        """`vocab_file` and `fingerprint` are the corpus's."""
-        self._folder, self._vocab_file, self._fingerprint = folder, vocab_file, fingerprint
+        """Use a folder as the store; it is created with the first score.
+
+        Args:
+            folder: folder of the scores.
+            vocab_file: vocabulary of the corpus, with which encoders are loaded.
+            fingerprint: fingerprint of the corpus, part of the identity of every score.
+        """
+        self._folder = folder
+        self._vocab_file = vocab_file
+        self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """What has not been scored yet at a checkpoint."""
+        """Return those of `measures` for which the checkpoint has no score yet."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
-        """The score of `entry` (`cell`'s, or the baseline) after `step` steps, if it is there."""
+        """Return the score of a checkpoint, or None if it does not exist or depends on another config or other data.
+
+        Args:
+            entry: name of the run's entry, or "random" for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            measure: what is scored.
+
+        Raises:
+            ValueError: the file of the score is not valid JSON; delete it, and the checkpoint is scored again.
+        """
         path = self._path(entry, cell, step, measure)
         if not path.exists():
             return None
@@ -156,18 +221,25 @@ class Scores:
         return Score(**{**record, "failures": tuple(record["failures"])})
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
-        """Score a checkpoint, or at step 0 the initial weights, on each of `measures`.
+        """Score a checkpoint on each of `measures`, and write each score as soon as it is complete.
+
+        Args:
+            entry: name of the run's entry, or "random" for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            measures: what is scored.
+            progress: called while scores are computed.
 
         Raises:
-            UserError: the checkpoint cannot be read, or the encoder cannot be asked.
+            UserError: the checkpoint cannot be read, or the encoder cannot be scored.
         """
-        spec = cell.config.run_dir if step else f"random:{cell.file}"
-        encoder = load_pretrained(spec, vocab=self._vocab_file, step=step or None)
+        if step == 0:
+            encoder = load_pretrained(f"random:{cell.file}", vocab=self._vocab_file, step=None)
+        else:
+            encoder = load_pretrained(cell.config.run_dir, vocab=self._vocab_file, step=step)
         for measure in measures:
             begin = time.monotonic()
-            value, failures = measure.score(
-                encoder, lambda what, *parts, m=measure: progress(f"{m.name}: {what}", *parts)
-            )
+            value, failures = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
             score = Score(
                 entry=entry,
                 seed=cell.seed,
@@ -184,12 +256,21 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
+        """Return the path of the JSON file of a score."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        run = {"run": cell.config.identity_sha256(), "corpus": self._fingerprint, "step": step}
-        return _digest({**run, "measure": measure.digest})
+        """Return a digest of everything that a score depends on."""
+        return _digest(
+            {
+                "run": cell.config.identity_sha256(),
+                "corpus": self._fingerprint,
+                "step": step,
+                "measure": measure.digest,
+            }
+        )
 
 
 def _digest(tree: dict[str, Any]) -> str:
+    """Return the sha256 of a tree's canonical JSON, as hexadecimal digits."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,133 +1,164 @@
-"""What the scores come to: medians over seeds, the spread, the failures; for a terminal, as Markdown, as JSON.
+"""Tables of a comparison's scores: medians over seeds with their spread, and the failures, for terminal and Markdown.
 
-Guarantee: a number says how many seeds it is of where some are missing, and each missing or failed seed is named with
-its reason. A degenerate result (all predictions equal) counts with its score, and is named.
+Guarantee: if seeds are missing, a number is shown with the number of seeds that it is of, and each missing or failed
+seed is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is listed.
 
-The average of an encoder is the mean over minimal pairs and all tasks that are scored at all checkpoints, in per cent;
-it is there where all of them are.
+The average of an encoder is the mean over the minimal pairs and all tasks that are scored at all checkpoints. It
+exists for encoders that have all of these scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from electra_dist.compare.config import RANDOM
 from electra_dist.compare.scoring import Score
 
-AVERAGE = "average"
+AVERAGE = "average"  # name of the last column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Something that is missing, or that learnt nothing."""
+    """Record of a run or a checkpoint without a result, or of a task on which a model learnt nothing."""
 
-    entry: str
+    entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int
-    what: str
+    what: str  # what has failed and why, in one line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """One place of the table: an objective after so many FLOPs, on one task."""
+    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions."""
 
     median: float
     low: float
     high: float
-    scores: dict[int, float]  # by seed
+    scores: dict[int, float]  # seed -> score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """An objective after so many steps, or the baseline."""
+    """Row of the table: one objective after some number of steps, or the initial weights."""
 
-    entry: str
+    entry: str  # name of the objective's entry, or "random" for the initial weights
     step: int
-    flops: float
-    columns: dict[str, ScoreSummary]  # by task; a task without any score is not there
+    flops: float  # training FLOPs up to that step
+    columns: dict[str, ScoreSummary]  # task, or `AVERAGE` -> scores; a task without any score is left out
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """The rows of the table, by entry in the order of the scores, then by step.
+    """Group scores into the rows of the table, by entry in the order of the scores, then by step.
 
     Args:
-        scores: of everything.
-        tasks: the columns, and whether the average is taken over them, too.
+        scores: all scores of the comparison.
+        tasks: task -> whether it counts in the average, in the order of the columns. With less than two tasks that
+            count, there is no average.
     """
     averaged = [task for task, is_averaged in tasks.items() if is_averaged]
     rows = []
     for entry in dict.fromkeys(score.entry for score in scores):
         for step in sorted({score.step for score in scores if score.entry == entry}):
-            here = [score for score in scores if (score.entry, score.step) == (entry, step)]
-            by_task = {
-                task: {s.seed: s.score for s in here if s.task == task and s.score is not None} for task in tasks
-            }
+            row_scores = [score for score in scores if score.entry == entry and score.step == step]
+            by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
             if len(averaged) > 1:
-                complete = set.intersection(*(set(by_task[task]) for task in averaged))
-                means = {seed: statistics.fmean(by_task[task][seed] for task in averaged) for seed in complete}
-                by_task[AVERAGE] = dict(sorted(means.items()))
-            columns = {task: _summary(found) for task, found in by_task.items() if found}
-            rows.append(ScoreRow(entry=entry, step=step, flops=here[0].flops, columns=columns))
+                by_task[AVERAGE] = _average_by_seed([by_task[task] for task in averaged])
+            columns = {task: _summarize(by_seed) for task, by_seed in by_task.items() if by_seed}
+            rows.append(ScoreRow(entry=entry, step=step, flops=row_scores[0].flops, columns=columns))
     return rows
 
 
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """A failure for each word of one in the scores."""
+    """Return one failure for each line of `failures` in the scores, with the task and the step before it."""
     return [
-        Failure(entry=s.entry, seed=s.seed, what=f"{s.task} after {s.step:,} steps: {text}")
-        for s in scores
-        for text in s.failures
+        Failure(entry=score.entry, seed=score.seed, what=f"{score.task} after {score.step:,} steps: {text}")
+        for score in scores
+        for text in score.failures
     ]
 
 
 def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
-    """Medians in per cent, the lowest and the highest beside them."""
+    """Return the rows as a table for the terminal: medians in per cent with the lowest and the highest seed.
+
+    Args:
+        title: shown above the table.
+        rows: rows of the table.
+        num_seeds: seeds of the comparison; a cell with fewer shows their number.
+    """
     columns = _columns(rows)
     table = Table("objective", "steps", "FLOPs", *columns, title=title)
-    for cells in _cells(rows, columns, num_seeds):
-        table.add_row(*cells)
+    for row in rows:
+        table.add_row(*_row_texts(row, columns, num_seeds))
     return table
 
 
 def markdown(
     title: str, rows: Sequence[ScoreRow], failures: Sequence[Failure], num_seeds: int, notes: Sequence[str]
 ) -> str:
-    """The same as a page."""
+    """Return the table and the failures as a Markdown page.
+
+    Args:
+        title: heading of the page.
+        rows: rows of the table.
+        failures: listed below the table.
+        num_seeds: seeds of the comparison; a cell with fewer shows their number.
+        notes: lines between the heading and the table.
+    """
     columns = _columns(rows)
-    lines = [f"# {title}", "", *notes, ""]
-    lines += [_line(["objective", "steps", "FLOPs", *columns]), "|---|--:|--:|" + "--:|" * len(columns)]
-    lines += [_line(cells) for cells in _cells(rows, columns, num_seeds)]
-    lines += ["", "## Failed or degenerate", ""]
-    lines += [f"* {f.entry} seed {f.seed}: {f.what}" for f in failures] or ["None."]
+    table = [
+        _markdown_row(["objective", "steps", "FLOPs", *columns]),
+        "|---|--:|--:|" + "--:|" * len(columns),
+        *(_markdown_row(_row_texts(row, columns, num_seeds)) for row in rows),
+    ]
+    failure_lines = [f"* {failure.entry} seed {failure.seed}: {failure.what}" for failure in failures] or ["None."]
+    lines = [f"# {title}", "", *notes, "", *table, "", "## Failed or degenerate", "", *failure_lines]
     return "\n".join(lines) + "\n"
 
 
+def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
+    """Return seed -> score on one task; seeds without a score are left out."""
+    return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
+
+
+def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return seed -> mean over the tasks (each seed -> score), for the seeds that every task has, ascending."""
+    complete_seeds = set.intersection(*(set(by_seed) for by_seed in by_task))
+    return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
+
+
+def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
+    """Return the median, the lowest and the highest of at least one score."""
+    values = list(by_seed.values())
+    return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=by_seed)
+
+
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row.columns if name != AVERAGE)
-    return [*names, *([AVERAGE] if any(AVERAGE in row.columns for row in rows) else [])]
+    """Return the names of the columns that any row has, in their order, the average last."""
+    names = list(dict.fromkeys(name for row in rows for name in row.columns if name != AVERAGE))
+    if any(AVERAGE in row.columns for row in rows):
+        names.append(AVERAGE)
+    return names
 
 
-def _cells(rows: Sequence[ScoreRow], columns: Sequence[str], num_seeds: int) -> Iterator[list[str]]:
-    for row in rows:
-        name = "random initialisation" if row.entry == RANDOM else row.entry
-        texts = [_text(row.columns.get(column), num_seeds) for column in columns]
-        yield [name, f"{row.step:,}", f"{row.flops:.3g}", *texts]
+def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
+    """Return the texts of a row: objective, steps, FLOPs, then one per column."""
+    name = "random initialisation" if row.entry == RANDOM else row.entry
+    scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]
+    return [name, f"{row.step:,}", f"{row.flops:.3g}", *scores]
 
 
-def _text(summary: ScoreSummary | None, num_seeds: int) -> str:
+def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
+    """Format a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" if there is no score."""
     if summary is None:
         return "-"
-    missing = f", {len(summary.scores)} of {num_seeds} seeds" if len(summary.scores) < num_seeds else ""
+    num_scores = len(summary.scores)
+    missing = f", {num_scores} of {num_seeds} seeds" if num_scores < num_seeds else ""
     return f"{100 * summary.median:.1f} ({100 * summary.low:.1f} to {100 * summary.high:.1f}{missing})"
 
 
-def _summary(scores: dict[int, float]) -> ScoreSummary:
-    values = list(scores.values())
-    return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=scores)
-
-
-def _line(cells: Sequence[str]) -> str:
+def _markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"

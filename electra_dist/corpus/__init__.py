@@ -1,1 +1,1 @@
-"""Offline: text -> WordPiece rows -> WebDataset shards."""
+"""Offline corpus builder: text files to WordPiece rows to WebDataset shards."""

@@ -1,14 +1,16 @@
-"""Text files -> a finished corpus: shards, vocab.txt, corpus.json.
+"""Build a corpus from text files: shards, vocab.txt and corpus.json.
 
-Guarantee: the corpus is a function of (contents and names of the inputs, vocabulary, parameters, seed): the same for
-any number of workers and any number of interruptions. corpus.json comes last, so a corpus exists or it does not.
-Documents in = used + held out + each kind of skipped; a corpus that is there already is left alone.
+Guarantee: the corpus is a function of the inputs (contents and names), the vocabulary, the parameters and the seed. It
+is the same, byte for byte, for any number of workers and of interruptions. corpus.json is written last: a folder
+without it holds no finished corpus. Documents read = used + held out + each kind of skipped. A corpus that is already
+finished is not changed.
 
-How: this process reads and cuts the stream into chunks; workers make rows (`chunks.py`); chunks, taken in order, fill
-a shard until it has its size. Shard, then note (`progress.py`); a build that goes on reads up to the first unfinished
-shard without tokenising. Held-out documents become a corpus of their own in OUTPUT/heldout.
+How: the main process reads the documents and cuts their stream into chunks; workers turn chunks into rows
+(`chunks.py`). The chunks, taken in order, fill a shard until it reaches its size. The shard is written first, then a
+note that it is finished (`progress.py`). A build that resumes reads up to the first unfinished shard without
+tokenizing. Held-out documents become a corpus of their own in OUTPUT/heldout.
 
-Cost: 0.6 to 1 million tokens a second and worker; 250 MB of memory a worker, 400 MB here.
+Cost: 0.6 to 1 million tokens per second and worker; 250 MB of memory per worker, 400 MB in the main process.
 """
 
 from __future__ import annotations
@@ -40,34 +42,49 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
 from electra_dist.tokenizer import VOCAB_FILE
 
-_BLOCK_BYTES = 1 << 20
-_DOCUMENT_BYTES = 64  # a document's cost beside its text: a million empty ones fill chunks too
+_BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
+_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A finished corpus."""
+    """Result of `build_corpus`: the manifests of a finished corpus, and how much of it existed before the call."""
 
     manifest: CorpusManifest
-    heldout: CorpusManifest | None
-    was_there: bool  # nothing was done
-    resumed_shards: int  # finished before this call
+    heldout: CorpusManifest | None  # None if no document was held out
+    was_there: bool  # True if the corpus was finished before this call, which then built nothing
+    resumed_shards: int  # shards that were finished before this call
 
 
 def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> BuildResult:
-    """Build, or go on building, or find finished, the corpus that `request` describes.
+    """Build the corpus that `request` describes, or resume its build, or return it if it is finished.
+
+    The call may be killed at any time; a later call with an equal request resumes after the last finished shard. One
+    build at a time may write to `request.output`.
+
+    Args:
+        request: inputs, vocabulary, parameters and output.
+        console: receives the progress; the default prints to stdout.
 
     Raises:
-        UserError: nothing to read, an unwritable output, a folder of another corpus, inputs that changed.
+        UserError: `seq_len` is too short, no document is usable, an input cannot be read to its end, or a worker was
+            killed.
+        ManifestMismatch: the output holds a corpus of other inputs or parameters, or inputs changed during the build.
+        StoreError: the output cannot be read or written.
     """
     if request.seq_len < MIN_SEQ_LEN:
-        raise UserError(f"data.seq_len {request.seq_len}: at least {MIN_SEQ_LEN} tokens are needed for an example")
-    return _Build(request, console or BuildConsole(sum(file.size for file in request.inputs))).run()
+        raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
+    if console is None:
+        console = BuildConsole(sum(file.size for file in request.inputs))
+    return _Build(request, console).run()
 
 
 class _Build:
+    """One call of `build_corpus`: the request, the stores of its two corpora, and the notes of finished shards."""
+
     def __init__(self, request: BuildRequest, console: BuildConsole) -> None:
+        """Open the stores of the corpus and of its held-out part; nothing is written yet."""
         self._request = request
         self._console = console
         self._store = open_store(request.output, request.endpoint_url)
@@ -76,101 +93,132 @@ class _Build:
         self._progress = BuildProgress(self._store, parameters, request.input_names())
 
     def run(self) -> BuildResult:
-        there = self._progress.finished_corpus()
-        if there is not None:
-            return BuildResult(there, self._read_heldout(there), True, len(there.shards))
+        """Build every shard that is not finished, then write both manifests; see `build_corpus` for the errors."""
+        finished = self._progress.finished_corpus()
+        if finished is not None:
+            return BuildResult(finished, self._read_heldout(finished), True, len(finished.shards))
         notes = self._progress.finished_shards()
         num_resumed = len(notes)
         with self._console:
-            if notes:
-                self._console.say(f"{self._store.url}: going on after {num_resumed} finished shards")
-            chunks = self._unfinished_chunks(notes)
-            results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
-            with contextlib.closing(results):
-                for group in self._shardfuls(results):
-                    notes.append(self._finish_shard(len(notes), group))
-        if not any(note.entry for note in notes):
-            self._disclaim()
+            if num_resumed:
+                self._console.say(f"{self._store.url}: resuming the build after {num_resumed} finished shards")
+            self._build_remaining_shards(notes)
+        entries = [note.entry for note in notes if note.entry]
+        if not entries:
+            self._release_folder()
             raise self._nothing_usable(notes)
         heldout = self._commit_heldout(notes)
-        manifest = self._commit(self._store, [note.entry for note in notes if note.entry], _totals(notes, "train"))
+        manifest = self._commit(self._store, entries, _totals(notes, "train"))
         self._progress.clear()
         return BuildResult(manifest, heldout, False, num_resumed)
 
+    def _build_remaining_shards(self, notes: list[FinishedShard]) -> None:
+        """Build the shards that follow those in `notes`, and append a note for each."""
+        chunks = self._unfinished_chunks(notes)
+        results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
+        with contextlib.closing(results):  # stops the workers if this process fails
+            for shard_chunks in self._group_into_shards(results):
+                notes.append(self._finish_shard(len(notes), shard_chunks))
+
     def _unfinished_chunks(self, notes: Sequence[FinishedShard]) -> Iterator[Chunk]:
-        """Chunks after the last finished shard; those before are read, compared and dropped."""
+        """Yield the chunks after the last finished shard.
+
+        Earlier chunks are read again, because only that finds the place to resume; their text is compared with the
+        digest in the last note and dropped.
+
+        Raises:
+            ManifestMismatch: the text of finished shards has changed.
+        """
         request = self._request
-        start = notes[-1].end_chunk if notes else 0
-        digest = notes[-1].stream_digest if notes else ""
-        number = -1
+        num_finished = notes[-1].end_chunk if notes else 0
+        num_read = 0
         stream = DocumentStream(request.inputs, request.text_field)
         for number, (documents, stream_digest) in enumerate(cut_chunks(stream, request.chunk_bytes)):
-            if number == start - 1:
-                if stream_digest != digest:
+            num_read = number + 1
+            if num_read == num_finished:
+                if stream_digest != notes[-1].stream_digest:
                     raise self._inputs_changed()
                 self._console.resume_at(stream.bytes_done)
             if number == 0 and not notes:
-                self._claim()
-            if number >= start:
-                seed, heldout_seed = (derive_seed(request.seed, Purpose.CORPUS, number, part) for part in (0, 1))
-                yield Chunk(number, documents, seed, heldout_seed, stream.bytes_done, stream_digest)
-        if number < start - 1:
+                self._claim_folder()
+            if number >= num_finished:
+                yield Chunk(
+                    number=number,
+                    documents=documents,
+                    seed=derive_seed(request.seed, Purpose.CORPUS, number, 0),
+                    heldout_seed=derive_seed(request.seed, Purpose.CORPUS, number, 1),
+                    bytes_done=stream.bytes_done,
+                    stream_digest=stream_digest,
+                )
+        if num_read < num_finished:
             raise self._inputs_changed()
 
-    def _shardfuls(self, results: Iterable[tuple[Chunk, ChunkRows]]) -> Iterator[list[tuple[Chunk, ChunkRows]]]:
-        """Consecutive chunks whose training rows fill a shard; the last group holds the rest."""
+    def _group_into_shards(
+        self, results: Iterable[tuple[Chunk, ChunkRows]]
+    ) -> Iterator[list[tuple[Chunk, ChunkRows]]]:
+        """Yield groups of consecutive chunks whose training rows fill a shard; the last group may be smaller."""
         group: list[tuple[Chunk, ChunkRows]] = []
-        size = 0
+        group_bytes = 0
         for chunk, rows in results:
-            self._console.update(
-                chunk.bytes_done,
-                rows.documents["in"],
-                rows.train.counts["text_tokens"] + rows.heldout.counts["text_tokens"],
-            )
+            num_tokens = rows.train.counts["text_tokens"] + rows.heldout.counts["text_tokens"]
+            self._console.update(chunk.bytes_done, rows.documents["in"], num_tokens)
             group.append((chunk, rows))
-            size += rows.train.block.nbytes
-            if size >= self._request.shard_bytes:
+            group_bytes += rows.train.block.nbytes
+            if group_bytes >= self._request.shard_bytes:
                 yield group
-                group, size = [], 0
+                group = []
+                group_bytes = 0
         if group:
             yield group
 
     def _finish_shard(self, number: int, chunks: Sequence[tuple[Chunk, ChunkRows]]) -> FinishedShard:
-        last = chunks[-1][0]
-        rows = np.concatenate([each.train.block for _, each in chunks])
-        heldout = np.concatenate([each.heldout.block for _, each in chunks])
-        train_counts = sum((each.train.counts for _, each in chunks), Counter[str]())
+        """Write the rows of `chunks` as shard `number`, then record the note that makes it count as finished.
+
+        No shard is written if the chunks have no training row; the note then has no entry.
+        """
+        last_chunk, _ = chunks[-1]
+        results = [rows for _, rows in chunks]
+        train_rows = np.concatenate([rows.train.block for rows in results])
+        heldout_rows = np.concatenate([rows.heldout.block for rows in results])
+        train_counts = sum((rows.train.counts for rows in results), Counter[str]())
+        entry = None
+        if len(train_rows):
+            entry = _put_shard(self._store, number, train_rows, train_counts["tokens"])
         note = FinishedShard(
             number=number,
-            entry=_put_shard(self._store, number, rows, train_counts["tokens"]) if len(rows) else None,
-            end_chunk=last.number + 1,
-            stream_digest=last.stream_digest,
-            heldout_rows=len(heldout),
-            documents=sum((each.documents for _, each in chunks), Counter[str]()),
+            entry=entry,
+            end_chunk=last_chunk.number + 1,
+            stream_digest=last_chunk.stream_digest,
+            heldout_rows=len(heldout_rows),
+            documents=sum((rows.documents for rows in results), Counter[str]()),
             train=train_counts,
-            heldout=sum((each.heldout.counts for _, each in chunks), Counter[str]()),
+            heldout=sum((rows.heldout.counts for rows in results), Counter[str]()),
         )
-        self._progress.record(note, heldout)
+        self._progress.record(note, heldout_rows)
         return note
 
     def _commit_heldout(self, notes: Sequence[FinishedShard]) -> CorpusManifest | None:
-        """Held-out rows of all shards -> shards of their own corpus. None if no document was held out."""
+        """Write the held-out rows of all notes as a corpus of their own; return None if there are none."""
         entries: list[ShardEntry] = []
-        pad = self._request.vocabulary.special["[PAD]"]
-        waiting: list[np.ndarray] = []
-        with_rows = [note for note in notes if note.heldout_rows]
-        for note in with_rows:
-            waiting.append(self._progress.heldout_rows(note))
-            if sum(rows.nbytes for rows in waiting) >= self._request.shard_bytes or note is with_rows[-1]:
-                rows = np.concatenate(waiting)
-                entries.append(_put_shard(self._heldout_store, len(entries), rows, int(np.count_nonzero(rows != pad))))
-                waiting = []
+        pad_id = self._request.vocabulary.special["[PAD]"]
+        blocks: list[np.ndarray] = []
+        notes_with_rows = [note for note in notes if note.heldout_rows]
+        for note in notes_with_rows:
+            blocks.append(self._progress.heldout_rows(note))
+            is_full = sum(block.nbytes for block in blocks) >= self._request.shard_bytes
+            is_last = note is notes_with_rows[-1]
+            if is_full or is_last:
+                rows = np.concatenate(blocks)
+                num_tokens = int(np.count_nonzero(rows != pad_id))
+                entries.append(_put_shard(self._heldout_store, len(entries), rows, num_tokens))
+                blocks = []
         if not entries:
             return None
         self._heldout_store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
         return self._commit(self._heldout_store, entries, _totals(notes, "heldout"))
 
     def _commit(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
+        """Write corpus.json, which makes the shards of `entries` a finished corpus, and return it."""
         request = self._request
         manifest = CorpusManifest(
             seq_len=request.seq_len,
@@ -184,53 +232,76 @@ class _Build:
         return manifest
 
     def _read_heldout(self, manifest: CorpusManifest) -> CorpusManifest | None:
-        return read_manifest(self._heldout_store) if manifest.totals["documents_heldout"] else None
+        """Return the manifest of the held-out part of a finished corpus; None if no document was held out."""
+        if not manifest.totals["documents_heldout"]:
+            return None
+        return read_manifest(self._heldout_store)
 
-    def _claim(self) -> None:
+    def _claim_folder(self) -> None:
+        """Record the parameters of this build in the output, so that a build with others is refused."""
         self._progress.begin()
         self._store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
 
-    def _disclaim(self) -> None:
+    def _release_folder(self) -> None:
+        """Delete what `_claim_folder` wrote and all notes, after a build that gave no shard."""
         self._progress.clear()
         self._store.delete(VOCAB_FILE)
 
     def _inputs_changed(self) -> ManifestMismatch:
+        """Return the error for finished shards whose input text is not what it was."""
         return ManifestMismatch(
-            f"{self._store.url}: half built from inputs that have changed since; delete it or choose another --output"
+            f"{self._store.url}: half built from inputs that have changed since; restore the inputs, "
+            "or delete this folder, or choose another --output"
         )
 
     def _nothing_usable(self, notes: Sequence[FinishedShard]) -> UserError:
+        """Return the error for inputs without a training document, with the reasons counted by kind."""
         totals = _totals(notes, "train")
-        kinds = ", ".join(f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count)
+        reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
         if totals["documents_heldout"]:
-            kinds += f"{', ' if kinds else ''}held out {totals['documents_heldout']}"
+            reasons.append(f"held out {totals['documents_heldout']}")
+        explanation = ", ".join(reasons) or "the inputs are empty"
         return UserError(
-            f"no usable document among {totals['documents_in']} ({kinds or 'the inputs are empty'}); "
-            "look at --input and --text-field"
+            f"{self._store.url}: no usable document among {totals['documents_in']} ({explanation}); "
+            "correct --input, --text-field or corpus.heldout_fraction"
         )
 
 
 def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tuple[list[RawDocument], str]]:
-    """Runs of documents of about `chunk_bytes` (the last: the rest), each with the digest of all up to its end."""
+    """Cut a stream of documents into chunks of at least `chunk_bytes` each; only the last chunk may be smaller.
+
+    A document counts 64 bytes more than its data, so a chunk of empty documents is bounded, too.
+
+    Yields:
+        The documents of a chunk, in order, and the BLAKE2b digest (hex) of all documents up to the end of the chunk.
+        Equal digests mean that the stream has been the same from its start to this point.
+    """
     digest = hashlib.blake2b(digest_size=16)
     documents: list[RawDocument] = []
     size = 0
     for document in stream:
-        data = document.data
-        digest.update(b"%d%d:" % (document.is_json, -1 if data is None else len(data)))
-        digest.update(data or b"")
+        data = document.data or b""
+        length = -1 if document.data is None else len(data)
+        digest.update(b"%d%d:" % (document.is_json, length))
+        digest.update(data)
         documents.append(document)
-        size += len(data or b"") + _DOCUMENT_BYTES
+        size += len(data) + _DOCUMENT_BYTES
         if size >= chunk_bytes:
             yield documents, digest.hexdigest()
-            documents, size = [], 0
+            documents = []
+            size = 0
     if documents:
         yield documents, digest.hexdigest()
 
 
 def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> ShardEntry:
+    """Write `rows`, [rows, seq_len], as shard-NNNNNN.tar and return its entry for corpus.json.
+
+    `num_tokens` is the number of ids that are not [PAD].
+    """
     tar = io.BytesIO()
-    write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
+    rows_per_block = max(1, _BLOCK_BYTES // rows[0].nbytes)
+    write_shard(tar, rows, rows_per_block)
     data = tar.getvalue()
     name = f"shard-{number:06d}.tar"
     store.write(name, data)
@@ -240,6 +311,7 @@ def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> 
 
 
 def _totals(notes: Sequence[FinishedShard], part: str) -> dict[str, Any]:
+    """Return the `totals` of corpus.json: documents by outcome, and the counts of `part` ("train" or "heldout")."""
     documents = sum((Counter(note.documents) for note in notes), Counter[str]())
     counts = sum((Counter(getattr(note, part)) for note in notes), Counter[str]())
     return {

@@ -1,17 +1,20 @@
-"""The unit of work: a chunk of documents -> rows. Pure, so any process may do it and in any order.
+"""Turn one chunk of documents into rows; a pure function, so any process may do it, in any order.
 
-Guarantee: `process_chunk` depends on the chunk and the rules alone; every document of the chunk is counted once, as
-used, held out or one kind of skipped; every token of a used document is in exactly one row.
+Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
+out or one kind of skipped. Every token of a used document is in exactly one row.
 
-How: the reading process cuts the stream of documents into chunks of about `chunk_bytes` and seeds each from its number
-(`keyed_random`, purpose CORPUS), so the number of workers cannot matter. Packing stays within a chunk.
+How: the main process cuts the stream of documents into chunks of about `chunk_bytes` and derives a chunk's seeds from
+its number (`keyed_random`, purpose CORPUS), so the number of workers cannot change the rows. Packing stays within a
+chunk.
 
-Cost: tokenisation is most of it. This module and what it imports is all that a worker process loads: no torch.
+Cost: tokenization takes most of the time. A worker process loads this module and what it imports, which does not
+include torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,52 +22,52 @@ from typing import Literal
 
 import numpy as np
 
-from electra_dist.corpus.documents import RawDocument, SkippedDocument, decode
+from electra_dist.corpus.documents import SKIPPED_KINDS, RawDocument, SkippedDocument, decode
 from electra_dist.corpus.examples import ExampleBuilder
 from electra_dist.corpus.rows import make_rows, row_dtype
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
-_LINES_PER_CALL = 2048
+_LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """All that decides what becomes of a document."""
+    """Parameters that, together with a chunk, determine its rows. The main process sends them to every worker."""
 
-    vocabulary_text: str
-    lowercase: bool
-    seq_len: int
-    packing: Literal["rows", "none"]
-    single_segment_prob: float
-    short_target_prob: float
-    heldout_fraction: float
-    heldout_key: int
-    text_field: str
+    vocabulary_text: str  # the text of vocab.txt
+    lowercase: bool  # lower-case the text and strip its accents
+    seq_len: int  # tokens of a row
+    packing: Literal["rows", "none"]  # several examples in a row, or one
+    single_segment_prob: float  # of an example that has one segment only
+    short_target_prob: float  # of an example with a target length below seq_len
+    heldout_fraction: float  # of documents that go to the held-out corpus
+    heldout_key: int  # 64-bit key of the hash that chooses held-out documents
+    text_field: str  # field of a JSON line that holds the text
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents, with the seeds of their two example builders and the position in the stream."""
+    """Consecutive documents of the input stream: the unit of work of a worker process."""
 
-    number: int
+    number: int  # position in the stream, from 0
     documents: list[RawDocument]
-    seed: int
-    heldout_seed: int
-    bytes_done: int
+    seed: int  # of the example builder of the training part
+    heldout_seed: int  # of the example builder of the held-out part
+    bytes_done: int  # input bytes read when this chunk was complete, for the progress bar
     stream_digest: str  # of all documents of the stream up to the end of this chunk
 
 
 @dataclass
 class Rows:
-    """Rows of one corpus (training or held-out) and what went into them."""
+    """Rows that a chunk gives to one corpus (training or held-out), and the counts that go into corpus.json."""
 
-    block: np.ndarray  # [rows, seq_len]
+    block: np.ndarray  # [rows, seq_len], uint16 or uint32
     counts: Counter[str] = field(default_factory=Counter)  # text_bytes, text_tokens, examples, rows, tokens
 
 
 @dataclass
 class ChunkRows:
-    """What became of a chunk."""
+    """Result of processing one chunk: its training rows, its held-out rows, and its documents by outcome."""
 
     train: Rows
     heldout: Rows
@@ -72,29 +75,41 @@ class ChunkRows:
 
 
 class ChunkProcessor:
-    """Turns chunks into rows; holds the tokenizer."""
+    """Converter of chunks to rows. It holds the tokenizer, so one instance serves all chunks of a process."""
 
     def __init__(self, rules: Rules) -> None:
-        """Builds the tokenizer of `rules`."""
+        """Build the tokenizer of `rules`.
+
+        Raises:
+            UserError: `rules.vocabulary_text` is not a vocabulary.
+        """
         self._rules = rules
         self._vocabulary = Vocabulary(rules.vocabulary_text, "vocab.txt")
         self._tokenizer = WordPieceTokenizer(self._vocabulary, rules.lowercase)
         self._heldout_key = rules.heldout_key.to_bytes(8, "little")
 
     def process(self, chunk: Chunk) -> ChunkRows:
-        """The rows of a chunk, for the corpus and for its held-out part."""
+        """Return the rows of a chunk, split into training and held-out documents.
+
+        The result depends on the rules and the chunk alone, not on chunks that were processed before.
+        """
         documents: Counter[str] = Counter()
-        train, heldout = self._part(chunk.seed), self._part(chunk.heldout_seed)
+        train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
+        heldout = _RowCollector(self._rules, self._vocabulary, chunk.heldout_seed)
         texts = self._decoded(chunk.documents, documents)
         for text, sentences in self._tokenized(texts, documents):
-            is_heldout = self._is_heldout(text)
-            documents["heldout" if is_heldout else "used"] += 1
-            (heldout if is_heldout else train).add(text, sentences)
-        skipped = sum(count for kind, count in documents.items() if kind not in ("in", "used", "heldout"))
-        assert documents["in"] == documents["used"] + documents["heldout"] + skipped == len(chunk.documents)
+            if self._is_heldout(text):
+                documents["heldout"] += 1
+                heldout.add(text, sentences)
+            else:
+                documents["used"] += 1
+                train.add(text, sentences)
+        num_skipped = sum(documents[kind] for kind in SKIPPED_KINDS)
+        assert documents["in"] == documents["used"] + documents["heldout"] + num_skipped == len(chunk.documents)
         return ChunkRows(train.finish(), heldout.finish(), documents)
 
     def _decoded(self, raw: Iterable[RawDocument], documents: Counter[str]) -> Iterator[str]:
+        """Yield the texts of the documents that are not skipped; count every document and every skip."""
         for document in raw:
             documents["in"] += 1
             try:
@@ -103,31 +118,31 @@ class ChunkProcessor:
                 documents[skipped.kind] += 1
 
     def _tokenized(self, texts: Iterable[str], documents: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
-        """Each text with the ids of its lines; texts without a token are counted and left out."""
+        """Yield each text with the ids of its lines, empty lines left out; count texts without a token as skipped."""
         for batch in _batches(texts):
-            lines_of = [text.splitlines() for text in batch]
-            encoded = iter(self._tokenizer.encode([line for lines in lines_of for line in lines]))
-            for text, lines in zip(batch, lines_of):
-                sentences = [ids for _, ids in zip(lines, encoded) if ids]
+            lines_of_texts = [text.splitlines() for text in batch]
+            all_lines = [line for lines in lines_of_texts for line in lines]
+            ids_of_lines = iter(self._tokenizer.encode(all_lines))
+            for text, lines in zip(batch, lines_of_texts):
+                sentences = [ids for ids in itertools.islice(ids_of_lines, len(lines)) if ids]
                 if sentences:
                     yield text, sentences
                 else:
                     documents["no_tokens"] += 1
 
     def _is_heldout(self, text: str) -> bool:
+        """Return whether a keyed hash of the text selects it, so that all copies of a text are held out together."""
         if not self._rules.heldout_fraction:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
         return int.from_bytes(digest, "little") < self._rules.heldout_fraction * 2**64
 
-    def _part(self, seed: int) -> _Part:
-        return _Part(self._rules, self._vocabulary, seed)
 
-
-class _Part:
-    """Examples of one corpus while a chunk is worked on."""
+class _RowCollector:
+    """Collector of the examples that one chunk gives to one corpus (training or held-out)."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
+        """Start without examples; `seed` is that of the example builder's random draws."""
         self._rules = rules
         self._special = vocabulary.special
         self._dtype = row_dtype(vocabulary.size)
@@ -143,25 +158,29 @@ class _Part:
         self._counts: Counter[str] = Counter()
 
     def add(self, text: str, sentences: list[list[int]]) -> None:
+        """Build the examples of one document, given its text (to count bytes) and the ids of its lines."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
 
     def finish(self) -> Rows:
-        rules, special, counts = self._rules, self._special, self._counts
+        """Pack the examples into rows, and assert that no token was lost and no special token came from text."""
+        rules = self._rules
+        special = self._special
+        counts = self._counts
         block = make_rows(self._examples, rules.seq_len, special["[PAD]"], self._dtype, rules.packing)
         counts["examples"] = len(self._examples)
         counts["rows"] = len(block)
         counts["tokens"] = int(np.count_nonzero(block != special["[PAD]"]))
         num_sep = int(np.count_nonzero(block == special["[SEP]"]))
-        assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or made up"
-        assert np.count_nonzero(block == special["[CLS]"]) == counts["examples"], "[CLS] came from text"
-        assert not (block == special["[MASK]"]).any(), "[MASK] came from text"
+        assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or added"
+        assert np.count_nonzero(block == special["[CLS]"]) == counts["examples"], "text was encoded as [CLS]"
+        assert not (block == special["[MASK]"]).any(), "text was encoded as [MASK]"
         return Rows(block, counts)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of texts of some thousand lines: enough to keep calls rare, few enough to keep memory low."""
+    """Yield groups of texts of some thousand lines: few calls of the tokenizer, and little memory."""
     batch: list[str] = []
     num_lines = 0
     for text in texts:
@@ -169,6 +188,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         num_lines += text.count("\n") + 1
         if num_lines >= _LINES_PER_CALL:
             yield batch
-            batch, num_lines = [], 0
+            batch = []
+            num_lines = 0
     if batch:
         yield batch

@@ -1,4 +1,4 @@
-"""What a user sees of a build: a progress bar on a terminal, elsewhere a line every ten seconds; then a table."""
+"""Progress of a corpus build: a bar on a terminal, otherwise a line every ten seconds; a table at the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ _LINE_EVERY_S = 10.0
 
 
 class BuildConsole:
-    """Shows how far a build is. Use as a context manager."""
+    """Display of the progress of a corpus build. Use it as a context manager, which starts and stops the bar."""
 
     def __init__(self, total_bytes: int, console: Console | None = None) -> None:
-        """`total_bytes`: size of all input files."""
+        """Prepare the display; nothing is printed yet.
+
+        Args:
+            total_bytes: size of all input files, as they are on disk; progress is measured against it.
+            console: where to print; the default is stdout.
+        """
         self._console = console or Console()
         self._total_bytes = max(total_bytes, 1)
         self._resumed_bytes = 0
@@ -29,6 +34,7 @@ class BuildConsole:
         self._bar: Progress | None = None
 
     def __enter__(self) -> BuildConsole:
+        """Start the progress bar if the console is a terminal."""
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("corpus"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[counts]}"),
@@ -39,20 +45,32 @@ class BuildConsole:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        """Stop the progress bar; an exception of the block is not suppressed."""
         if self._bar:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line; on a terminal it appears above the progress bar."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def resume_at(self, bytes_done: int) -> None:
-        """That many input bytes belong to shards that were finished before; the clock starts now."""
+        """Restart the clock after the input of finished shards has been read.
+
+        Args:
+            bytes_done: input bytes read so far. They are left out of the estimate of the remaining time, because
+                reading them again is faster than building from them.
+        """
         self._resumed_bytes = bytes_done
         self._started = time.monotonic()
 
     def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
-        """Add documents and tokens; `bytes_done` input bytes are read in all."""
+        """Show the progress after another chunk; without a terminal at most one line every ten seconds is printed.
+
+        Args:
+            bytes_done: input bytes read in all.
+            num_documents: documents of this chunk; they are added to the count.
+            num_tokens: text tokens of this chunk; they are added to the count.
+        """
         self._documents += num_documents
         self._tokens += num_tokens
         now = time.monotonic()
@@ -63,12 +81,20 @@ class BuildConsole:
             self._bar.update(self._task, completed=bytes_done, counts=counts)
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            left = elapsed * (self._total_bytes - bytes_done) / max(bytes_done - self._resumed_bytes, 1)
-            self.say(f"corpus: {100 * bytes_done / self._total_bytes:.0f} % read, {counts}, {left:.0f} s left")
+            bytes_since_start = max(bytes_done - self._resumed_bytes, 1)
+            remaining_s = elapsed * (self._total_bytes - bytes_done) / bytes_since_start
+            percent = 100 * bytes_done / self._total_bytes
+            self.say(f"corpus: {percent:.0f} % of the input read, {counts}, {remaining_s:.0f} s left")
 
 
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
-    """The closing table of a build, from the totals of corpus.json and of the held-out corpus."""
+    """Return the table that closes a build: documents by outcome, then text, tokens, examples, rows and padding.
+
+    Args:
+        totals: `totals` of corpus.json.
+        heldout: `totals` of the held-out corpus; None if there is none, which leaves its lines out.
+        seq_len: tokens of a row, from which the share of padding is computed.
+    """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")

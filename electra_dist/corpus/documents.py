@@ -1,9 +1,9 @@
-"""One document: bytes as they came, and the rules by which they become text or are skipped.
+"""Decode one document: the rules by which its bytes become text, or by which it is skipped.
 
-Guarantee: every document becomes text or raises `SkippedDocument` with exactly one kind; nothing is repaired or
-guessed. Text is UTF-8, and not a lone surrogate among it.
+Guarantee: every document becomes text, or raises `SkippedDocument` with exactly one kind; nothing is repaired or
+guessed. The text is valid UTF-8 and contains no lone surrogate.
 
-Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module loads nothing heavy; `readers.py` finds the bytes.
+Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module imports nothing heavy; `readers.py` reads the bytes.
 """
 
 from __future__ import annotations
@@ -11,36 +11,46 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+# Kind of skipped document -> explanation for the user. corpus.json counts the kinds under these keys.
 SKIPPED_KINDS = {
     "undecodable": "bytes that are not UTF-8",
     "broken_json": "a line that is not a JSON object",
-    "no_text": "no text field, or not a string",
+    "no_text": "no text field, or its value is not a string",
     "empty": "nothing but white space",
-    "no_tokens": "text without a single token",
+    "no_tokens": "text of which the tokenizer keeps nothing",
 }
 
 
 class RawDocument(NamedTuple):
-    """Bytes as they came: a JSON line or plain text; None where a parquet cell is null."""
+    """One document as undecoded bytes: a JSON line, or plain text."""
 
-    data: bytes | None
-    is_json: bool
+    data: bytes | None  # None where a parquet cell is null
+    is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
 
 
 class SkippedDocument(Exception):
-    """A document that is left out by rule; `kind` is a key of SKIPPED_KINDS."""
+    """Raised for a document that a rule excludes from the corpus; `kind` is a key of `SKIPPED_KINDS`.
+
+    It is not an error of the build: the caller counts the document under its kind and continues.
+    """
 
     def __init__(self, kind: str) -> None:
+        """Store `kind`, which must be a key of `SKIPPED_KINDS`."""
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
 
 
 def decode(document: RawDocument, text_field: str = "text") -> str:
-    """The text of a document.
+    """Return the text of a document; a byte order mark at its start is removed.
+
+    Args:
+        document: the bytes, as a reader yields them.
+        text_field: field of a JSON line that holds the text; plain text ignores it.
 
     Raises:
-        SkippedDocument: with the rule that leaves it out. "no_tokens" is for the tokenizer to find.
+        SkippedDocument: a rule excludes the document; its `kind` names the rule. The kind "no_tokens" is not raised
+            by this function, because only the tokenizer can find it.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
@@ -56,6 +66,12 @@ def decode(document: RawDocument, text_field: str = "text") -> str:
 
 
 def _text_of_json(line: str, text_field: str) -> str:
+    """Return the field `text_field` of a JSON line.
+
+    Raises:
+        SkippedDocument: the line is not a JSON object, the field is missing, not a string or white space, or the
+            string holds half of a surrogate pair.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,10 +1,12 @@
-"""corpus.json for shards that somebody else's WebDataset writer made from rows.
+"""Write corpus.json for shards of rows that another WebDataset writer made.
 
-Guarantee: what is indexed can be trained on: every row begins with [CLS], has [PAD] only at its end and no id outside
-the vocabulary; all shards have one length and type. Anything else is an error that names the shard.
+Guarantee: an indexed corpus can be trained on. Every row begins with [CLS], has [PAD] only at its end and holds no id
+outside the vocabulary; all shards have rows of one length and type. Anything different is an error that names the
+shard.
 
-Cost: reads every shard once (from S3 through a temporary file), about 1 GB/s from memory. It stops at the top folder:
-shards in sub-folders (a held-out corpus, say) belong to another corpus.
+Cost: every shard is read once (from S3 through a temporary file), about 1 GB/s from memory.
+
+Limits: only the top folder is indexed; shards in sub-folders, for example of a held-out corpus, are ignored.
 """
 
 from __future__ import annotations
@@ -27,31 +29,39 @@ from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
-    """Reads all `*.tar` of the folder, in name order; writes vocab.txt and corpus.json.
+    """Check all `*.tar` in the top folder of `store`, in the order of their names; write vocab.txt and corpus.json.
+
+    Nothing is written if a shard is refused.
+
+    Args:
+        store: folder or S3 prefix with the shards.
+        vocabulary: the vocabulary whose line numbers are the ids in the rows.
+        lowercase: whether the text was lower-cased and stripped of accents; recorded, not checked.
 
     Raises:
-        UserError: a finished corpus is there, or no shard is.
-        ManifestMismatch: a shard that is no tar of rows, or whose rows are not of this vocabulary.
+        UserError: a corpus.json exists already, or there is no shard.
+        ManifestMismatch: a shard is not a tar of rows, or its rows do not fit the vocabulary or the other shards.
     """
     if store.exists(MANIFEST_KEY):
-        raise UserError(f"{store.url}: has a corpus.json; delete it to index the shards anew")
+        raise UserError(f"{store.url}: has a corpus.json; delete it to index the shards again")
     names = [key for key in store.list() if key.endswith(".tar") and "/" not in key]
     if not names:
-        raise UserError(f"{store.url}: no *.tar to index; check the path")
+        raise UserError(f"{store.url}: has no *.tar to index; give the folder or s3:// prefix that holds the shards")
     entries = []
-    shape: tuple[int, np.dtype[Any]] | None = None
+    row_shape: tuple[int, np.dtype[Any]] | None = None
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             path = store.local_path(name)
             if path is None:
                 path = Path(folder) / "shard.tar"
                 store.fetch(name, path)
-            shape = shape or _row_shape(path, name)
-            entries.append(_index_shard(path, name, *shape, vocabulary))
-    assert shape is not None
+            if row_shape is None:
+                row_shape = _row_shape(path, name)
+            seq_len, dtype = row_shape
+            entries.append(_index_shard(path, name, seq_len, dtype, vocabulary))
     manifest = CorpusManifest(
-        seq_len=shape[0],
-        dtype="uint16" if shape[1] == np.uint16 else "uint32",
+        seq_len=seq_len,
+        dtype="uint16" if dtype == np.uint16 else "uint32",
         tokenizer=tokenizer_entry(vocabulary, lowercase),
         builder={"indexed": True},
         totals={"rows": sum(entry.rows for entry in entries), "tokens": sum(entry.tokens for entry in entries)},
@@ -63,40 +73,53 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Row length and type of the first block of a shard."""
+    """Return the row length and the type of the first block in the shard at `path`; `name` is for errors.
+
+    Raises:
+        ManifestMismatch: the file is not a tar, has no block, or its first block is not rows of uint16 or uint32.
+    """
     try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                stream = tar.extractfile(member) if member.name.endswith(MEMBER_SUFFIX) else None
-                if stream is not None:
-                    block = np.load(io.BytesIO(stream.read()), allow_pickle=False)
-                    if block.ndim == 2 and block.dtype in (np.uint16, np.uint32):
-                        return block.shape[1], block.dtype
-                    found = f"{member.name} holds {block.dtype} {block.shape}"
-                    raise ManifestMismatch(f"{name}: {found}; rows are [n, seq_len] uint16 or uint32")
+        member_name, block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
-        raise ManifestMismatch(f"{name}: not a tar of *{MEMBER_SUFFIX} blocks ({error})") from None
-    raise ManifestMismatch(f"{name}: has no *{MEMBER_SUFFIX} member")
+        raise ManifestMismatch(
+            f"{name}: not a tar of *{MEMBER_SUFFIX} blocks ({error}); remove the file or write it again"
+        ) from None
+    if block is None:
+        raise ManifestMismatch(f"{name}: has no *{MEMBER_SUFFIX} member; remove the file or write it again")
+    if block.ndim != 2 or block.dtype not in (np.uint16, np.uint32):
+        raise ManifestMismatch(
+            f"{name}: {member_name} holds {block.dtype} {block.shape}; write rows as [n, seq_len] uint16 or uint32"
+        )
+    return block.shape[1], block.dtype
+
+
+def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
+    """Return the name and the array of the first member of a tar that is a block of rows; ("", None) without one."""
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            if not member.name.endswith(MEMBER_SUFFIX):
+                continue
+            stream = tar.extractfile(member)
+            if stream is not None:  # None for a member that is not a file
+                return member.name, np.load(io.BytesIO(stream.read()), allow_pickle=False)
+    return "", None
 
 
 def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
+    """Check all rows of the shard at `path`, and return its entry for corpus.json.
+
+    Raises:
+        ManifestMismatch: a block does not hold rows of `seq_len` ids of `dtype`, or a row cannot be trained on.
+    """
     shard = Shard(path, seq_len, dtype)
     try:
         rows = shard.rows(np.arange(shard.num_rows))
     finally:
         shard.close()
     is_pad = rows == vocabulary.special["[PAD]"]
-    fault = None
-    if not len(rows):
-        fault = "has no rows"
-    elif rows.max() >= vocabulary.size:
-        fault = f"holds id {rows.max()}, but the vocabulary has {vocabulary.size} entries"
-    elif (rows[:, 0] != vocabulary.special["[CLS]"]).any():
-        fault = "has a row that does not begin with [CLS]"
-    elif (is_pad[:, :-1] & ~is_pad[:, 1:]).any():
-        fault = "has a row with [PAD] before its end"
-    if fault:
-        raise ManifestMismatch(f"{name}: {fault}; another vocabulary, or not made of rows?")
+    fault = _fault_of_rows(rows, is_pad, vocabulary)
+    if fault is not None:
+        raise ManifestMismatch(f"{name}: {fault}; give the --vocab that the rows were made with, or write it again")
     return ShardEntry(
         name=name,
         rows=len(rows),
@@ -104,3 +127,22 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
         bytes=path.stat().st_size,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
     )
+
+
+def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
+    """Return why the rows of a shard cannot be trained on; None if they can.
+
+    Args:
+        rows: ids, [rows, seq_len].
+        is_pad: where `rows` is [PAD], same shape.
+        vocabulary: the vocabulary of the ids.
+    """
+    if not len(rows):
+        return "has no rows"
+    if rows.max() >= vocabulary.size:
+        return f"holds id {rows.max()}, but the vocabulary has {vocabulary.size} entries"
+    if (rows[:, 0] != vocabulary.special["[CLS]"]).any():
+        return "has a row that does not begin with [CLS]"
+    if (is_pad[:, :-1] & ~is_pad[:, 1:]).any():
+        return "has a row with [PAD] before its end"
+    return None

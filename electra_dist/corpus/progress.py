@@ -1,12 +1,13 @@
-"""What is finished of a corpus that is being built: small files beside its shards, so that a killed build goes on.
+"""Notes about the finished shards of a corpus that is being built, so that a killed build can resume.
 
-Guarantee: a shard is finished when its note `progress/NNNNNN.json` exists; the note is written after the shard and its
-held-out rows, so it never promises what is not there. `progress/build.json` holds the parameters: a folder that is
-half built from other parameters, text or vocabulary is refused, never mixed.
+Guarantee: a shard is finished if its note `progress/NNNNNN.json` exists. The note is written after the shard and its
+held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of the build: a
+folder that is half built from other parameters, text or vocabulary is refused, never mixed.
 
-How: a note says after which chunk the shard ends and the digest of all documents up to there. A build that goes on
-reads the inputs again (it must, to find the place) and compares; what comes later may have changed, so a damaged file
-can be mended on the way. When corpus.json is written, the notes are deleted.
+How: a note records the chunk after which the shard ends and the digest of all documents up to that point. A build
+that resumes reads the inputs again, which it must do to find the place, and compares the digest. Input after that
+point may have changed, so a damaged file can be replaced and the build resumed. The notes are deleted after
+corpus.json has been written.
 """
 
 from __future__ import annotations
@@ -28,39 +29,50 @@ _BUILD_KEY = _FOLDER + "build.json"
 
 
 class FinishedShard(Section):
-    """The note about one shard."""
+    """Note about one finished shard, stored as progress/NNNNNN.json until the corpus is complete."""
 
-    number: int = Field(description="position of the shard, from 0")
-    entry: ShardEntry | None = Field(description="the shard; none if the last documents gave no training row")
-    end_chunk: int = Field(description="first chunk that is not in it")
-    stream_digest: str = Field(description="digest of all documents before end_chunk")
-    heldout_rows: int = Field(description="rows in progress/NNNNNN.heldout.npy")
-    documents: dict[str, int] = Field(description="documents in, used, held out, and each kind of skipped")
-    train: dict[str, int] = Field(description="counts of the shard")
-    heldout: dict[str, int] = Field(description="counts of the held-out rows")
+    number: int = Field(description="position of the shard in the corpus, from 0")
+    entry: ShardEntry | None = Field(
+        description="entry of the shard for corpus.json; null if its documents gave no training row"
+    )
+    end_chunk: int = Field(description="number of the first chunk after this shard")
+    stream_digest: str = Field(description="BLAKE2b digest of all documents before end_chunk, in hexadecimal")
+    heldout_rows: int = Field(description="rows in progress/NNNNNN.heldout.npy; 0: the file does not exist")
+    documents: dict[str, int] = Field(
+        description="documents read (in), used, held out (heldout), and skipped, by kind"
+    )
+    train: dict[str, int] = Field(description="counts of the shard: text_bytes, text_tokens, examples, rows, tokens")
+    heldout: dict[str, int] = Field(description="the same counts of the held-out rows")
 
 
 class BuildProgress:
-    """The notes of one build in one store."""
+    """Notes of one build in the store of its corpus. One build at a time may write them."""
 
     def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """`parameters` with the text define the corpus; by `inputs` a finished one knows its text. Both are JSON."""
+        """Prepare to read and write the notes; the store is not touched yet.
+
+        Args:
+            store: output of the build.
+            parameters: JSON values that, with the text, determine the corpus. Notes and corpora of other parameters
+                are refused.
+            inputs: JSON values that identify the inputs of a finished corpus without reading them.
+        """
         self._store = store
         self._parameters = json.loads(canonical_json(parameters))
         self._inputs = json.loads(canonical_json(inputs))
 
     def finished_corpus(self) -> CorpusManifest | None:
-        """The corpus, if it is already there, built from these parameters.
+        """Return the manifest if the corpus is finished, and delete notes that remain; None if it is not finished.
 
         Raises:
-            ManifestMismatch: another corpus is there.
+            ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
         """
         if not self._store.exists(MANIFEST_KEY):
             return None
         manifest = read_manifest(self._store)
-        there = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
-        self._refuse_other(there, "a finished corpus")
-        if any(there.get(key) != value for key, value in self._inputs.items()):
+        stored = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
+        self._refuse_other_parameters(stored, "a finished corpus")
+        if any(stored.get(key) != value for key, value in self._inputs.items()):
             raise ManifestMismatch(
                 f"{self._store.url}: holds a finished corpus of other inputs; delete it or choose another --output"
             )
@@ -68,34 +80,41 @@ class BuildProgress:
         return manifest
 
     def finished_shards(self) -> list[FinishedShard]:
-        """Notes of shards 0, 1, ... up to the first that is missing.
+        """Return the notes of shards 0, 1, ... up to the first shard that is missing or has another size.
 
         Raises:
-            ManifestMismatch: they belong to another corpus.
-            UserError: shards of unknown origin lie there.
+            ManifestMismatch: the notes are those of a build with other parameters.
+            UserError: the store holds shards, but neither notes nor a corpus.json.
         """
         if not self._store.exists(_BUILD_KEY):
             if any(key.endswith(".tar") for key in self._store.list("shard-")):
                 raise UserError(
-                    f"{self._store.url}: holds shards but no corpus.json; `electra-dist corpus index` writes one, "
-                    "or choose another --output"
+                    f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write "
+                    "one, or choose another --output"
                 )
             return []
-        self._refuse_other(json.loads(self._store.read(_BUILD_KEY)), "a half-built corpus")
+        self._refuse_other_parameters(json.loads(self._store.read(_BUILD_KEY)), "a half-built corpus")
         notes: list[FinishedShard] = []
-        while self._store.exists(key := _note_key(len(notes))):
+        while True:
+            key = _note_key(len(notes))
+            if not self._store.exists(key):
+                return notes
             note = FinishedShard.model_validate_json(self._store.read(key))
-            if note.entry and not self._has(note.entry):
-                break
+            if note.entry and not self._has_shard(note.entry):
+                return notes
             notes.append(note)
-        return notes
 
     def begin(self) -> None:
-        """Claims the folder for these parameters."""
+        """Record the parameters in the store; from then on a build with others is refused."""
         self._store.write(_BUILD_KEY, (canonical_json(self._parameters) + "\n").encode())
 
     def record(self, note: FinishedShard, heldout_rows: np.ndarray) -> None:
-        """Note a shard that is in the store, with the held-out rows of its documents."""
+        """Record that a shard is finished. Write the shard to the store before calling this.
+
+        Args:
+            note: the note; its `heldout_rows` must be the number of `heldout_rows`.
+            heldout_rows: rows of the shard's held-out documents, [rows, seq_len]; may be empty.
+        """
         if len(heldout_rows):
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
@@ -103,29 +122,44 @@ class BuildProgress:
         self._store.write(_note_key(note.number), (note.model_dump_json() + "\n").encode())
 
     def heldout_rows(self, note: FinishedShard) -> np.ndarray:
-        """The held-out rows that were recorded with `note`, which must have some."""
+        """Return the held-out rows that were recorded with `note`, [rows, seq_len].
+
+        Call it only if `note.heldout_rows` is not 0: no file exists for an empty array.
+        """
         return np.load(io.BytesIO(self._store.read(_heldout_key(note.number))), allow_pickle=False)
 
     def clear(self) -> None:
-        """Delete all notes."""
+        """Delete the recorded parameters, all notes and their held-out rows; shards and corpus.json stay."""
         for key in self._store.list(_FOLDER):
             self._store.delete(key)
 
-    def _has(self, entry: ShardEntry) -> bool:
+    def _has_shard(self, entry: ShardEntry) -> bool:
+        """Return whether the shard of `entry` is in the store with the recorded size; its digest is not checked."""
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
-    def _refuse_other(self, there: dict[str, Any], what: str) -> None:
-        keys = [key for key, value in self._parameters.items() if there.get(key) != value]
-        if keys:
-            difference = f"{keys[0]} = {there.get(keys[0])}, not {self._parameters[keys[0]]}"
-            raise ManifestMismatch(
-                f"{self._store.url}: holds {what} with {difference}; delete it or choose another --output"
-            )
+    def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
+        """Compare the parameters in the store with those of this build.
+
+        Args:
+            stored: parameters in the store.
+            description: what the store holds, for the error.
+
+        Raises:
+            ManifestMismatch: a parameter differs; the message names the first one.
+        """
+        for key, value in self._parameters.items():
+            if stored.get(key) != value:
+                raise ManifestMismatch(
+                    f"{self._store.url}: holds {description} with {key} = {stored.get(key)}, not {value}; delete it "
+                    "or choose another --output"
+                )
 
 
 def _note_key(number: int) -> str:
+    """Return the key of the note about shard `number`."""
     return f"{_FOLDER}{number:06d}.json"
 
 
 def _heldout_key(number: int) -> str:
+    """Return the key of the held-out rows that belong to shard `number`."""
     return f"{_FOLDER}{number:06d}.heldout.npy"

@@ -1,15 +1,16 @@
-"""The prose that a Python installation carries: docstrings and help topics. A small corpus for every machine.
+"""Extract the prose of a Python installation, docstrings and help topics: a small corpus that needs no network.
 
-Guarantee: one installation gives one file, byte for byte; no network; no installed module is run except a fixed list
-of the standard library's C modules, whose docstrings exist nowhere else.
+Guarantee: one installation gives one file, byte for byte. No installed module is imported, except a fixed list of the
+standard library's C modules, whose docstrings exist nowhere else.
 
-How: `ast` reads the docstrings of every .py file of the standard library and of the installed packages (sorted by
-path), `pydoc_data.topics` holds the language reference, `inspect` the docs of builtins and C modules. A docstring is
-dedented; code (doctest, indented blocks after `::`, signatures, tables without words) is dropped; paragraphs are
-joined to lines, so that a line is a paragraph of prose; paragraphs that were seen before are dropped.
+How: `ast` reads the docstrings of every .py file of the standard library and of the installed packages, sorted by
+path; `pydoc_data.topics` holds the language reference; `inspect` gives the docstrings of builtins and C modules. A
+docstring is dedented; code (doctests, indented blocks after `::`, signatures, tables without words) is dropped; the
+lines of a paragraph are joined, so that a line is a paragraph of prose; repeated paragraphs are dropped.
 
-Cost: 15 to 25 s and 10 MB of text on an installation with torch, sympy and numpy. It is technical English in one
-voice: good for showing that training works, not for a model that anybody needs.
+Cost: 15 to 25 s and 10 MB of text on an installation with torch, sympy and numpy.
+
+Limits: the text is technical English of one style. It shows that training works; it does not make a useful model.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from pathlib import Path
 from electra_dist.store.files import replacing
 
 FILE_NAME = "python_docs.txt"
-MIN_WORDS = 12  # of a docstring
-MIN_SHARE = 0.15  # of a .py file that is docstrings: half of all code has nearly none and would cost half of the time
+MIN_WORDS = 12  # a docstring with fewer new words is dropped
+# Share of a .py file that must be docstrings: half of all code has nearly none and would cost half of the time.
+MIN_SHARE = 0.15
 _C_MODULES = (
     "builtins", "_codecs", "_collections", "_csv", "_datetime", "_decimal", "_functools", "_io", "_json", "_socket",
     "_ssl", "_struct", "_thread", "_weakref", "array", "binascii", "cmath", "errno", "faulthandler", "fcntl", "gc",
@@ -40,23 +42,26 @@ PACKAGES = (
     "setuptools", "jinja2", "fsspec", "huggingface_hub", "webdataset", "tensorboard", "PIL", "psutil",
 )  # fmt: skip
 _WORD = re.compile(r"[A-Za-z]{2,}")
+# The first line of a list item, or of an argument in NumPy or Google style.
 _ITEM = re.compile(r"^\s*([-*+] |\d+[.)] |\*{0,2}`{0,2}[\w.]+`{0,2}( ?\([^)]*\))? ?: )")
+# Directives, doctests, shell and IPython prompts, decorators, comments, tables.
 _NOT_PROSE = re.compile(r"^\s*(\.\. |>>> |\.\.\. |\$ |@|#|In \[|Out\[|\|)")
-_FIELD = re.compile(r"^\s*:(\w+)((?: [^:]*)?):")
-_ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")
+_FIELD = re.compile(r"^\s*:(\w+)((?: [^:]*)?):")  # a Sphinx field, such as `:param x:`
+_ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")  # a Sphinx role, such as :func:`f`
 _MARKS = re.compile(r"`{1,2}|\*\*")
 _QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
 _SPACE = re.compile(r"\s+")
 
 
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
-    """Writes `python_docs.txt` (a blank line between documents) into `folder`.
+    """Write `python_docs.txt` into `folder`, with a blank line between documents.
 
     Args:
-        packages: import names of installed packages to read beside the standard library; missing ones are passed over.
+        folder: where to write; an existing file is replaced atomically.
+        packages: import names of installed packages to read beside the standard library; missing ones are ignored.
 
     Returns:
-        Its path and the number of documents.
+        The path of the file and the number of documents.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -71,23 +76,37 @@ def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple
 
 
 def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
-    """Documents of paragraphs, a paragraph a line; the docstrings of one source file make one document."""
+    """Yield one document per source file, help topic or C module: its paragraphs of prose, one on a line.
+
+    A paragraph that occurred before (letter case ignored) is left out. Sources without new prose give no document.
+
+    Args:
+        packages: import names of installed packages to read beside the standard library; missing ones are ignored.
+    """
     seen: set[int] = set()
     for docstrings in _sources(packages):
         document: list[str] = []
         for docstring in docstrings:
-            fresh = {key: text for text in prose(docstring) if (key := _key(text)) not in seen}
-            if sum(len(_WORD.findall(text)) for text in fresh.values()) >= MIN_WORDS:
-                seen.update(fresh)
-                document += fresh.values()
+            new_paragraphs: dict[int, str] = {}
+            for paragraph in prose(docstring):
+                key = _key(paragraph)
+                if key not in seen:
+                    new_paragraphs[key] = paragraph
+            num_words = sum(len(_WORD.findall(paragraph)) for paragraph in new_paragraphs.values())
+            if num_words >= MIN_WORDS:
+                seen.update(new_paragraphs)
+                document += new_paragraphs.values()
         if document:
             yield "\n".join(document)
 
 
 def prose(docstring: str) -> list[str]:
-    """The paragraphs of a docstring that are sentences, each on one line without mark-up."""
+    """Return the paragraphs of a docstring that are sentences, each on one line and without mark-up.
+
+    Code, doctests, tables and paragraphs of fewer than five words are left out.
+    """
     paragraphs: list[str] = []
-    code_indent: int | None = None  # blocks that are indented deeper are the code that a `::` announced
+    code_indent: int | None = None  # set after a `::`; blocks that are indented deeper are code
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         lines = block.splitlines()
         indent = _indent(lines[0]) if lines else 0
@@ -99,7 +118,10 @@ def prose(docstring: str) -> list[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Joins the lines of a block; an item of a list begins a new paragraph; a doctest ends the block."""
+    """Yield the paragraphs of a block of lines, each joined to one line.
+
+    An item of a list begins a new paragraph; a doctest or other code ends the block.
+    """
     current: list[str] = []
     for line in lines:
         if _NOT_PROSE.match(line):
@@ -114,30 +136,34 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _clean(lines: list[str]) -> str:
+    """Join lines to one, and remove roles, fields, quotes and repeated white space."""
     text = _FIELD.sub(r"\2:", " ".join(lines))
     text = _MARKS.sub("", _ROLE.sub(r"\1", text)).replace("::", ":")
     return _SPACE.sub(" ", text).strip(" -*+:")
 
 
 def _is_prose(text: str) -> bool:
-    """At least five words, mostly of letters: no code, table or formula."""
+    """Return whether a paragraph has five words or more and is mostly letters: no code, table or formula."""
     words = _WORD.findall(text)
-    letters = sum(map(len, words)) + text.count(" ")
-    return len(words) >= 5 and letters >= 0.8 * len(text) and "_" * 3 not in text
+    num_letters = sum(map(len, words)) + text.count(" ")
+    return len(words) >= 5 and num_letters >= 0.8 * len(text) and "_" * 3 not in text
 
 
 def _key(text: str) -> int:
+    """Return a 64-bit hash of the text in lower case, which is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.lower().encode(), digest_size=8).digest(), "little")
 
 
 def _indent(line: str) -> int:
+    """Return the number of white-space characters at the start of a line."""
     return len(line) - len(line.lstrip())
 
 
 def _sources(packages: Sequence[str]) -> Iterator[list[str]]:
-    """The docstrings of one source after another: help topics, C modules, then .py files."""
+    """Yield the docstrings of one source after another: help topics, C modules, then .py files."""
     topics = importlib.import_module("pydoc_data.topics").topics
-    yield from ([topics[name]] for name in sorted(topics))
+    for name in sorted(topics):
+        yield [topics[name]]
     for name in _C_MODULES:
         yield _inspected(name)
     paths = sysconfig.get_paths()
@@ -149,14 +175,16 @@ def _sources(packages: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
-    left_out = {*skip, "test", "tests", "testing", "__pycache__"}
-    return sorted(path for path in folder.rglob("*.py") if not left_out.intersection(path.relative_to(folder).parts))
+    """Return the .py files below `folder`, sorted; tests and folders named in `skip` are left out."""
+    excluded = {*skip, "test", "tests", "testing", "__pycache__"}
+    return sorted(path for path in folder.rglob("*.py") if not excluded.intersection(path.relative_to(folder).parts))
 
 
 def _parsed(path: Path) -> list[str]:
-    """Docstrings of a .py file; [] if it has few or is not Python of this version."""
+    """Return the docstrings of a .py file; [] if it has few, or is not valid in this version of Python."""
     source = path.read_bytes()
-    if sum(map(len, _QUOTED.findall(source))) < MIN_SHARE * len(source):
+    docstring_bytes = sum(map(len, _QUOTED.findall(source)))
+    if docstring_bytes < MIN_SHARE * len(source):
         return []
     try:
         with warnings.catch_warnings():
@@ -168,25 +196,31 @@ def _parsed(path: Path) -> list[str]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
-    """Of a node and what is defined in it. Far fewer nodes than ast.walk: expressions hold no docstrings."""
+    """Yield the docstrings of a node and of everything that is defined in it, in source order.
+
+    Only statements are visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
+    """
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         docstring = ast.get_docstring(node, clean=False)
         if docstring:
             yield docstring
-    for block in ("body", "orelse", "handlers", "finalbody"):
-        for statement in getattr(node, block, ()) if isinstance(getattr(node, block, ()), list) else ():
-            yield from _docstrings(statement)
+    for name in ("body", "orelse", "handlers", "finalbody"):
+        statements = getattr(node, name, None)
+        if isinstance(statements, list):  # a lambda, for example, has an expression as its body
+            for statement in statements:
+                yield from _docstrings(statement)
 
 
 def _inspected(name: str) -> list[str]:
-    """Docstrings of a C module, its functions, classes and methods; [] where this platform lacks it."""
+    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks it."""
     try:
         module = importlib.import_module(name)
     except ImportError:
         return []
-    owners = [module, *(value for _, value in sorted(vars(module).items()) if inspect.isclass(value))]
+    classes = [value for _, value in sorted(vars(module).items()) if inspect.isclass(value)]
+    owners = [module, *classes]
     members = [value for owner in owners for _, value in sorted(vars(owner).items())]
-    # Functions written in Python are hooks that somebody installed (sys.excepthook): not part of the installation.
+    # Functions written in Python are hooks that were installed at run time (sys.excepthook), and vary by process.
     routines = [value for value in members if inspect.isroutine(value) and not inspect.isfunction(value)]
-    docs = [getattr(item, "__doc__", None) for item in [*owners, *routines]]
-    return [doc for doc in docs if isinstance(doc, str)]
+    docstrings = [getattr(item, "__doc__", None) for item in [*owners, *routines]]
+    return [docstring for docstring in docstrings if isinstance(docstring, str)]

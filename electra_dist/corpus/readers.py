@@ -1,16 +1,16 @@
-"""Raw documents from files, in one order, with every byte accounted for.
+"""Read raw documents from files, in a fixed order and without losing a byte.
 
-Guarantee: the same input files give the same documents in the same order, wherever they lie. Files are ordered by the
-name that they have below the path that was given. A damaged file (cut-off compression, broken parquet) ends the
-stream with an error that names it: a corpus is never silently smaller than its inputs.
+Guarantee: the same input files give the same documents in the same order, wherever the files are. Files are ordered
+by their name below the input path. A damaged file (cut-off compression, broken parquet) ends the stream with an error
+that names the file: a corpus is never silently smaller than its inputs.
 
-How: a reader yields undecoded bytes (`RawDocument`); decoding, JSON and cleaning are the work of `decode`, in worker
-processes. Formats: `.txt` (a blank line ends a document), `.jsonl`/`.ndjson` (one object a line), `.parquet`
-(one column), `.wet` (Common Crawl text, conversion records); all but parquet also with `.gz`, `.zst` or `.xz`.
+How: a reader yields undecoded bytes (`RawDocument`); worker processes decode them (`documents.py`). Formats: `.txt` (a
+blank line ends a document), `.jsonl` and `.ndjson` (one object per line), `.parquet` (one column), `.wet` (Common
+Crawl text, conversion records). All but parquet may also end in `.gz`, `.zst` or `.xz`.
 
 Cost: one core reads 150 (.gz, .zst) to 400 MB of text a second, or 250,000 small documents; that feeds 40 cores.
 
-Where it stops: local files only. A document is held in memory whole. Text is UTF-8; nothing guesses encodings.
+Limits: local files only. A document is held in memory as a whole. Text is UTF-8; encodings are not guessed.
 """
 
 from __future__ import annotations
@@ -35,52 +35,77 @@ FORMATS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "pa
 COMPRESSIONS = (".gz", ".zst", ".xz")
 _READ_BYTES = 1 << 20
 _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
-_READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException)
 
 
 class InputFile(NamedTuple):
-    """One file to read. `name` is its path below the input that was given: all that a corpus remembers of it."""
+    """One input file of a corpus."""
 
-    name: str
+    name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
     path: Path
-    format: str
-    size: int
+    format: str  # a value of FORMATS
+    size: int  # bytes on disk
 
 
 def find_inputs(paths: Sequence[str | Path]) -> list[InputFile]:
-    """The files behind `paths` (files, or folders searched to the bottom), in reading order.
+    """Return the files behind `paths`, in reading order: by name, then by path.
 
-    A file that is named must have a known ending; in a folder, files of other kinds and hidden ones are passed over.
+    A file that two paths lead to is listed once, under its first name. Folders are searched recursively; files of
+    unknown kinds and hidden files in them are ignored.
+
+    Args:
+        paths: files with a known ending, or folders.
 
     Raises:
-        UserError: a path that is missing or of unknown kind, or no file at all.
+        UserError: a path is missing, on S3 or a file of unknown kind, or no file was found.
     """
-    found: dict[Path, InputFile] = {}
-    for given in map(str, paths):
-        root = Path(given)
-        if given.startswith("s3://"):
-            raise UserError(f"--input {given}: inputs are local files; copy the prefix to a disk first")
-        if not root.exists():
-            raise UserError(f"--input {given}: no such file or folder")
-        inside = sorted(root.rglob("*")) if root.is_dir() else [root]
-        for path in inside:
-            hidden = path is not root and any(part.startswith(".") for part in path.relative_to(root).parts)
-            kind = _format(path)
-            if path is root and kind is None:
-                raise UserError(f"--input {given}: unknown kind of file; known: {_known_endings()}")
-            if kind is None or hidden or not path.is_file():
-                continue
-            name = path.name if path is root else path.relative_to(root).as_posix()
-            found.setdefault(path.resolve(), InputFile(name, path, kind, path.stat().st_size))
-    if not found:
-        raise UserError(f"--input {' '.join(map(str, paths))}: no file with a known ending ({_known_endings()})")
-    return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+    inputs: dict[Path, InputFile] = {}
+    for path in map(str, paths):
+        for file in _files_of_input(path):
+            inputs.setdefault(file.path.resolve(), file)
+    if not inputs:
+        raise UserError(
+            f"--input {' '.join(map(str, paths))}: no file with a known ending; give files or folders with "
+            f"{_known_endings()}"
+        )
+    return sorted(inputs.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _files_of_input(path: str) -> Iterator[InputFile]:
+    """Yield the file at `path`, or the files of known formats below it, sorted.
+
+    Raises:
+        UserError: the path is missing, on S3 or a file of unknown kind.
+    """
+    root = Path(path)
+    if path.startswith("s3://"):
+        raise UserError(f"--input {path}: inputs are local files; copy the prefix to a disk first")
+    if not root.exists():
+        raise UserError(f"--input {path}: no such file or folder; correct the path")
+    if not root.is_dir():
+        file_format = _format(root)
+        if file_format is None:
+            raise UserError(f"--input {path}: unknown kind of file; known: {_known_endings()}; convert or rename it")
+        if root.is_file():
+            yield InputFile(root.name, root, file_format, root.stat().st_size)
+        return
+    for file in sorted(root.rglob("*")):
+        relative = file.relative_to(root)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        file_format = _format(file)
+        if file_format is not None and not is_hidden and file.is_file():
+            yield InputFile(relative.as_posix(), file, file_format, file.stat().st_size)
 
 
 class DocumentStream:
-    """Iterates over the documents of `files`; `bytes_done` (of the files' own bytes) tells how far it is."""
+    """Iterable over the documents of input files, in order. Iterate over an instance once, in one thread."""
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text") -> None:
+        """Prepare to read `files`; none is opened yet.
+
+        Args:
+            files: what `find_inputs` returned.
+            text_field: column of parquet files that holds the text. JSON lines are yielded whole.
+        """
         self._files = files
         self._text_field = text_field
         self._bytes_before = 0
@@ -88,14 +113,14 @@ class DocumentStream:
 
     @property
     def bytes_done(self) -> int:
-        """Input bytes read so far, compressed ones as they lie on disk."""
+        """Bytes of the input files read so far; compressed files count with their size on disk."""
         return self._bytes_before + (self._open_file.tell() if self._open_file else 0)
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Every document of every file.
+        """Yield every document of every file.
 
         Raises:
-            UserError: a file that cannot be read to its end.
+            UserError: a file cannot be read to its end, or a parquet file has no column of text of the given name.
         """
         for file in self._files:
             try:
@@ -109,12 +134,15 @@ class DocumentStream:
                 zstandard.ZstdError,
                 pyarrow.ArrowException,
             ) as error:
-                raise UserError(f"{file.path}: cannot be read to its end ({error}); mend it or leave it out") from None
+                raise UserError(
+                    f"{file.path}: cannot be read to its end ({error}); replace the file or leave it out"
+                ) from None
             finally:
                 self._open_file = None
             self._bytes_before += file.size
 
     def _read(self, file: InputFile, raw: BinaryIO) -> Iterator[RawDocument]:
+        """Yield the documents of one file, opened as `raw`, by its format."""
         if file.format == "parquet":
             yield from _read_parquet(file.path, raw, self._text_field)
             return
@@ -122,12 +150,16 @@ class DocumentStream:
         if file.format == "jsonl":
             yield from (RawDocument(line, True) for line in stream)
         elif file.format == "wet":
-            yield from _read_wet(file.path, stream)
+            yield from _read_wet(stream)
         else:
             yield from _read_txt(stream)
 
 
 def _format(path: Path) -> str | None:
+    """Return the format of a file by its endings, a value of `FORMATS`; None if it is unknown.
+
+    A compressed parquet file is unknown: parquet is compressed within.
+    """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -137,61 +169,98 @@ def _format(path: Path) -> str | None:
 
 
 def _known_endings() -> str:
+    """Return the endings of readable files, for error messages."""
     return f"{', '.join(FORMATS)}, each but .parquet also with {', '.join(COMPRESSIONS)}"
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Blocks between blank lines. Reads twice as much while there is none: a huge document costs linear time."""
+    """Yield the blocks of text between blank lines.
+
+    While no blank line is found, each read is as large as the text that is waiting, so that a huge document is
+    searched in linear time.
+    """
     rest = b""
     while block := stream.read(max(_READ_BYTES, len(rest))):
         *documents, rest = _BLANK_LINE.split(rest + block)
-        yield from (RawDocument(text, False) for document in documents if (text := document.strip()))
-    if text := rest.strip():
+        for document in documents:
+            text = document.strip()
+            if text:
+                yield RawDocument(text, False)
+    text = rest.strip()
+    if text:
         yield RawDocument(text, False)
 
 
-def _read_wet(path: Path, stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Bodies of the `conversion` records of a WARC stream (ISO 28500: headers, empty line, body of known length)."""
+def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+    """Yield the bodies of the `conversion` records of a WARC stream.
+
+    Source: ISO 28500. A record is a version line, headers, an empty line and a body of Content-Length bytes.
+
+    Raises:
+        EOFError: the last record is cut off.
+        OSError: the stream is not WARC.
+    """
     while line := stream.readline():
         if not line.strip():
             continue
         if not line.startswith(b"WARC/"):
             raise OSError(f"expected a WARC record, found {line[:40]!r}")
-        headers: dict[bytes, bytes] = {}
-        while (line := stream.readline()).strip():
-            key, _, value = line.partition(b":")
-            headers[key.strip().lower()] = value.strip()
+        headers = _read_warc_headers(stream)
         length = headers.get(b"content-length", b"")
-        if line and not length.isdigit():
+        if not length.isdigit():
             raise OSError("a WARC record without Content-Length")
-        body = stream.read(int(length)) if line else b""
-        if not line or len(body) < int(length):
+        body = stream.read(int(length))
+        if len(body) < int(length):
             raise EOFError("the last WARC record is cut off")
         if headers.get(b"warc-type") == b"conversion":
             yield RawDocument(body, False)
 
 
+def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
+    """Read the headers of a WARC record and the empty line after them; return them by name in lower case.
+
+    Raises:
+        EOFError: the stream ends before the empty line.
+    """
+    headers: dict[bytes, bytes] = {}
+    while line := stream.readline():
+        if not line.strip():
+            return headers
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    raise EOFError("the last WARC record is cut off")
+
+
 def _read_parquet(path: Path, raw: BinaryIO, text_field: str) -> Iterator[RawDocument]:
+    """Yield the cells of the column `text_field` of a parquet file; a null cell has no data.
+
+    Raises:
+        UserError: there is no column of that name with strings or bytes.
+    """
     table = pyarrow.parquet.ParquetFile(raw)
     schema = table.schema_arrow
-    kind = schema.field(text_field).type if text_field in schema.names else None
-    is_text = kind is not None and any(
-        test(kind)
-        for test in (
-            pyarrow.types.is_string,
-            pyarrow.types.is_large_string,
-            pyarrow.types.is_binary,
-            pyarrow.types.is_large_binary,
+    if text_field not in schema.names or not _is_text(schema.field(text_field).type):
+        raise UserError(
+            f"{path}: no column `{text_field}` of text; set --text-field to the column that holds it: "
+            f"{', '.join(schema.names)}"
         )
-    )
-    if not is_text:
-        raise UserError(f"{path}: no column `{text_field}` of text; columns: {', '.join(schema.names)} (--text-field)")
     for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
         for cell in batch.column(0).cast(pyarrow.large_binary()):
             yield RawDocument(cell.as_py(), False)
 
 
+def _is_text(column_type: pyarrow.DataType) -> bool:
+    """Return whether a parquet column holds strings or bytes."""
+    return (
+        pyarrow.types.is_string(column_type)
+        or pyarrow.types.is_large_string(column_type)
+        or pyarrow.types.is_binary(column_type)
+        or pyarrow.types.is_large_binary(column_type)
+    )
+
+
 def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedIOBase:
+    """Return a stream of the decompressed bytes of `raw`; a suffix that is no compression returns `raw` itself."""
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)
     if suffix == ".xz":
@@ -202,39 +271,56 @@ def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedIOBase:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Frames of a zstd file one after another. zstandard's own reader takes a file that is cut off for a whole one."""
+    """Decompressed bytes of a zstd file, which may consist of several frames.
+
+    The reader of the zstandard package is not used because it accepts a file that is cut off as complete.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
+        """Start at the beginning of a frame; `raw` stays open when this object is closed."""
         self._raw = raw
         self._frame = self._new_frame()
-        self._inside_frame = False
-        self._ready = b""
+        self._inside_frame = False  # bytes of an unfinished frame were read
+        self._ready = b""  # decompressed bytes that were not handed out yet
 
     def readable(self) -> bool:
+        """Return True; `io.BufferedReader` asks."""
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        """Fill `buffer` with decompressed bytes and return their number; 0 at the end of the file.
+
+        Raises:
+            EOFError: the file ends within a frame.
+            zstandard.ZstdError: the bytes are not zstd.
+        """
         while not self._ready:
             data = self._raw.read(_READ_BYTES)
             if not data:
                 if self._inside_frame:
                     raise EOFError("compressed data is cut off")
                 return 0
-            self._ready = self._feed(data)
+            self._ready = self._decompress(data)
         count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
-    def _feed(self, data: bytes) -> bytes:
+    def _decompress(self, data: bytes) -> bytes:
+        """Return what `data`, the next bytes of the file, decompresses to; begin a new frame where one ends."""
         parts = []
         while data:
             parts.append(self._frame.decompress(data))
-            self._inside_frame = not self._frame.eof
-            data = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
+                data = self._frame.unused_data
                 self._frame = self._new_frame()
+                self._inside_frame = False
+            else:
+                data = b""
+                self._inside_frame = True
         return b"".join(parts)
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:
+        """Return a decompressor of one frame that accepts windows of up to 2 GiB (zstd --long=31)."""
         return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

@@ -1,4 +1,4 @@
-"""What a corpus is to be made of, and which of it is part of the corpus's identity."""
+"""Description of a corpus to build, and of the parameters that determine its bytes."""
 
 from __future__ import annotations
 
@@ -15,37 +15,43 @@ from electra_dist.corpus.readers import InputFile
 from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-BUILDER_VERSION = 1  # raise it when the same input begins to give other rows
-_CHUNK_BYTES = (1 << 16, 1 << 22)
+BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
+_CHUNK_BYTES = (1 << 16, 1 << 22)  # smallest and largest chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """What to build. Everything but `num_workers`, `output` and `endpoint_url` decides the bytes of the corpus."""
+    """Description of a corpus to build.
 
-    inputs: Sequence[InputFile]
+    All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus.
+    """
+
+    inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
     vocabulary: Vocabulary
-    output: str
-    seq_len: int
-    seed: int
+    output: str  # folder or s3://bucket/prefix
+    seq_len: int  # tokens of a row
+    seed: int  # of the examples' random draws and of the choice of held-out documents
     corpus: CorpusConfig
-    text_field: str = "text"
-    num_workers: int = 1
-    endpoint_url: str | None = None
+    text_field: str = "text"  # field of a JSON line, or parquet column, that holds the text
+    num_workers: int = 1  # processes; 1: the calling process does the work
+    endpoint_url: str | None = None  # S3 endpoint; None: AWS
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of rows after which a shard is full."""
+        """Bytes of rows after which a shard is complete; a shard exceeds it by at most the rows of one chunk."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of documents in a chunk: about an eighth of a shard's text."""
-        low, high = _CHUNK_BYTES
-        return min(max(self.shard_bytes // 4, low), high)
+        """Bytes of documents in a chunk: about an eighth of a shard's text, between 64 KiB and 4 MiB."""
+        smallest, largest = _CHUNK_BYTES
+        return min(max(self.shard_bytes // 4, smallest), largest)
 
     def parameters(self) -> dict[str, Any]:
-        """What makes a corpus of some text the corpus that it is, but for the vocabulary."""
+        """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
+
+        They are stored in corpus.json, and a build with other values in the same folder is refused.
+        """
         return {
             "version": BUILDER_VERSION,
             "seq_len": self.seq_len,
@@ -56,12 +62,16 @@ class BuildRequest:
         }
 
     def input_names(self) -> dict[str, Any]:
-        """What a finished corpus remembers of its inputs: names below the given folders, and sizes, as a digest."""
+        """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
+
+        With these a finished corpus recognizes its inputs without reading them. Names are those below the input
+        paths, so moving the inputs to another folder changes nothing.
+        """
         names = canonical_json([[file.name, file.size] for file in self.inputs])
         return {"num_inputs": len(self.inputs), "inputs_sha256": hashlib.sha256(names.encode()).hexdigest()}
 
     def rules(self) -> Rules:
-        """What a worker needs to know."""
+        """Return the part of the request that a worker process needs to turn a chunk into rows."""
         return Rules(
             vocabulary_text=self.vocabulary.text,
             lowercase=self.corpus.lowercase,
@@ -76,7 +86,12 @@ class BuildRequest:
 
 
 def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """What corpus.json says of the vocabulary beside it."""
+    """Return the entry of corpus.json that describes the vocab.txt beside it.
+
+    Args:
+        vocabulary: the vocabulary of the ids in the rows.
+        lowercase: whether the text was lower-cased and stripped of accents.
+    """
     return TokenizerEntry(
         sha256=vocabulary.sha256,
         vocab_size=vocabulary.size,

@@ -1,10 +1,10 @@
-"""Chunks through worker processes, results in order.
+"""Process chunks in worker processes, and return the results in the order of the chunks.
 
-Guarantee: results come in the order of the chunks; at most two chunks per worker are in memory; workers end with their
-parent, even one killed with -9.
+Guarantee: results come in the order of the chunks; at most two chunks per worker are in memory; the workers end with
+the main process, even if that is killed with SIGKILL.
 
-How: a `ProcessPoolExecutor` of spawned processes (no locks or threads are inherited) and a window of futures. One
-worker means this process. Each worker tokenises on one thread.
+How: a `ProcessPoolExecutor` of spawned processes, which inherit no locks or threads, and a window of futures. With one
+worker the calling process does the work itself. Each worker tokenizes in one thread.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ from concurrent.futures.process import BrokenProcessPool
 from electra_dist.corpus.chunks import Chunk, ChunkProcessor, ChunkRows, Rules
 from electra_dist.errors import UserError
 
-_processor: ChunkProcessor | None = None  # one per worker process, made by _start_worker
+_processor: ChunkProcessor | None = None  # one per worker process, created by _start_worker
 
 
 def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
-    """Each chunk, emptied of its documents, with its rows.
+    """Yield each chunk, with its documents removed, and its rows, in the order of `chunks`.
+
+    `chunks` is read only as far as the workers need it. Close the generator if you do not exhaust it: that ends the
+    workers.
+
+    Args:
+        chunks: the chunks, read in the calling process.
+        rules: parameters of the rows.
+        num_workers: processes; 1 means that the calling process does the work.
 
     Raises:
-        UserError: a worker was killed from outside.
+        UserError: a worker process was killed, for example because memory ran out.
     """
     if num_workers == 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         processor = ChunkProcessor(rules)
         for chunk in chunks:
-            yield _emptied(chunk), processor.process(chunk)
+            yield _without_documents(chunk), processor.process(chunk)
         return
     pool = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules,)
@@ -43,34 +51,38 @@ def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) ->
     window: deque[tuple[Chunk, Future[ChunkRows]]] = deque()
     try:
         for chunk in chunks:
-            window.append((_emptied(chunk), pool.submit(_process, chunk)))
+            window.append((_without_documents(chunk), pool.submit(_process, chunk)))
             if len(window) >= 2 * num_workers:
-                done, future = window.popleft()
-                yield done, future.result()
+                oldest, future = window.popleft()
+                yield oldest, future.result()
         while window:
-            done, future = window.popleft()
-            yield done, future.result()
+            oldest, future = window.popleft()
+            yield oldest, future.result()
     except BrokenProcessPool:
         raise UserError(
-            "a corpus worker was killed (out of memory?); start again with fewer --workers: finished shards are kept"
+            "a corpus worker was killed (out of memory?); run the command again with fewer --workers: finished "
+            "shards are kept"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _emptied(chunk: Chunk) -> Chunk:
+def _without_documents(chunk: Chunk) -> Chunk:
+    """Return a copy of a chunk without its documents, so that the window does not hold their memory twice."""
     return dataclasses.replace(chunk, documents=[])
 
 
 def _start_worker(rules: Rules) -> None:
+    """Set up a worker process: build its tokenizer, and make it end with the main process."""
     global _processor
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it stops the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _processor = ChunkProcessor(rules)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
+    """Wait until the main process has ended, then end this worker process at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -78,5 +90,6 @@ def _end_with_parent() -> None:
 
 
 def _process(chunk: Chunk) -> ChunkRows:
+    """Return the rows of a chunk; runs in a worker process that `_start_worker` has set up."""
     assert _processor is not None
     return _processor.process(chunk)

@@ -1,1 +1,1 @@
-"""Online: shards -> batches, as a pure function of the step."""
+"""Read batches of rows from the shards of a corpus; a batch depends only on the step, the seed and the corpus."""

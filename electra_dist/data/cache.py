@@ -1,16 +1,17 @@
-"""Shards at hand: mapped in place from a local corpus, or from the node's cache when the corpus is on S3.
+"""Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
 
-Guarantee: a shard that `open` returns has the digest and the number of rows that the manifest promises, checked once
-per process. Bytes are never skipped silently: what cannot be had or is wrong is named and ends the run.
+Guarantee: a shard that `ShardCache.open` returns has the digest and the number of rows that the manifest lists; both
+are checked once per process. No shard is skipped silently: one that is missing or damaged ends the run with an error
+that names it.
 
-How: `prefetch` queues shards to `fetch_threads` threads that fetch (`node_cache.py`) and verify; `open` waits for its
-shard and maps it. Threads are daemons: a process that ends does not wait for a download, and what one leaves behind
-heals.
+How: `prefetch` queues shards for `fetch_threads` threads, which fetch (`node_cache.py`) and verify them. `open` waits
+for its shard and maps it. The threads are daemons: a process that ends does not wait for a download. An unfinished
+file is deleted by the next process that needs the shard.
 
-Cost: one sha256 of each shard per process, off the training thread (10 to 40 ms for 16 MB), one map and one file
-descriptor per open shard.
+Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB); one memory map and
+one file descriptor for each open shard.
 
-Where it stops: open, prefetch, keep_only and close belong to one thread, the loader's.
+Limits: `open`, `prefetch`, `keep_only` and `close` must be called by one thread, which is the loader's.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.files import file_sha256, readable
 from electra_dist.store.interface import Store
 
-_CLOSE_S = 2.0  # patience with threads that are in the middle of a download
+_CLOSE_S = 2.0  # How long `close` waits for threads that are in the middle of a download.
 
 
 class ShardCache:
-    """The shards of one corpus, for one process."""
+    """Shards of one corpus that one process has open, with threads that fetch and verify the next ones.
+
+    It holds threads, memory maps and file locks: call `close`.
+    """
 
     def __init__(
         self,
@@ -44,47 +48,59 @@ class ShardCache:
         fetch_threads: int = 8,
         limit_bytes: int | None = None,
     ) -> None:
-        """Nothing is touched until the first shard is asked for.
+        """Start the threads; no file is touched until the first shard is asked for.
 
         Args:
-            directory: cache folder of this node; unused when the corpus is local.
-            limit_bytes: size to keep that folder below; None: the disk is the limit.
+            store: The corpus.
+            manifest: Its manifest.
+            directory: Cache folder of this node; unused if the corpus is in a local folder.
+            fetch_threads: Number of shards fetched or verified at a time.
+            limit_bytes: Limit on the size of the shards in `directory`; None for the free space of the disk.
         """
         self.store = store
         self.manifest = manifest
-        self._node = NodeCache(directory, limit_bytes)
-        self._shards: dict[int, Shard] = {}
-        self._prepared: dict[int, Future[None]] = {}
+        self._node_cache = NodeCache(directory, limit_bytes)
+        self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
+        self._prepared: dict[int, Future[None]] = {}  # done when the shard is on this node and verified
         self._verified: set[int] = set()
-        self._queue: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()  # None ends a thread
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
         for thread in self._threads:
             thread.start()
 
     @property
     def refetches(self) -> int:
-        """Shards that were fetched again because their bytes were wrong."""
-        return self._node.refetches
+        """Return how many shards were fetched again because their bytes were wrong, since this object was made."""
+        return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
-        """The shard, verified and mapped. It stays open until `keep_only` or `close`.
+        """Return a shard, verified and mapped; waits for its download if necessary.
+
+        It stays open until `keep_only` or `close`, so that a second call returns at once.
+
+        Args:
+            shard_index: Index of the shard in the manifest.
 
         Raises:
-            StoreError: it cannot be had (StoreExhausted, StoreMissing), or the disk is full.
-            ManifestMismatch: it is not what the manifest says.
+            StoreError: The shard is missing (StoreMissing), could not be fetched correctly (StoreExhausted), or the
+                disk is full.
+            ManifestMismatch: The shard is not the one that the manifest lists.
         """
         while shard_index not in self._shards:
             self.prefetch([shard_index])
             self._prepared[shard_index].result()
             shard = self._map(shard_index)
             if shard is None:
-                del self._prepared[shard_index]  # evicted before it was opened: have it fetched again
+                del self._prepared[shard_index]  # Evicted before it was mapped; the next round fetches it again.
             else:
                 self._shards[shard_index] = shard
         return self._shards[shard_index]
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background, in this order. An error waits for `open`."""
+        """Begin to fetch and verify shards in the background, in the order given; returns at once.
+
+        Shards that are open or already queued are skipped. An error is raised by the `open` of its shard.
+        """
         for index in map(int, shard_indices):
             if index not in self._prepared:
                 future: Future[None] = Future()
@@ -92,7 +108,7 @@ class ShardCache:
                 self._queue.put((index, future))
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all other shards; the node's cache may evict them then."""
+        """Close all other shards and cancel their queued downloads; the node's cache may then evict them."""
         keep = set(map(int, shard_indices))
         for index in self._prepared.keys() - keep:
             self._prepared.pop(index).cancel()
@@ -100,7 +116,10 @@ class ShardCache:
                 self._shards.pop(index).close()
 
     def close(self) -> None:
-        """Close all shards and stop the threads; one in the middle of a download ends with the process."""
+        """Close all shards and stop the threads.
+
+        A thread in the middle of a download is not waited for longer than two seconds; it ends with the process.
+        """
         self.keep_only([])
         for _ in self._threads:
             self._queue.put(None)
@@ -109,47 +128,55 @@ class ShardCache:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        """Prepare queued shards, one after another, until the queue yields None. Runs in each thread."""
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
             index, future = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 self._prepare(index)
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that opens the shard
+            except BaseException as error:  # noqa: BLE001 - `open` raises it in the loader's thread.
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
     def _prepare(self, index: int) -> None:
-        """Have the shard on this node, and right."""
+        """Fetch the shard to this node unless it is there, and verify its digest once per process."""
         entry = self.manifest.shards[index]
         path = self.store.local_path(entry.name)
         if path is None:
-            self._node.ensure(self.store, entry, verify=index not in self._verified)
+            self._node_cache.ensure(self.store, entry, verify=index not in self._verified)
         elif index not in self._verified:
             with readable(path):
-                good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
-            if not good:
+                is_good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
+            if not is_good:
                 raise ManifestMismatch(
-                    f"{path}: not the shard that corpus.json lists; restore it or build the corpus again"
+                    f"{path}: not the shard that corpus.json lists (other size or sha256); restore it or build the "
+                    f"corpus again"
                 )
         self._verified.add(index)
 
     def _map(self, index: int) -> Shard | None:
-        """None when the shard was evicted meanwhile."""
-        entry, manifest = self.manifest.shards[index], self.manifest
+        """Open a prepared shard; return None if another process has evicted it from the node's cache meanwhile."""
+        entry = self.manifest.shards[index]
         path = self.store.local_path(entry.name)
         if path is not None:
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
+            shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype)
         else:
-            path = self._node.path(entry)
+            path = self._node_cache.path(entry)
             try:
-                shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True)
-                os.utime(path)  # for the eviction of what was longest not used
+                shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype, lock=True)
+                os.utime(path)  # The eviction deletes the files with the oldest times first.
             except (StoreMissing, FileNotFoundError):
                 return None
             if not shard.is_linked:
                 return None
         if shard.num_rows != entry.rows:
-            raise ManifestMismatch(f"{path}: {shard.num_rows} rows, but corpus.json says {entry.rows}; index it again")
+            raise ManifestMismatch(
+                f"{path}: {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, or "
+                f"delete corpus.json and run `electra-dist corpus index`"
+            )
         return shard

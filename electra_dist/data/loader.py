@@ -1,16 +1,16 @@
-"""Batches in step order: the slice of each global step that belongs to one rank.
+"""Load the batches of one rank in the order of steps, ahead of training.
 
-Guarantee: step t is the positions [t * G, (t + 1) * G) of the order, and rank r of W gets the r-th of W equal slices,
-whatever happened before. A batch is whole and verified or an error is raised; none is skipped but the steps that the
-caller names, which are passed over as if they had no rows: all others keep theirs.
+Guarantee: step t has the positions [t * G, (t + 1) * G) of the row order, where G is the global batch, and rank r of W
+gets the r-th of W equal slices, whatever happened before. A batch is complete and verified, or an error is raised.
+Only the steps that the caller names are skipped; all other steps keep their rows.
 
-How: one thread reads `_DEPTH` steps ahead and has the next window's shards fetched while this one trains. A fault in
-it surfaces in `next`.
+How: one thread reads `_DEPTH` steps ahead and starts the downloads of the next window's shards while the current
+window is used. An error in the thread is raised by `next`.
 
-Cost: about 3 us of CPU a row of 512, digests of the shards not counted, beside the training thread
+Cost: about 3 us of CPU per row of 512 tokens outside the training thread, digests of the shards not counted
 (`benchmarks/loader.py`).
 
-Where it stops: W must divide G. The thread is a daemon; `close` ends it.
+Limits: W must divide G. The thread is a daemon; `close` ends it.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard import rows_of
 from electra_dist.errors import ManifestMismatch, UserError
 
-_DEPTH = 2  # steps read ahead
-_LOCATED = 16  # steps located together
-_CLOSE_S = 2.0  # patience with a read that is waiting for a download
+_DEPTH = 2  # Number of steps read ahead.
+_LOCATED = 16  # Number of steps whose rows are located together.
+_CLOSE_S = 2.0  # How long `close` waits for a read that is waiting for a download.
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """One rank's rows of one step."""
+    """Rows of one rank for one step; G / W rows with global batch G and W ranks."""
 
     step: int
-    row0: int  # number of the first row within the global batch
-    ids: NDArray[Any]  # [G / W, seq_len], the corpus's type
-    row_ids: NDArray[np.int64]  # [G / W], each row's place in the corpus
+    row0: int  # number of this rank's first row within the global batch
+    ids: NDArray[Any]  # [G / W, seq_len] token ids, uint16 or uint32 as in the corpus
+    row_ids: NDArray[np.int64]  # [G / W] number of each row in the corpus
     receipt: Receipt  # of these rows
 
 
 class RowLoader:
-    """The batches of one rank from a step on. `next` belongs to one thread."""
+    """Loader of one rank's batches, from a given step on.
+
+    A background thread reads ahead. Only one thread may call `next`; call `close` at the end.
+    """
 
     def __init__(
         self,
@@ -60,15 +63,19 @@ class RowLoader:
         start_step: int,
         skip_steps: Collection[int] = (),
     ) -> None:
-        """Start reading.
+        """Start the thread that reads ahead.
 
         Args:
-            cache: not closed by this loader.
-            global_batch: rows per step over all ranks.
-            skip_steps: steps that `next` passes over.
+            cache: Shards of the corpus. The loader must be its only user and does not close it.
+            order: Order of the corpus's rows.
+            global_batch: Rows per step, summed over all ranks.
+            rank: This rank, in [0, world_size).
+            world_size: Number of ranks.
+            start_step: First step to load, counted from 0.
+            skip_steps: Steps that `next` skips; their rows are not used.
 
         Raises:
-            UserError: the ranks do not divide the global batch.
+            UserError: The number of ranks does not divide the global batch.
         """
         if global_batch % world_size:
             raise UserError(
@@ -76,16 +83,16 @@ class RowLoader:
             )
         assert 0 <= rank < world_size
         assert start_step >= 0
-        self.wait_s = 0.0  # how long `next` has waited in all
+        self.wait_s = 0.0  # seconds that `next` has waited for batches in total
         self._cache = cache
         self._order = order
         self._global_batch = global_batch
         self._skip_steps = frozenset(skip_steps)
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
-        self._horizon = 0  # every window that begins before this position is being fetched, and one more
-        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the last window that was asked for
-        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the steps of one block
+        self._horizon = 0  # the windows before this position are being fetched, and the one that begins there
+        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the window after the current ones
+        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # shards and rows of a block of steps
         self._located_block = -1
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -94,7 +101,13 @@ class RowLoader:
         self._thread.start()
 
     def next(self) -> RowBatch:
-        """The batch of the next step that is not skipped."""
+        """Return the batch of the next step that is not skipped; waits until it is read.
+
+        Raises:
+            StoreError: A shard could not be fetched or read.
+            ManifestMismatch: A shard is not the one that the manifest lists, or a token id is outside the vocabulary.
+                After an error, every further call raises it again.
+        """
         if self._failure is None:
             start = time.monotonic()
             item = self._queue.get()
@@ -106,41 +119,46 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Shards fetched again because their bytes were wrong."""
+        """Return how many shards were fetched again because their bytes were wrong."""
         return self._cache.refetches
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead; waits at most two seconds for the thread, which ends with the process otherwise."""
         self._stop.set()
         deadline = time.monotonic() + _CLOSE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
-                self._queue.get_nowait()  # a reader that waits for room sees the stop sign
+                self._queue.get_nowait()  # Makes room in the queue, so that a waiting thread notices `_stop`.
             except queue.Empty:
                 self._thread.join(0.01)
 
     def _work(self, step: int) -> None:
+        """Read the batches from `step` on into the queue until `close` or an error. Runs in the thread."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
                     self._queue.put(self._read(step))
                 step += 1
-        except BaseException as error:  # noqa: BLE001 - raised by next()
+        except BaseException as error:  # noqa: BLE001 - `next` raises it in the training thread.
             self._queue.put(error)
 
     def _read(self, step: int) -> RowBatch:
+        """Read and check this rank's batch of a step, waiting for shards that are still being fetched."""
         first = step * self._global_batch + self._row0
         self._look_ahead(first, first + self._num_rows)
         shards, rows = self._locate(step)
         distinct, which = np.unique(shards, return_inverse=True)
         ids = rows_of([self._cache.open(int(shard)) for shard in distinct], which, rows)
-        self._cache.prefetch(self._next_window)  # only now: the first batch of a run waits for its own window alone
+        self._cache.prefetch(self._next_window)  # Not earlier: the first batch of a run waits for its own window only.
         row_ids = self._order.row_ids(shards, rows)
         self._check(ids, row_ids)
         return RowBatch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
 
     def _check(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
-        """A row with ids that are no tokens would end in an index error far from here, on a GPU without a name."""
+        """Refuse a row with a token id outside the vocabulary.
+
+        Without this check the id would cause an index error in the embedding, which on a GPU names neither row nor id.
+        """
         vocab_size = self._cache.manifest.tokenizer.vocab_size
         if ids.max() >= vocab_size:
             row = int(np.flatnonzero((ids >= vocab_size).any(1))[0])
@@ -150,9 +168,12 @@ class RowLoader:
             )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Shard and row of each position of the step; found for several steps at once, which costs little more."""
+        """Return the shard and the row of each position of this rank in a step, as two int64 arrays [G / W].
+
+        They are computed for `_LOCATED` steps at once, which costs little more than for one step.
+        """
         block, number = divmod(step, _LOCATED)
-        if self._located is None or self._located_block != block:  # the block's first step may have been skipped
+        if self._located is None or self._located_block != block:  # The block's first step may have been skipped.
             steps = np.arange(_LOCATED) + block * _LOCATED
             positions = steps[:, None] * self._global_batch + np.arange(self._row0, self._row0 + self._num_rows)
             _, shards, rows = self._order.locate(positions.ravel())
@@ -161,7 +182,11 @@ class RowLoader:
         return self._located[0][number], self._located[1][number]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Fetch the windows of these positions and the one after; let go of all others. Mostly nothing to do."""
+        """Begin to fetch the windows of the positions [first, end), and close the shards of all earlier windows.
+
+        The window after them is remembered in `_next_window`, to be fetched later. Usually the windows are already
+        being fetched and there is nothing to do.
+        """
         if end <= self._horizon:
             return
         windows = [self._order.window_at(first)]

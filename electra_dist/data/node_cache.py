@@ -1,18 +1,20 @@
-"""The cache folder of a node: every shard fetched at most once, whatever ranks and jobs share it.
+"""Cache shards in a folder of the node, so that each is fetched at most once for all ranks and jobs of the node.
 
-Guarantee: a file `<sha256>.tar` in the folder is whole and had that digest when it got its name; everything else there
-is unfinished and is thrown away by the next process that needs the shard, so a cache killed at any byte heals. Named
-by digest, shards of different corpora can share a folder and a changed corpus can not be served stale.
+Guarantee: a file `<sha256>.tar` in the folder is complete and had that digest when it received its name. Every other
+file is unfinished, and the next process that needs the shard deletes it; a process killed at any byte does no harm.
+Because names are digests, the shards of several corpora can share a folder, and a corpus that was built again never
+reads an old shard.
 
-How: a flock per shard; under it `store.fetch` (resumed, retried) to another name, digest, rename. Wrong bytes are
-fetched again a few times, then the object is named and the run ends. The folder is kept below `limit_bytes`, and
-inside the free space of its disk, by deleting the shards that were longest not used; one that any process has open
-(it holds a shared flock on the file) stays.
+How: one flock per shard. The process that holds it fetches the shard under another name (`store.fetch` resumes and
+retries), verifies the digest and renames the file. Wrong bytes are fetched again a few times; after that the run ends
+with an error that names the object. Deleting the shards that were not used for longest keeps the folder below
+`limit_bytes` and the disk from filling up. A shard that any process has open, and on which it holds a shared flock, is
+not deleted.
 
-Cost: one sha256 per fetch, and a directory listing where the limit or the disk is near.
+Cost: one SHA-256 per fetch, and a listing of the folder when the limit or the end of the disk is near.
 
-Where it stops: needs flock, as every local disk has it. The limit bends rather than evict a shard in use, and does not
-count bytes that other downloads are about to write.
+Limits: the file system must support flock, as every local disk does. The limit is exceeded rather than a shard in use
+deleted, and it does not count bytes that other downloads are about to write.
 """
 
 from __future__ import annotations
@@ -29,39 +31,44 @@ from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
 from electra_dist.store.files import file_sha256, readable, writable
 from electra_dist.store.interface import Store
 
-_FETCHES = 5  # of a shard whose bytes come out wrong
-_SPARE_BYTES = 64 << 20  # left free on the disk
-_SHARD, _UNVERIFIED = ".tar", ".unverified"
+_FETCHES = 5  # Attempts at a shard whose bytes come out wrong.
+_SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
+_SHARD_SUFFIX = ".tar"
+_UNVERIFIED_SUFFIX = ".unverified"
 
 
 class NodeCache:
-    """Shards of any corpora in a folder of this node. Safe between threads, processes and jobs."""
+    """Cache folder of a node for the shards of any corpora; threads, processes and jobs can share the folder."""
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
-        """Nothing is touched until the first fetch.
+        """Remember the folder; nothing is touched until the first fetch.
 
         Args:
-            limit_bytes: size to keep the folder below; None: the disk is the limit.
+            directory: Folder on a disk of this node; created when needed.
+            limit_bytes: Limit on the size of the folder; None for the free space of the disk.
         """
         self.refetches = 0  # shards fetched again because their bytes were wrong
         self._directory = directory
         self._limit_bytes = limit_bytes
 
     def path(self, entry: ShardEntry) -> Path:
-        """Where the shard is, once `ensure` has returned."""
-        return self._directory / f"{entry.sha256}{_SHARD}"
+        """Return the path of a shard in the folder, where `ensure` puts it."""
+        return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
-        """Have the shard in the folder.
+        """Fetch a shard into the folder unless it is already there; waits while another process fetches it.
 
         Args:
-            verify: check the digest of a shard that is already there (and fetch it again if it is wrong).
+            store: Store of the corpus.
+            entry: The shard's entry in the manifest.
+            verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
 
         Raises:
-            StoreError: refused, or the disk is full. StoreExhausted: the right bytes could not be had.
+            StoreError: The store or the folder refuses access, or the disk is full.
+            StoreExhausted: The correct bytes could not be fetched.
         """
         path = self.path(entry)
-        if _is_good(path, entry, verify):  # without the lock, so that the ranks of a node check at the same time
+        if _is_good(path, entry, verify):  # Without the lock, so that the ranks of a node verify at the same time.
             return
         with self._locked(entry.sha256):
             if _is_good(path, entry, verify):
@@ -71,7 +78,8 @@ class NodeCache:
             self._fetch(store, entry)
 
     def _fetch(self, store: Store, entry: ShardEntry) -> None:
-        unverified = self._directory / f"{entry.sha256}{_UNVERIFIED}"
+        """Fetch a shard, verify it and give it its name; the caller holds the shard's lock."""
+        unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
         for _ in range(_FETCHES):
             self._make_room(entry.bytes)
             store.fetch(entry.name, unverified, must_exist=True)
@@ -86,13 +94,17 @@ class NodeCache:
         )
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Delete the shards that were longest not used until `needed_bytes` more fit."""
-        if self._lacking(needed_bytes) <= 0:
+        """Delete the shards that were not used for longest until `needed_bytes` more fit.
+
+        Raises:
+            StoreError: The disk is full although nothing is left to delete.
+        """
+        if self._excess_bytes(needed_bytes) <= 0:
             return
         with self._locked("eviction"):
-            shards = sorted(self._directory.glob(f"*{_SHARD}"), key=_last_used)
+            shards = sorted(self._directory.glob(f"*{_SHARD_SUFFIX}"), key=_last_used)
             for path in shards:
-                if self._lacking(needed_bytes) <= 0:
+                if self._excess_bytes(needed_bytes) <= 0:
                     return
                 _delete_unless_in_use(path)
         free_bytes = shutil.disk_usage(self._directory).free
@@ -102,17 +114,27 @@ class NodeCache:
                 "nothing left to evict; free space there, or set data.cache_dir to a larger disk"
             )
 
-    def _lacking(self, needed_bytes: int) -> int:
-        """Bytes to delete before `needed_bytes` fit within the limit and the disk."""
-        lacking = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self._directory).free
+    def _excess_bytes(self, needed_bytes: int) -> int:
+        """Return how many bytes must be deleted before `needed_bytes` more fit; 0 or less if they fit now."""
+        excess_bytes = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self._directory).free
         if self._limit_bytes is not None:
-            used = sum(stat.st_size for path in self._directory.iterdir() if (stat := _stat(path)))
-            lacking = max(lacking, used + needed_bytes - self._limit_bytes)
-        return lacking
+            stats = [_stat(path) for path in self._directory.iterdir()]
+            used_bytes = sum(stat.st_size for stat in stats if stat is not None)
+            excess_bytes = max(excess_bytes, used_bytes + needed_bytes - self._limit_bytes)
+        return excess_bytes
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold the folder's lock of that name; it falls with the process."""
+        """Hold an exclusive lock of this folder during the `with` block.
+
+        The lock is between processes and between threads. It is released when the block or the process ends.
+
+        Args:
+            name: Name of the lock, which is a file in locks/.
+
+        Raises:
+            StoreError: The folder is not writable, or its file system has no locks.
+        """
         path = self._directory / "locks" / name
         with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +144,8 @@ class NodeCache:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
                 raise StoreError(
-                    f"{self._directory}: no file locks here ({error.strerror}); set data.cache_dir to a local disk"
+                    f"{self._directory}: no file locks in this folder ({error.strerror}); set data.cache_dir to a "
+                    "local disk"
                 ) from None
             yield
         finally:
@@ -130,14 +153,14 @@ class NodeCache:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None when the file has just been deleted or renamed by another process."""
+    """Return the file's status, or None if another process has just deleted or renamed it."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat()
     return None
 
 
 def _is_good(path: Path, entry: ShardEntry, verify: bool) -> bool:
-    """Whether the shard is there, in its size and, if `verify`, its digest."""
+    """Return whether the file exists and has the size of the shard and, if `verify` is set, its digest."""
     try:
         with readable(path):
             return path.stat().st_size == entry.bytes and (not verify or file_sha256(path) == entry.sha256)
@@ -146,11 +169,13 @@ def _is_good(path: Path, entry: ShardEntry, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
+    """Return the Unix time at which a shard was last opened, which is its modification time; 0 if it is gone."""
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 
 
 def _delete_unless_in_use(path: Path) -> None:
+    """Delete a shard unless a process holds a shared flock on it, as every process does that has it open."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -1,20 +1,20 @@
-"""Which row stands at which position of a run: a pure function of (rows per shard, seed, window, position).
+"""Compute which row is at which position of a run: a pure function of (rows per shard, seed, window, position).
 
-Guarantee: the epochs' rows, one epoch after another, form one infinite sequence. Each epoch is a permutation of all
-rows: none repeated, none left out. Nothing depends on ranks, workers or what was read before, so any rank of any world
-size finds its rows by their positions alone, and a resumed run needs no state but the step.
+Guarantee: the rows of all epochs, one epoch after another, form one infinite sequence. Each epoch is a permutation of
+all rows of the corpus: each row occurs exactly once. Nothing depends on ranks, workers or what was read before. A rank
+of any world size therefore finds its rows by their positions alone, and a resumed run needs no state but the step.
 
-How: an epoch permutes the shards, cuts them into windows of `window_shards` and permutes all rows of a window
-together, so that one window of shards on the node is enough to go on. Both permutations are keyed: a Feistel network
-over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
-2002), round functions from Philox4x32-10 keyed by (seed, purpose, epoch, window, round), and cycle walking for the
-few that fall outside.
+How: an epoch permutes the shards, cuts their sequence into windows of `window_shards` shards, and permutes all rows of
+a window together, so that the node needs only the shards of one window at a time. Both permutations are keyed. Each is
+a Feistel network over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002); its round functions are Philox4x32-10 keyed by (seed, purpose, epoch, window, round), and the
+few results that fall outside the size go through the network again (cycle walking).
 
-Cost: O(shards) once an epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
-batches of 2,048 (2 to 4 us where `electra_kernels.native.host` was not built); no array as long as a window or an
-epoch ever exists. `benchmarks/loader.py` measures it.
+Cost: O(shards) once per epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
+batches of 2,048 (2 to 4 us where `electra_kernels.native.host` was not built). No array as long as a window or an
+epoch ever exists. `benchmarks/loader.py` measures the cost.
 
-Where it stops: shuffling is as wide as a window: with 64 shards of 16,384 rows, over a million rows.
+Limits: rows are shuffled within a window only; a window of 64 shards of 16,384 rows has over a million rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]
 
-# Four rounds are enough to look random for large halves (Luby and Rackoff, 1988). Tiny windows and shard lists need
-# more to reach all permutations equally often: of 6 shards, 10 and 16 rounds fail a chi-squared test over 60,000
-# permutations (p = 1e-197, 3e-4), 20 pass it (p = 0.85).
+# Four rounds look random if the two halves are large (Luby and Rackoff, 1988). Small windows and short lists of shards
+# need more rounds to reach all permutations equally often: for 6 shards, 10 and 16 rounds fail a chi-squared test over
+# 60,000 permutations (p = 1e-197 and 3e-4), and 20 rounds pass it (p = 0.85).
 NUM_ROUNDS = 20
-_EPOCHS_KEPT = 32  # 65 bytes a shard each
+_EPOCHS_KEPT = 32  # Layouts kept in memory; each takes 65 bytes per shard.
 
 
 def permute(
@@ -47,21 +47,24 @@ def permute(
     epoch: NDArray[Any],
     block: NDArray[Any],
 ) -> Words:
-    """The place that each `index` takes in the keyed permutation of [0, size).
+    """Return the place of each `index` in a keyed pseudo-random permutation of [0, size), as uint64.
+
+    The permutation is never stored: each place is computed from its index alone, in C where
+    `electra_kernels.native.host` was built, with equal results. (seed, purpose, epoch, block) select the permutation.
 
     Args:
-        index: numbers, each in [0, size).
-        size: lengths of the permutations, of the shape of `index`, each in [1, 2**52).
+        index: [k] numbers, each in [0, size).
+        size: [k] length of the permutation of each index, in [1, 2**52).
         seed: 64-bit key.
-        purpose: what is permuted.
-        epoch: of the shape of `index`, each in [0, 2**32).
-        block: which permutation of the epoch, of the shape of `index`, each in [0, 2**32).
+        purpose: Whether shards or rows are permuted.
+        epoch: [k] epoch of each index, in [0, 2**32).
+        block: [k] number of the permutation within its epoch (the window), in [0, 2**32).
     """
     if host.permute:
         return host.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
     place = index.astype(np.uint64)
     sizes, epochs, blocks = size.astype(np.uint64), epoch.astype(np.uint64), block.astype(np.uint64)
-    walking = np.arange(place.size)  # those not yet inside [0, size)
+    walking = np.arange(place.size)  # Positions in `place` whose value is not yet inside [0, size).
     while walking.size:
         moved = _feistel(place[walking], sizes[walking], seed, int(purpose), epochs[walking], blocks[walking])
         place[walking] = moved
@@ -70,7 +73,11 @@ def permute(
 
 
 def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """One pass of the network: a permutation of [0, a * b), where size <= a * b < size + a."""
+    """Return each place after one pass through the Feistel network, a permutation of [0, a * b).
+
+    a is the square root of the size, rounded up, and b the least integer with size <= a * b < size + a. A place is
+    split as left * b + right; the rounds change the two parts in turn.
+    """
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
     left, right = place // b, place % b
@@ -84,32 +91,42 @@ def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: Words, b
 
 
 def _scaled(word: Words, limit: Words) -> Words:
-    """A 32-bit word scaled to [0, limit): cheaper than a remainder and as even, limits being far below 2**32."""
+    """Return 32-bit random words scaled to [0, limit); cheaper than a remainder and as even if limit << 2**32."""
     return (word * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """A stretch of the sequence whose rows come from a few shards."""
+    """Range of positions of the sequence whose rows are shuffled together, and the shards that hold these rows."""
 
     first_position: int
-    end_position: int
-    shards: Integers
+    end_position: int  # exclusive
+    shards: Integers  # indices of the shards
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Where each window and each shard of an epoch begins, in rows from the epoch's start, with the end as last."""
+    """Layout of an epoch: the order of its shards, and where each shard and each window begins.
 
-    shards: Integers  # shard at each place
+    Starts are in rows from the start of the epoch; the last element is the end of the epoch.
+    """
+
+    shards: Integers  # [num_shards] index of the shard at each place
     shard_start: Integers  # [num_shards + 1]
     window_start: Integers  # [num_windows + 1]
 
 
 class RowOrder:
-    """The sequence of all rows of a run."""
+    """Infinite sequence of the rows of a run, which maps a position to a shard and a row. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
+        """Prepare the sequence; nothing is permuted yet.
+
+        Args:
+            rows_per_shard: Number of rows of each shard, all positive, in the order of the manifest.
+            seed: The run's seed.
+            window_shards: Number of shards whose rows are shuffled together.
+        """
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
         assert self._rows.min() > 0
@@ -117,14 +134,15 @@ class RowOrder:
         self._seed = seed
         self._window_shards = window_shards
         self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
-        self._epochs: dict[int, _Epoch] = {}  # the last few in use; replaced, never changed, so threads may share it
+        self._epochs: dict[int, _Epoch] = {}  # the last few; replaced and never changed, so that threads may share it
         self.rows_per_epoch = int(self._corpus_start[-1])
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Epoch, shard index and row within the shard for each position, as arrays of the same length.
+        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
         Args:
-            positions: [P] int64, each >= 0.
+            positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch
+                G has the positions [t * G, (t + 1) * G).
         """
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         window, start, size = np.empty_like(offsets), np.empty_like(offsets), np.empty_like(offsets)
@@ -143,11 +161,18 @@ class RowOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """A number in [0, rows_per_epoch) for each row, by its place in the corpus: what a receipt counts."""
+        """Return the id of each row, a number in [0, rows_per_epoch) by its place in the corpus.
+
+        Ids do not depend on seed or epoch; receipts are computed from them.
+
+        Args:
+            shards: [P] index of each row's shard.
+            rows: [P] number of each row within its shard.
+        """
         return self._corpus_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """The window that holds a position."""
+        """Return the window that contains a position, with the shards that must be on the node to read it."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self._layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
@@ -159,6 +184,7 @@ class RowOrder:
         )
 
     def _layout(self, epoch: int) -> _Epoch:
+        """Return the layout of an epoch, computed once and kept while it is among the last `_EPOCHS_KEPT`."""
         layout = self._epochs.get(epoch)
         if layout is None:
             layout = self._lay_out(epoch)
@@ -167,6 +193,7 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> _Epoch:
+        """Compute the layout of an epoch: permute its shards and cut them into windows."""
         count = self._rows.size
         zero = np.zeros(count, np.int64)
         order = permute(

@@ -1,16 +1,16 @@
-"""The receipt of a run: how many rows it has trained on, and a digest of which.
+"""Count the rows that a run has trained on and sum their hashes, so that `electra-dist verify` can audit the run.
 
 Guarantee: the digest is the sum, modulo 2**64, of one 64-bit hash per row consumed. It does not depend on order, ranks
-or restarts, so each rank adds up its own rows, one integer all-reduce makes the step's receipt, and anybody who knows
-the order can say afterwards what it must be (`analysis/row_audit.py`). A wrong multiset of rows passes with chance
-2**-64.
+or restarts. Each rank therefore adds up its own rows, one integer all-reduce gives the receipt of a step, and anyone
+who knows the order of rows can compute the expected receipt afterwards (`analysis/row_audit.py`). A wrong multiset of
+rows has the expected digest with probability 2**-64.
 
-How: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers, so that two
-different rows never have the same hash and a row can be found again from its hash.
+How: the hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers.
+Different rows therefore never have the same hash, and a row can be identified from its hash.
 
-Cost: 5 ns a row, in the loader's thread.
+Cost: 5 ns per row, in the loader's thread.
 
-Where it stops: it finds mistakes, not forgeries: whoever wants to can make rows that add up.
+Limits: the receipt finds mistakes, not forgeries; rows can be constructed on purpose so that their hashes add up.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MASK64 = 2**64 - 1
 
 @dataclass(frozen=True)
 class Receipt:
-    """`rows` rows, whose hashes add up to `digest` (in [0, 2**64))."""
+    """Number of rows and sum of their hashes; receipts are added and subtracted like numbers."""
 
     rows: int = 0
-    digest: int = 0
+    digest: int = 0  # sum of the rows' hashes modulo 2**64, in [0, 2**64)
 
     def __add__(self, other: Receipt) -> Receipt:
         return Receipt(self.rows + other.rows, (self.digest + other.digest) & _MASK64)
@@ -38,32 +38,41 @@ class Receipt:
         return Receipt(self.rows - other.rows, (self.digest - other.digest) & _MASK64)
 
     def times(self, count: int) -> Receipt:
-        """The receipt of `count` passes."""
+        """Return the receipt of `count` passes over the rows of this receipt."""
         return Receipt(self.rows * count, self.digest * count & _MASK64)
 
     @property
     def words(self) -> tuple[int, int]:
-        """Two int64 for a sum over ranks, which wraps as it should."""
+        """Return (rows, digest) as two signed 64-bit integers, which an all-reduce can sum over ranks.
+
+        The sum of int64 wraps at 2**64, exactly as the digest does; `from_words` is the inverse.
+        """
         return self.rows, self.digest - (1 << 64) if self.digest >> 63 else self.digest
 
     @property
     def hex(self) -> str:
-        """The digest as 16 hexadecimal digits."""
+        """Return the digest as 16 hexadecimal digits, as metrics and checkpoints hold it."""
         return f"{self.digest:016x}"
 
     @classmethod
     def from_words(cls, rows: int, digest: int) -> Receipt:
-        """The inverse of `words`."""
+        """Return the receipt of two signed 64-bit integers as `words` returns them, or of sums over ranks."""
         return cls(rows, digest & _MASK64)
 
     @classmethod
     def of(cls, row_ids: NDArray[np.int64]) -> Receipt:
-        """The receipt of these rows, each counted as often as it stands there."""
+        """Return the receipt of the rows with these ids, [k] int64; an id that occurs twice counts twice."""
         return cls(len(row_ids), int(row_hash(row_ids).sum(dtype=np.uint64)))
 
 
 def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """A 64-bit hash of each row id; equal ids and no others have equal hashes."""
+    """Return a 64-bit hash of each row id, in an array of the same shape.
+
+    It is the finaliser of SplitMix64, a bijection: two ids have the same hash only if they are equal.
+
+    Args:
+        row_ids: Integers >= 0 of any type.
+    """
     word = (row_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

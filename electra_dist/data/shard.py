@@ -1,16 +1,17 @@
-"""A shard: a WebDataset tar whose members `NNNNNN.rows.npy` hold blocks of rows; written once, read by mmap.
+"""Write shards and read rows from them; a shard is a WebDataset tar with blocks of rows in `NNNNNN.rows.npy` members.
 
-Guarantee: equal rows and block size give equal bytes, whoever writes them and when. The reader takes any tar with such
-members, webdataset's own TarWriter and ShardWriter included, in the order in which they stand in the tar; members with
-other endings are left alone. Nothing is unpacked to disk, no pickle is ever read.
+Guarantee: equal rows and equal block size give equal bytes, on every machine and at any time. The reader accepts every
+tar with these members, also those of webdataset's TarWriter and ShardWriter, takes the members in their order in the
+tar, and ignores members with other endings. Nothing is unpacked to disk, and no pickle is ever read.
 
-How: an uncompressed tar keeps each member whole at a known offset, and an .npy file is a short header and the array,
-so a row is a slice of the mapping. All rows lie on one lattice of offsets, whose step is the greatest common divisor
-of their distances: one strided view of the mapping has every row as a line, and rows are had by one indexing of it.
+How: an uncompressed tar holds each member in one piece at a known offset, and an .npy file is a short header followed
+by the array, so a row is a slice of the mapped file. The distances between rows are multiples of one stride, their
+greatest common divisor. One strided view of the mapping therefore has every row as an element, and one
+indexing operation copies any set of rows.
 
-Cost: opening reads one header a block (about 0.3 ms for 16 blocks); a row costs one copy of its own bytes.
+Cost: opening reads one header per block (about 0.3 ms for 16 blocks). Reading a row copies its own bytes once.
 
-Where it stops: compressed tars cannot be mapped and are refused.
+Limits: a compressed tar cannot be mapped and is refused.
 """
 
 from __future__ import annotations
@@ -34,15 +35,22 @@ from electra_dist.store.files import readable
 from electra_dist.store.interface import check_key
 
 MEMBER_SUFFIX = ".rows.npy"
+_MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
+_HEADER_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
     """Write rows as a shard.
 
+    The file is not written atomically; the caller gives it its final name when it is complete.
+
     Args:
-        target: path or binary stream.
+        target: Path or binary stream.
         rows: [n, seq_len] uint16 or uint32, n > 0.
-        block_rows: rows per member; the last may have fewer.
+        block_rows: Rows per member of the tar; the last member may have fewer.
     """
     assert rows.ndim == 2
     assert len(rows) > 0
@@ -53,117 +61,150 @@ def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -
             write_shard(stream, rows, block_rows)
         return
     with tarfile.open(fileobj=target, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for number, first in enumerate(range(0, len(rows), block_rows)):
+        for block_number, first_row in enumerate(range(0, len(rows), block_rows)):
+            block = rows[first_row : first_row + block_rows]
+            little_endian = np.ascontiguousarray(block, dtype=rows.dtype.newbyteorder("<"))
             member = io.BytesIO()
-            block = np.ascontiguousarray(rows[first : first + block_rows], dtype=rows.dtype.newbyteorder("<"))
-            np.lib.format.write_array(member, block, version=(1, 0), allow_pickle=False)
-            info = tarfile.TarInfo(f"{number:06d}{MEMBER_SUFFIX}")  # mtime, uid, gid 0 and mode 0644 by default
+            np.lib.format.write_array(member, little_endian, version=(1, 0), allow_pickle=False)
+            info = tarfile.TarInfo(f"{block_number:06d}{MEMBER_SUFFIX}")  # Defaults: mtime, uid, gid 0 and mode 0644.
             info.size = member.tell()
             member.seek(0)
             tar.addfile(info, member)
 
 
 class Shard:
-    """A mapped shard."""
+    """Open shard whose rows are read from a memory map of its file."""
 
     def __init__(self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False) -> None:
-        """Map `path`.
+        """Map the file and read the headers of its blocks.
 
         Args:
-            lock: hold a shared flock on the file while it is open, by which a cache knows that it is in use.
+            path: The shard's tar file.
+            seq_len: Tokens per row that every block must have.
+            dtype: Type of the token ids that every block must have, uint16 or uint32.
+            lock: Hold a shared flock on the file until `close`, which shows a cache that the file is in use.
 
         Raises:
-            ManifestMismatch: not such a tar, or rows of another length or type.
-            StoreError: missing or unreadable.
+            ManifestMismatch: The file is not a tar of row blocks, or its rows have another length or type.
+            StoreMissing: The file does not exist.
+            StoreError: The file cannot be read.
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))
         with readable(path), path.open("rb") as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
-            self.is_linked = os.fstat(stream.fileno()).st_nlink > 0  # not evicted between opening and locking
+            # A cache may have deleted the file between its opening and the lock.
+            self.is_linked = os.fstat(stream.fileno()).st_nlink > 0
             try:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)  # its own descriptor keeps the lock
+                # The map has a descriptor of its own, which keeps the lock after `stream` is closed.
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 blocks = self._index(stream)
             except (tarfile.TarError, ValueError) as error:
                 raise self._mismatch(f"not a tar of *{MEMBER_SUFFIX} blocks ({error})") from None
         if not blocks:
             raise self._mismatch(f"has no *{MEMBER_SUFFIX} member")
-        self._offsets, lengths = np.ascontiguousarray(np.array(blocks, np.int64).T)
-        self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.num_rows = int(self._starts[-1])
-        self._lines, self._first_line, self._row_lines = self._lattice(self._offsets, lengths)
-        # For `host.gather_rows`: address of the mapping, number of blocks, addresses of where each
-        # block begins, in rows and in bytes. Good until `close`.
-        address = self._lines.ctypes.data - int(self._offsets.min())
-        self.table = (address, len(self._offsets), self._starts.ctypes.data, self._offsets.ctypes.data)
+        # Byte offset of each block's first row, and number of rows of each block.
+        self._offsets, block_lengths = np.ascontiguousarray(np.array(blocks, np.int64).T)
+        # Number of each block's first row, and the number of all rows as the last element.
+        self._block_starts = np.concatenate([[0], np.cumsum(block_lengths)])
+        self.num_rows = int(self._block_starts[-1])
+        self._view_all_rows(block_lengths)
+        # For `host.gather_rows`: address of the mapping, number of blocks, and the addresses of the two arrays that
+        # hold the first row and the byte offset of each block. They are valid until `close`.
+        map_address = self._view.ctypes.data - int(self._offsets.min())
+        self.table = (map_address, len(self._offsets), self._block_starts.ctypes.data, self._offsets.ctypes.data)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Copies of rows, [k, seq_len], in the order of `indices`, each in [0, num_rows)."""
-        blocks = np.searchsorted(self._starts, indices, side="right") - 1
-        return self._lines[self._first_line[blocks] + (indices - self._starts[blocks]) * self._row_lines]
+        """Return copies of rows, [k, seq_len], in the order of `indices`.
+
+        Args:
+            indices: [k] numbers of rows in the shard, each in [0, num_rows), in any order and with repetitions.
+        """
+        blocks = np.searchsorted(self._block_starts, indices, side="right") - 1
+        rows_within_block = indices - self._block_starts[blocks]
+        return self._view[self._first_element[blocks] + rows_within_block * self._elements_per_row]
 
     def close(self) -> None:
-        """Unmap, and let go of the lock."""
-        del self._lines
+        """Unmap the file and release the lock; the shard cannot be read afterwards."""
+        del self._view
         self._map.close()
 
-    def _lattice(
-        self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-        """The strided view, the line of each block's first row, and lines from a row to the next."""
+    def _view_all_rows(self, block_lengths: NDArray[np.int64]) -> None:
+        """Create the strided view of the mapping that has every row as an element.
+
+        Element i of the view is the seq_len ids that begin i * stride bytes after the shard's first row. The stride
+        divides the size of a row and the distance between any two blocks. Elements can therefore begin in the middle
+        of a row; those are never read.
+        """
         seq_len, dtype = self.kind
-        row_bytes, first = seq_len * dtype.itemsize, int(offsets.min())
-        step = math.gcd(row_bytes, *(offsets - first).tolist())
-        first_line, row_lines = (offsets - first) // step, row_bytes // step
-        num_lines = int((first_line + np.maximum(lengths - 1, 0) * row_lines).max()) + 1
-        lines: NDArray[Any] = np.ndarray((num_lines, seq_len), dtype, self._map, first, (step, dtype.itemsize))
-        return lines, first_line, row_lines
+        row_bytes = seq_len * dtype.itemsize
+        first_offset = int(self._offsets.min())
+        distances = self._offsets - first_offset
+        stride = math.gcd(row_bytes, *distances.tolist())
+        self._first_element = distances // stride  # of each block
+        self._elements_per_row = row_bytes // stride
+        last_element = self._first_element + np.maximum(block_lengths - 1, 0) * self._elements_per_row
+        num_elements = int(last_element.max()) + 1
+        self._view: NDArray[Any] = np.ndarray(
+            (num_elements, seq_len), dtype, self._map, first_offset, (stride, dtype.itemsize)
+        )
 
     def _index(self, stream: IO[bytes]) -> list[tuple[int, int]]:
+        """Return, for each block in the tar, the byte offset of its first row and its number of rows."""
         blocks = []
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 check_key(member.name.removeprefix("./").rstrip("/"))
                 if member.isreg() and member.name.endswith(MEMBER_SUFFIX):
-                    blocks.append(self._block(member))
+                    blocks.append(self._read_block_header(member))
         return blocks
 
-    def _block(self, member: tarfile.TarInfo) -> tuple[int, int]:
-        """Where its first row is, and how many it has."""
+    def _read_block_header(self, member: tarfile.TarInfo) -> tuple[int, int]:
+        """Return the byte offset of the block's first row and its number of rows.
+
+        Raises:
+            ValueError: The member is not a complete .npy file.
+            ManifestMismatch: Its rows have another length or type than the shard must have.
+        """
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
             raise ValueError(f"{member.name} is cut short")
-        head = io.BytesIO(self._map[member.offset_data : min(end, member.offset_data + 4096)])
-        version = np.lib.format.read_magic(head)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in read_header:
+        header = io.BytesIO(self._map[member.offset_data : min(end, member.offset_data + _MAX_HEADER_BYTES)])
+        version = np.lib.format.read_magic(header)
+        if version not in _HEADER_READERS:
             raise ValueError(f"{member.name}: .npy version {version}")
-        shape, fortran, dtype = read_header[version](head)
+        shape, is_fortran_order, dtype = _HEADER_READERS[version](header)
+        header_bytes = header.tell()
         seq_len, row_dtype = self.kind
-        if len(shape) != 2 or shape[1] != seq_len or dtype != row_dtype or fortran:
+        if len(shape) != 2 or shape[1] != seq_len or dtype != row_dtype or is_fortran_order:
             raise self._mismatch(f"{member.name} holds {dtype} {shape}, not {row_dtype} [rows, {seq_len}]")
-        if head.tell() + shape[0] * seq_len * dtype.itemsize != member.size:
+        num_rows = shape[0]
+        if header_bytes + num_rows * seq_len * dtype.itemsize != member.size:
             raise ValueError(f"{member.name}: length and header disagree")
-        return member.offset_data + head.tell(), shape[0]
+        return member.offset_data + header_bytes, num_rows
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
+        """Return the error for a file that is not a shard of the expected kind."""
         return ManifestMismatch(f"{self.path}: {reason}; build this shard again")
 
 
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Copies of rows of several shards of one kind, [k, seq_len].
+    """Return copies of rows of several shards, [k, seq_len], in the order of `which` and `rows`.
+
+    Uses the C function of `electra_kernels.native.host` if it was built, otherwise NumPy, with equal results.
 
     Args:
-        which: [k], the place in `shards` of each row's shard.
-        rows: [k], each row's number within its shard.
+        shards: At least one; all with the same row length and type.
+        which: [k] index into `shards` of each row's shard.
+        rows: [k] number of each row within its shard.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)
     if host.gather_rows:
         host.gather_rows([shard.table for shard in shards], which, rows, out)
         return out
-    for place, shard in enumerate(shards):
-        chosen = np.flatnonzero(which == place)
-        out[chosen] = shard.rows(rows[chosen])
+    for shard_index, shard in enumerate(shards):
+        positions = np.flatnonzero(which == shard_index)
+        out[positions] = shard.rows(rows[positions])
     return out

@@ -1,1 +1,1 @@
-"""Everything that knows DeepSpeed: the engine, its optimizers, learning rates, and the state of each ZeRO stage."""
+"""Everything that depends on DeepSpeed: the engine, the optimizers, the learning rate and the state of each stage."""

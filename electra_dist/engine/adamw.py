@@ -1,4 +1,4 @@
-"""AdamW as the paper used it: no bias correction, decoupled decay times the learning rate.
+"""AdamW as the ELECTRA paper used it: no bias correction, and a decoupled weight decay that is multiplied by lr.
 
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2;   p -= lr * (m / (sqrt(v) + eps) + decay * p)
 
@@ -16,40 +16,78 @@ import torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def moments_of(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-    """Return the moments of parameters, one list for each name in MOMENTS; new ones are zero, of the same dtype."""
-    states = [optimizer.state[p] for p in params]
-    for state, p in zip(states, params, strict=True):
-        if MOMENTS[0] not in state:
-            state.update({name: torch.zeros_like(p) for name in MOMENTS})
-    return tuple([state[name] for state in states] for name in MOMENTS)
+def moments_of(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the first and the second moments of `params`, creating moments of zero where there are none yet.
+
+    Args:
+        optimizer: any optimizer that keeps its moments under torch's names, `exp_avg` and `exp_avg_sq`.
+        params: parameters of that optimizer.
+
+    Returns:
+        Two lists in the order of `params`. They hold the optimizer's own tensors, so that in-place changes update its
+        state. New moments have the shape, the dtype and the device of their parameter.
+    """
+    first_name, second_name = MOMENTS
+    first_moments = []
+    second_moments = []
+    for parameter in params:
+        state = optimizer.state[parameter]
+        if first_name not in state:
+            state[first_name] = torch.zeros_like(parameter)
+            state[second_name] = torch.zeros_like(parameter)
+        first_moments.append(state[first_name])
+        second_moments.append(state[second_name])
+    return first_moments, second_moments
 
 
 class ForeachAdamW(torch.optim.Optimizer):
-    """That update by torch._foreach over lists of tensors: no compilation, fp32 state, any device."""
+    """AdamW without bias correction, computed by torch._foreach operations over lists of tensors.
+
+    It compiles nothing and runs on any device. It is the reference for the fused implementations, and the
+    implementation that CPUs use. Its state is two moments per parameter, in the dtype of the parameter (fp32 under
+    the engine).
+    """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
+        """Register parameters or parameter groups; a group may override every setting.
+
+        Args:
+            params: parameters, or dicts with a list `params` and settings of that group.
+            lr: learning rate.
+            betas: decay rates of the first and of the second moment.
+            eps: added to the square root of the second moment.
+            weight_decay: factor of the parameter within the update, which is multiplied by `lr` as a whole.
+        """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """One update of every parameter that has a gradient."""
+        """Update in place every parameter that has a gradient and at least one element.
+
+        Gradients are read and not cleared. Clipping is the caller's task.
+        """
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            # A parameter without elements has nothing to update; torch._foreach refuses an empty list.
+            params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
             if not params:
                 continue
             grads = [p.grad for p in params]
             exp_avgs, exp_avg_sqs = moments_of(self, params)
             beta1, beta2 = group["betas"]
+            # m = b1 m + (1 - b1) g
             torch._foreach_mul_(exp_avgs, beta1)
             torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
+            # v = b2 v + (1 - b2) g^2
             torch._foreach_mul_(exp_avg_sqs, beta2)
             torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
-            updates = torch._foreach_sqrt(exp_avg_sqs)
-            torch._foreach_add_(updates, group["eps"])
-            updates = torch._foreach_div(exp_avgs, updates)
+            # update = m / (sqrt(v) + eps) + decay * p
+            denominators = torch._foreach_sqrt(exp_avg_sqs)
+            torch._foreach_add_(denominators, group["eps"])
+            updates = torch._foreach_div(exp_avgs, denominators)
             if group["weight_decay"]:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])

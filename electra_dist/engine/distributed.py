@@ -1,4 +1,4 @@
-"""The process group and this rank's device."""
+"""Set up torch.distributed through DeepSpeed: the process group and the device of this rank."""
 
 from __future__ import annotations
 
@@ -12,26 +12,44 @@ import torch
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
+# What a process without a launcher gets: a group of a single rank on this machine.
+_SINGLE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
 
 def init_distributed() -> None:
-    """Join the process group that the launcher described in the environment (or make one of a single rank)."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    """Join the process group that the launcher describes in the environment, or create one of a single rank.
+
+    The launcher sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a missing variable gets the value of a
+    single rank, and is written to the environment. On a CPU the number of torch threads is set to this rank's share
+    of the cores, unless OMP_NUM_THREADS is set. Collectives time out after PROCESS_GROUP_TIMEOUT.
+
+    Collective: it returns when all ranks have joined. Calling it again in the same process changes nothing.
+    """
+    for name, value in _SINGLE_RANK.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29500" if os.environ["WORLD_SIZE"] != "1" else "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of any optimizer but its own
+    is_alone = os.environ["WORLD_SIZE"] == "1"
+    os.environ.setdefault("MASTER_PORT", "0" if is_alone else "29500")  # port 0: any free one
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about every optimizer that is not its own
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
         # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_SIZE", "1"))))
+            num_cores = len(os.sched_getaffinity(0))
+            ranks_on_node = int(os.environ.get("LOCAL_SIZE", "1"))  # set by the launcher of DeepSpeed
+            torch.set_num_threads(max(1, num_cores // ranks_on_node))
     deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
 
 
 def local_device() -> torch.device:
-    """This rank's device."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+    """Return the device of this rank, and make it the current CUDA device where there is one.
+
+    Returns:
+        The GPU that the environment variable LOCAL_RANK numbers, or the CPU on a machine without CUDA.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

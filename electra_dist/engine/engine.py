@@ -1,9 +1,9 @@
-"""The DeepSpeed engine: our config in, a thing that steps out. The only file that talks to deepspeed.initialize.
+"""The DeepSpeed engine: builds the DeepSpeed config and runs optimizer steps. Only this file calls initialize.
 
 Guarantees: the DeepSpeed JSON is derived from Config in one pure function; master weights, moments and the sum over
 micro-batches are fp32 at every stage; nothing is compiled at start on a CPU.
 
-What the stages run (DeepSpeed 0.19.8, tried here):
+How each precision and ZeRO stage runs (tested with DeepSpeed 0.19.8):
   fp32   0: plain optimizer; 1, 2, 3: ZeRO over fp32.
   bf16   0: torch autocast over fp32 parameters, because DeepSpeed's own bf16 path at stage 0 accumulates in bf16;
          1: BF16_Optimizer with fp32 accumulation; 2, 3: ZeRO with bf16 parameters.
@@ -25,10 +25,22 @@ from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
+_MOST_RANKS_SHOWN = 12  # in an error message
+
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
-    """The DeepSpeed JSON. Gradient accumulation follows the world size by itself: both batch sizes are given."""
-    stage, bf16 = engine.zero_stage, train.precision == "bf16"
+    """Return the DeepSpeed config (its JSON as a dict) of a run.
+
+    Both batch sizes are given, so that DeepSpeed derives the gradient accumulation steps from the number of ranks.
+    Gradient sums are fp32 at every stage.
+
+    Args:
+        train: gives the global batch, the micro-batch and the precision.
+        engine: gives the ZeRO stage and the offloading of the optimizer.
+        clip_norm: bound of the global gradient norm.
+    """
+    stage = engine.zero_stage
+    is_bf16 = train.precision == "bf16"
     config: dict[str, Any] = {
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
@@ -38,9 +50,10 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage},
     }
-    if bf16 and stage == 0:
+    if is_bf16 and stage == 0:
+        # DeepSpeed's own bf16 path would accumulate gradients in bf16 at stage 0.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif bf16:
+    elif is_bf16:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if engine.offload_optimizer:
@@ -51,35 +64,56 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
 def check_world_size(train: TrainConfig, world_size: int) -> None:
     """Refuse a number of ranks that cannot share the global batch evenly.
 
+    Args:
+        train: gives the global batch and the micro-batch, in rows.
+        world_size: number of ranks of the run.
+
     Raises:
-        UserError: names the numbers of ranks that do.
+        UserError: `global_batch` is not a multiple of `micro_batch` x `world_size`; lists the numbers of ranks that
+            are possible with this micro-batch.
     """
-    if not train.micro_batches(world_size):
-        valid = [str(ranks) for ranks in train.possible_ranks()]
-        shown = ", ".join(valid if len(valid) <= 12 else [*valid[:6], "...", *valid[-3:]])
-        raise UserError(
-            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
-            f"{world_size} ranks; with this micro_batch use {shown} ranks, or change micro_batch"
-        )
+    if train.micro_batches(world_size):
+        return
+    possible = [str(ranks) for ranks in train.possible_ranks()]
+    if len(possible) > _MOST_RANKS_SHOWN:
+        possible = [*possible[:6], "...", *possible[-3:]]
+    raise UserError(
+        f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
+        f"{world_size} ranks; with this micro-batch use {', '.join(possible)} ranks, or change train.micro_batch"
+    )
 
 
 class Engine:
-    """An objective under DeepSpeed. One optimizer step = `num_micro_batches` calls of `backward`, then `step`.
+    """An objective under DeepSpeed, which runs forward and backward passes and optimizer steps.
 
-    The update itself passes a gate: DeepSpeed calls the optimizer after it has reduced the gradients and found their
-    norm, and the optimizer then asks whether it may. At no stage is anything changed by a step that may not.
+    One optimizer step is `num_micro_batches` times `forward` and `backward`, with `step_micro_batch` after each pair
+    but the last and `step` after the last.
+
+    The caller of `step` may refuse the update. DeepSpeed calls the optimizer after it has reduced the gradients and
+    computed their norm; the engine replaces that call by one that first asks the caller. A refused step changes
+    neither weights nor moments, at any ZeRO stage.
     """
 
     def __init__(
         self, module: Objective, train: TrainConfig, engine: EngineConfig, optimizer_config: OptimizerConfig
     ) -> None:
-        """Wrap `module`; the process group must exist (`init_distributed`)."""
+        """Wrap a module and its new optimizer with DeepSpeed. Collective.
+
+        The process group must exist (`init_distributed`). The module is moved to the device of this rank; at ZeRO
+        stages 1 to 3 in bf16 its parameters become bf16, and at stage 3 they are partitioned.
+
+        Args:
+            module: the objective, with its initial weights.
+            train: gives the batch sizes and the precision.
+            engine: gives the ZeRO stage and the offloading of the optimizer.
+            optimizer_config: gives the optimizer and the bound of the gradient norm.
+        """
         self.device = local_device()
         optimizer, self.optimizer_name = build_optimizer(module, optimizer_config, self.device.type)
         self._update = optimizer.step
         optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
         self._accept: Callable[[], bool] = lambda: True
-        self._applied: bool | None = None  # of the step at work: not asked yet, or the answer
+        self._applied: bool | None = None  # of the current step; None until `_accept` has been asked
         self._norm = math.nan
         self.zero_stage = engine.zero_stage
         self.clip_norm = optimizer_config.clip_norm
@@ -94,65 +128,86 @@ class Engine:
     def forward(self, given: StepInput) -> StepOutput:
         """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks.
 
-        DeepSpeed calls `Objective.forward`, which leads to `compute_loss` of the objective.
+        DeepSpeed calls `Objective.forward`, which calls `compute_loss` of the objective. At ZeRO stage 3 it is
+        collective, because it gathers the parameters.
+
+        Args:
+            given: rows of one micro-batch on `device`, with the factors of their loss sums.
         """
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of one micro-batch's loss (a sum already divided by the global count).
+        """Add the gradient of one micro-batch to the gradient sums of the step.
 
-        DeepSpeed averages over ranks and micro-batches; the factor undoes it exactly, because it is applied to a
-        loss that all ranks scale alike.
+        DeepSpeed averages gradients over ranks and micro-batches. The loss is multiplied by the number of both, so
+        that the result is the plain sum over all of them.
+
+        Args:
+            loss: scalar that is already divided by a count over the global batch (`Objective` does that), so that the
+                losses of all micro-batches and ranks add up to the loss of the step.
         """
         self.deepspeed.backward(loss * (dist.get_world_size() * self.num_micro_batches))
 
     def step_micro_batch(self) -> None:
-        """End a micro-batch that is not the last of its step."""
+        """End a micro-batch that is not the last of its step; DeepSpeed counts it and updates nothing."""
         self.deepspeed.step()
 
     def step(self, learning_rate: float, accept: Callable[[], bool] = lambda: True) -> tuple[float, bool]:
-        """Clip, update, zero the gradients.
+        """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
 
         Args:
-            accept: asked once, when the gradients are reduced and finite: may the update be made? Its answer must be
-                the same on all ranks.
+            learning_rate: of this update; a parameter group with an `lr_scale` multiplies it by that.
+            accept: called once, after the gradients were reduced and found finite; returns whether to update. It must
+                return the same value on all ranks. It is not called if the gradients are not finite.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-        self._accept, self._applied = accept, None
+        self._accept = accept
+        self._applied = None
         if self.zero_stage == 0:
             self._norm = float(self._unpartitioned_grad_norm())
         self.deepspeed.step()
-        if self.zero_stage:
+        if self.zero_stage > 0:
             self._norm = float(self.deepspeed.get_global_grad_norm())
-        return (self._norm if _is_norm(self._norm) else math.nan), bool(self._applied)
+        grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
+        return grad_norm, bool(self._applied)
 
     def _update_if_allowed(self) -> None:
-        """What DeepSpeed calls as `optimizer.step`, once a step or once for each group of parameters."""
+        """Call the optimizer's own `step` if the gradients are finite and the caller accepts the update.
+
+        DeepSpeed calls this method in place of `optimizer.step`, once per step or once per parameter group. The
+        caller is asked at the first call of a step; the other calls of that step repeat its answer.
+        """
         if self._applied is None:
             norm = float(self.optimizer._global_grad_norm) if self.zero_stage else self._norm
-            self._applied = _is_norm(norm) and self._accept()
+            self._applied = _is_finite_norm(norm) and self._accept()
         if self._applied:
             self._update()
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
-        """At stage 0 DeepSpeed clips without telling the norm; the gradients are whole and already reduced."""
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
-        )
+        """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device.
+
+        DeepSpeed clips at stage 0 without reporting the norm. After the last `backward` of a step every rank has the
+        whole, reduced gradients, so that no communication is needed.
+        """
+        gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def train(self, mode: bool = True) -> None:
-        """Switch dropout on or off."""
+        """Switch the module to training mode, with dropout, or to evaluation mode, without it."""
         self.deepspeed.train(mode)
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks and buffers."""
+        """Release DeepSpeed's hooks and buffers; the engine cannot be used afterwards."""
         self.deepspeed.destroy()
 
 
-def _is_norm(norm: float) -> bool:
-    """DeepSpeed says inf, NaN or -1 of a gradient that is not finite."""
+def _is_finite_norm(norm: float) -> bool:
+    """Return whether a norm that DeepSpeed reports belongs to finite gradients.
+
+    For gradients that are not finite DeepSpeed reports inf, NaN or -1.
+    """
     return math.isfinite(norm) and norm >= 0

@@ -1,16 +1,17 @@
-"""LAMB: Adam whose step is scaled, parameter by parameter, to the parameter's own norm.
+"""LAMB: Adam whose step is scaled, parameter by parameter, to the norm of the parameter.
 
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2;   r = m / (sqrt(v) + eps) + decay * p
     p -= lr * (|p| / |r|) * r,   norms over the whole parameter; the ratio is 1 where either norm is 0
 
-LayerNorm and bias parameters (groups without decay) take the step r itself, as in the recipes that this serves.
+LayerNorm and bias parameters (groups without decay) take the step r without the ratio, as in NVIDIA's
+recipe for ELECTRA, which `configs/base_size_lamb_phase*.yaml` follow.
 
-No bias correction: there is no step counter to checkpoint, and the ratio cancels the factor it would put before m /
-sqrt(v), up to eps and the decay's share. Moments are fp32 under the names that checkpoints know.
+There is no bias correction, hence no step counter to checkpoint; the ratio cancels the factor that it would put before
+m / sqrt(v), up to eps and the share of the decay. Moments are fp32 under the names that checkpoints use.
 
-Source: You et al., ICLR 2020, algorithm 2. Cost: two norms a parameter beside AdamW's work; the host never waits.
+Source: You et al., ICLR 2020, algorithm 2. Cost: two norms per parameter beside AdamW's work; the host never waits.
 
-Where it stops: whole parameters only, hence ZeRO stage 0 (`optimizer.check_optimizer`).
+Limits: LAMB needs whole parameters, hence ZeRO stage 0 (`optimizer.check_optimizer`).
 """
 
 from __future__ import annotations
@@ -24,29 +25,49 @@ from electra_dist.engine.adamw import moments_of
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """The update above over lists of tensors; fp32 state, any device."""
+    """LAMB without bias correction, computed by torch._foreach operations over lists of tensors.
+
+    It runs on any device and needs whole parameters (ZeRO stage 0), because it scales each step by the norm of the
+    parameter. Groups whose `weight_decay` is 0 take plain Adam steps.
+    """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
+        """Register parameters or parameter groups; a group may override every setting.
+
+        Args:
+            params: parameters, or dicts with a list `params` and settings of that group.
+            lr: learning rate; with decay, a step is as long as `lr` times the norm of the parameter.
+            betas: decay rates of the first and of the second moment.
+            eps: added to the square root of the second moment.
+            weight_decay: factor of the parameter within the update; 0 also switches the scaling by norms off.
+        """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """One update of every parameter that has a gradient."""
+        """Update in place every parameter that has a gradient and at least one element.
+
+        Gradients are read and not cleared. Clipping is the caller's task.
+        """
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            # A parameter without elements has nothing to update; torch._foreach refuses an empty list.
+            params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
             if not params:
                 continue
             grads = [p.grad for p in params]
             exp_avgs, exp_avg_sqs = moments_of(self, params)
             beta1, beta2 = group["betas"]
+            # m = b1 m + (1 - b1) g
             torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+            # v = b2 v + (1 - b2) g^2
             torch._foreach_mul_(exp_avg_sqs, beta2)
             torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
-            updates = list(torch._foreach_sqrt(exp_avg_sqs))
-            torch._foreach_add_(updates, group["eps"])
-            updates = list(torch._foreach_div(exp_avgs, updates))
+            # r = m / (sqrt(v) + eps) + decay * p
+            denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+            torch._foreach_add_(denominators, group["eps"])
+            updates = list(torch._foreach_div(exp_avgs, denominators))
             if group["weight_decay"]:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
                 torch._foreach_mul_(updates, _trust_ratios(params, updates))
@@ -54,6 +75,14 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
-    """|p| / |r| of each parameter, 1 where either is 0; scalars on the device."""
-    ratios = zip(torch._foreach_norm(params), torch._foreach_norm(updates))
-    return [torch.where((p > 0) & (r > 0), p / r, 1.0) for p, r in ratios]
+    """Return |p| / |r| for each parameter p and its update r, and 1 where either norm is 0.
+
+    The ratios are scalar tensors on the device of the parameters, so that the host does not wait for them.
+    """
+    param_norms = torch._foreach_norm(params)
+    update_norms = torch._foreach_norm(updates)
+    ratios = []
+    for param_norm, update_norm in zip(param_norms, update_norms):
+        is_defined = (param_norm > 0) & (update_norm > 0)
+        ratios.append(torch.where(is_defined, param_norm / update_norm, 1.0))
+    return ratios

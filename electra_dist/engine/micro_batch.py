@@ -1,15 +1,15 @@
-"""The largest micro-batch that fits (`train.micro_batch: auto`), found by measuring, never by running out of memory.
+"""Find the largest micro-batch that fits (`train.micro_batch: auto`) by measuring, never by running out of memory.
 
-Guarantee: the global batch stays what it is, and the rest of it is accumulated. The answer is kept in the run's folder
-for each kind of device and number of ranks, so that a restart on the same ones repeats the same sums bit for bit. All
-ranks take the smallest of their answers.
+Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The result is kept in the
+run's folder for each kind of device and number of ranks, so that a restart on the same ones repeats the same sums bit
+for bit. All ranks take the smallest of their results.
 
-How: one and two full rows go forward and backward through a copy of the towers without an optimizer; memory is taken
-to be a constant and so much a row. On a GPU it is the allocator's peak, on a CPU what autograd keeps. Of what is free,
-a tenth is left alone, and the training state (`engine/state_layout.py`) comes off first.
+How: one and two full rows go forward and backward through a copy of the towers without an optimizer; memory is assumed
+to be a constant plus an equal amount for each row. On a GPU it is the allocator's peak, on a CPU what autograd keeps.
+A tenth of the free memory is not used, and the training state (`engine/state_layout.py`) is subtracted first.
 
-Where it stops: communication buffers must live in that tenth. The largest is the fastest on a GPU; on a CPU it mostly
-is not. Evaluation uses the same micro-batch and keeps less.
+Limits: communication buffers must fit into that tenth. The largest micro-batch is the fastest on a GPU; on a CPU it
+mostly is not. Evaluation uses the same micro-batch and keeps less.
 """
 
 from __future__ import annotations
@@ -30,74 +30,124 @@ from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.files import replacing
 
-_LEFT_ALONE = 0.1  # of what is free
+_UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 
 
 def with_micro_batch(config: Config, module: Objective, device: torch.device) -> Config:
-    """`config` with `train.micro_batch` found. Collective.
+    """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
+
+    A size that an earlier start of the run found for this kind of device and number of ranks is taken from the run
+    folder; otherwise it is measured, and rank 0 writes it there.
 
     Args:
-        module: on the host, not yet under an engine, with its ways of saving memory set.
-        device: where it will run.
+        config: a config with `train.micro_batch: auto`; its run folder must exist.
+        module: the objective on the host, not yet under an engine, with attention, recomputation and the other
+            settings that change its memory. It is copied for the measurement and not changed.
+        device: the device of this rank.
+
+    Returns:
+        A config whose micro-batch divides the rows per rank and step, and whose global batch is unchanged.
 
     Raises:
-        UserError: not even one row fits.
+        UserError: not even one row fits on some rank.
     """
-    key = f"{device.type}, {_kind(device)}, {dist.get_world_size()} ranks"
+    key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
-    known: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
-    found = torch.tensor(known.get(key) or _largest(config, module, device), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    size = int(found)
+    known_sizes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    local_size = known_sizes.get(key) or _largest(config, module, device)
+    smallest = torch.tensor(local_size, device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    size = int(smallest)
     if size == 0:
         raise UserError(
-            "train.micro_batch auto: not one row fits into memory beside the training state; set "
-            "engine.activation_checkpointing: true, or a higher engine.zero_stage with more ranks"
+            "train.micro_batch auto: not one row fits into the free memory beside the training state; set "
+            "engine.activation_checkpointing: true, or set a higher engine.zero_stage and use more ranks"
         )
-    if dist.get_rank() == 0 and known.get(key) != size:
+    if dist.get_rank() == 0 and known_sizes.get(key) != size:
         with replacing(file) as out:
-            out.write(json.dumps(known | {key: size}, indent=1).encode() + b"\n")
+            out.write(json.dumps(known_sizes | {key: size}, indent=1).encode() + b"\n")
     train = config.train.model_copy(update={"micro_batch": size, "largest_micro_batch": False})
     return config.model_copy(update={"train": train})
 
 
 def _largest(config: Config, module: Objective, device: torch.device) -> int:
-    """The largest divisor of this rank's rows that fits; 0 if one row does not."""
+    """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
+
+    Only divisors of the rows per rank and step count. Memory is extrapolated from one and two rows.
+
+    Args:
+        config: gives the batch, the precision and the ZeRO stage.
+        module: the objective on the host.
+        device: the device of this rank.
+    """
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
-    count = sum(parameter.numel() for parameter in module.parameters())
-    state = sum(layout.bytes_per_gpu(part, count, dist.get_world_size()) for part in PARTS)
-    room = (1 - _LEFT_ALONE) * _free_bytes(device) - state
-    one, two = _measure(config, module, device)
-    rows = config.train.global_batch // dist.get_world_size()
-    fitting = [size for size in range(1, rows + 1) if rows % size == 0 and one + (size - 1) * (two - one) <= room]
-    return max(fitting, default=0)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, dist.get_world_size()) for part in PARTS)
+    available_bytes = (1 - _UNUSED_FRACTION) * _free_bytes(device) - state_bytes
+    one_row_bytes, two_rows_bytes = _measure(config, module, device)
+    extra_row_bytes = two_rows_bytes - one_row_bytes
+    rows_per_rank = config.train.global_batch // dist.get_world_size()
+    largest = 0
+    for size in range(1, rows_per_rank + 1):
+        needed_bytes = one_row_bytes + (size - 1) * extra_row_bytes
+        if rows_per_rank % size == 0 and needed_bytes <= available_bytes:
+            largest = size
+    return largest
 
 
 def _measure(config: Config, module: Objective, device: torch.device) -> tuple[int, int]:
-    """Bytes that a forward and backward of one row, and of two, add to what was there."""
-    half = config.train.precision == "bf16" and config.engine.zero_stage > 0
-    tried = copy.deepcopy(module).to(device, torch.bfloat16 if half else torch.float32).train()
-    length, special = config.data.seq_len, module.special
-    found = []
-    for size in (1, 2):
-        ids_BS = torch.randint(max(special) + 1, config.model.vocab_size, (size, length), device=device)
-        ids_BS[:, 0], ids_BS[:, -1] = special.cls, special.sep
-        first_scale, second_scale = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
-        given = StepInput(
-            ids_BS=ids_BS,
-            row_B=torch.arange(size, device=device),
-            step=0,
-            seed=config.seed,
-            first_scale=first_scale,
-            second_scale=second_scale,
-        )
-        found.append(_peak_on_gpu(tried, given) if device.type == "cuda" else _kept_on_cpu(tried, given))
-        tried.zero_grad()
-    return found[0], found[1]
+    """Return the bytes that a forward and backward pass of one row, and of two rows, add to the memory in use.
+
+    A copy of the module runs on `device` in the dtype that its parameters have under the engine; the copy itself is
+    not counted on a GPU.
+
+    Args:
+        config: gives the precision, the ZeRO stage, the row length and the seed.
+        module: the objective on the host.
+        device: where to measure.
+    """
+    has_bf16_weights = config.train.precision == "bf16" and config.engine.zero_stage > 0
+    trial = copy.deepcopy(module).to(device, torch.bfloat16 if has_bf16_weights else torch.float32).train()
+    bytes_by_rows = []
+    for num_rows in (1, 2):
+        given = _random_input(config, module, device, num_rows)
+        measured = _peak_on_gpu(trial, given) if device.type == "cuda" else _kept_on_cpu(trial, given)
+        bytes_by_rows.append(measured)
+        trial.zero_grad()
+    return bytes_by_rows[0], bytes_by_rows[1]
+
+
+def _random_input(config: Config, module: Objective, device: torch.device, num_rows: int) -> StepInput:
+    """Return an input of full rows, one example each: [CLS], random ordinary tokens, [SEP].
+
+    Args:
+        config: gives the row length, the vocabulary size and the seed.
+        module: the objective, whose special ids and loss counts are used.
+        device: where the input is made.
+        num_rows: rows of the input.
+    """
+    special = module.special
+    first_ordinary_id = max(special) + 1
+    size_BS = (num_rows, config.data.seq_len)
+    ids_BS = torch.randint(first_ordinary_id, config.model.vocab_size, size_BS, device=device)
+    ids_BS[:, 0] = special.cls
+    ids_BS[:, -1] = special.sep
+    first_scale, second_scale = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
+    return StepInput(
+        ids_BS=ids_BS,
+        row_B=torch.arange(num_rows, device=device),
+        step=0,
+        seed=config.seed,
+        first_scale=first_scale,
+        second_scale=second_scale,
+    )
 
 
 def _peak_on_gpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes by which the allocator's peak rises in one forward and backward."""
+    """Return the bytes by which the CUDA allocator's peak rises in one forward and backward pass.
+
+    Gradients that the backward pass allocates are part of it. The allocator's cache is emptied and its peak is reset.
+    """
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -106,26 +156,38 @@ def _peak_on_gpu(module: Objective, given: StepInput) -> int:
 
 
 def _kept_on_cpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes of all storages that autograd keeps for one backward."""
-    storages: dict[int, int] = {}
+    """Return the bytes of all storages that autograd keeps between one forward and its backward pass.
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    A storage that several tensors share counts once. Parameters that the backward pass reads are part of it.
+    """
+    bytes_by_address: dict[int, int] = {}
+
+    def record_storage(tensor: torch.Tensor) -> torch.Tensor:
+        """Record the storage of a tensor that autograd keeps, and return the tensor unchanged."""
+        storage = tensor.untyped_storage()
+        bytes_by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda tensor: tensor):
         loss = module(given).loss
     loss.backward()
-    return sum(storages.values())
+    return sum(bytes_by_address.values())
 
 
 def _free_bytes(device: torch.device) -> float:
+    """Return the memory that this rank can still allocate, in bytes.
+
+    On a GPU it is the free memory of the device; on a CPU it is an equal share of the host memory for each rank of
+    the node (the environment variable LOCAL_WORLD_SIZE; one rank without it).
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return psutil.virtual_memory().available / ranks_on_node
 
 
-def _kind(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
+    """Return what identifies a kind of device: the GPU's model, or the size of the host memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

@@ -10,6 +10,19 @@ from electra_dist.config import OptimizerConfig
 
 
 def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> float:
-    """Learning rate of the update that turns `step` finished steps into `step` + 1."""
-    warmup = min(1.0, step / optimizer.warmup_steps) if optimizer.warmup_steps else 1.0
-    return optimizer.lr * warmup * max(0.0, 1.0 - step / num_steps) ** optimizer.decay_power
+    """Return the learning rate of the update that follows after `step` finished steps.
+
+    It is `lr * min(1, step / warmup_steps) * (1 - step / num_steps) ** decay_power`, as in google-research/electra
+    (model/optimization.py). The decay begins at step 0, so the peak is slightly below `lr`. The first update has a
+    learning rate of 0, unless `warmup_steps` is 0. At `num_steps` and beyond it is 0, unless `decay_power` is 0.
+
+    Args:
+        step: optimizer steps done, from 0.
+        num_steps: optimizer steps of the whole run.
+        optimizer: gives `lr`, `warmup_steps` and `decay_power`.
+    """
+    warmup = 1.0
+    if optimizer.warmup_steps:
+        warmup = min(1.0, step / optimizer.warmup_steps)
+    decay = max(0.0, 1.0 - step / num_steps)
+    return optimizer.lr * warmup * decay**optimizer.decay_power

@@ -1,11 +1,11 @@
-"""The switch of two-stage training: the discriminator becomes a copy of the generator, and the generator rests.
+"""Two-stage training: at the switch the discriminator becomes a copy of the generator, which is then frozen.
 
 Guarantee: at the step `objective.generator_only_steps`, before its forward, every fp32 master of the discriminator and
-its embeddings equals the generator's, bit for bit, with moments of zero, at any ZeRO stage and number of ranks. Who
-rests has a learning rate of 0, so neither momentum nor decay moves it. A run that is stopped and started again on
-either side of the step, or at it, repeats an uninterrupted one: a checkpoint of that step is of before the switch.
+its embeddings equals the generator's, bit for bit, with moments of zero, at any ZeRO stage and number of ranks. The
+inactive tower has learning rate 0, so neither momentum nor decay moves it. A run that is stopped and started again
+before, at or after the switch repeats an uninterrupted one: a checkpoint of that step holds the state before the copy.
 
-Cost: one all-reduce of each copied parameter, once a run.
+Cost: one all-reduce of each copied parameter, once per run.
 """
 
 from __future__ import annotations
@@ -18,52 +18,87 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish
 
+# Name prefixes: parameters of the generator, and what they are copied to.
 _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "towers.discriminator_embeddings."}
 
 
 class Stages:
-    """Which tower learns at a step. Does nothing where both always do."""
+    """The schedule of two-stage training, which switches the learning tower.
+
+    Call `enter` before every step. For a run without two-stage training it does nothing.
+    """
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
-        self._engine, self._first_steps = engine, objective.generator_only_steps
-        self._in_first: bool | None = None  # at the last step
+        """Keep the engine; no parameter and no learning rate changes before the first `enter`.
+
+        Args:
+            engine: its parameter groups must be those of `parameter_groups` for a `TwoStageDetection`.
+            objective: gives `generator_only_steps`; 0 means that both towers learn together.
+        """
+        self._engine = engine
+        self._first_steps = objective.generator_only_steps
+        self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
 
     def enter(self, step: int) -> bool:
-        """Call it before every step, skipped ones too; says whether the second stage begins here. Collective."""
+        """Set the learning rates for `step` and, if the second stage begins at it, copy the generator. Collective.
+
+        Call it before every step, also before a step that is skipped. After a restart the first call restores the
+        learning rates of the stage.
+
+        Args:
+            step: number of the step that is about to run, from 0.
+
+        Returns:
+            True if the second stage begins at `step`: the loss is another one from now on.
+        """
         if not self._first_steps:
             return False
-        in_first, optimizer = step < self._first_steps, self._engine.optimizer
+        in_first = step < self._first_steps
         if in_first != self._in_first:
             self._in_first = in_first
-            for group in optimizer.param_groups:
-                group["lr_scale"] = float(group["is_generators"] == in_first)
-            if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-                # It keeps the last gradient of a parameter that has none now, and counts it in the norm.
-                optimizer.grad_partitions_flat_buffer.zero_()
-        if step == self._first_steps:
+            self._activate_tower(is_generator=in_first)
+        is_switch = step == self._first_steps
+        if is_switch:
             copy_generator(self._engine)
-        return step == self._first_steps
+        return is_switch
+
+    def _activate_tower(self, *, is_generator: bool) -> None:
+        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for the other tower's."""
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr_scale"] = float(group["is_generators"] == is_generator)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            # Stage 3 keeps the last gradient of a parameter that has none now, and counts it in the norm.
+            optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def copy_generator(engine: Engine) -> None:
-    """Overwrite the discriminator's and its embeddings' masters by the generator's. Collective."""
-    module, optimizer = engine.deepspeed.module, engine.optimizer
+    """Copy the generator and its embeddings over the discriminator's, and set the copies' moments to zero. Collective.
+
+    The copied values are the fp32 masters, so the copy is exact at every ZeRO stage. Each parameter is assembled on
+    all ranks by one all-reduce over a buffer of its whole size. Parameters of the discriminator that the generator
+    does not have (its head) stay as they are.
+    """
+    module = engine.deepspeed.module
+    optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
     owned = {fragment.name: fragment for fragment in owned_fragments(module, optimizer)}
     for name, shape in parameter_shapes(module).items():
         prefix = next((prefix for prefix in _COPIES if name.startswith(prefix)), None)
         if prefix is None:
             continue
+        # Each element is owned by exactly one rank and zero on the others, so that the sum is the master itself.
         whole = torch.zeros(torch.Size(shape).numel(), device=engine.device)
         if name in owned:
             source = owned[name]
             whole[source.start : source.start + source.numel] = source.views["master"]
         dist.all_reduce(whole)
         target = held.get(_COPIES[prefix] + name.removeprefix(prefix))
-        if target is not None:
-            for kind, view in target.views.items():
-                if kind == "master":
-                    view.copy_(whole[target.start : target.start + target.numel])
-                else:
-                    view.zero_()
+        if target is None:
+            continue  # this rank holds no part of it
+        for kind, view in target.views.items():
+            if kind == "master":
+                view.copy_(whole[target.start : target.start + target.numel])
+            else:
+                view.zero_()
     publish(optimizer)

@@ -1,1 +1,1 @@
-"""What a pretrained encoder is worth: GLUE, SQuAD, any task from a file, linear probes and minimal pairs."""
+"""Evaluation of pretrained encoders: fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""

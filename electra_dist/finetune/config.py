@@ -1,10 +1,12 @@
-"""The settings of a fine-tuning run: one frozen section, with the reference's values as defaults.
+"""Settings of a fine-tuning run: one frozen config section whose defaults are the reference's values.
 
-Guarantee: `settings_for` gives what google-research/electra (configure_finetuning.py) uses for a task and a size: 3
-epochs of batches of 32 at length 128; RTE and STS 10 epochs; SQuAD 2 epochs at length 512; lr 1e-4 with layer decay
-0.8, from a width of 1024 on (Large) 5e-5 and 0.9. `--set key=value` comes last.
+Guarantee: `settings_for` returns what google-research/electra (configure_finetuning.py) uses for a task and a model
+size: 3 epochs of batches of 32 examples at length 128; 10 epochs for RTE and STS; 2 epochs at length 512 for SQuAD;
+lr 1e-4 with layer decay 0.8, or 5e-5 and 0.9 from a width of 1024 on (Large). `--set key=value` overrides are applied
+last.
 
-Where it stops: the paper's Table 7 differs from the code for Small (lr 3e-4, no weight decay): give it by --set.
+Limits: for Small, the paper's Table 7 differs from the reference code (lr 3e-4, no weight decay). Pass
+`--set lr=3e-4 --set weight_decay=0` to use the paper's values.
 """
 
 from __future__ import annotations
@@ -19,96 +21,152 @@ from pydantic import Field, ValidationError
 from electra_dist.config import Positive, Probability, Section
 from electra_dist.errors import UserError
 
-LARGE_WIDTH = 1024
+LARGE_WIDTH = 1024  # hidden size from which the reference's settings for Large are used
 
 
 class FinetuneConfig(Section):
-    """How an encoder is fine-tuned."""
+    """Settings of fine-tuning: optimizer, schedule, head, dropout, lengths and SQuAD's windows.
 
-    lr: Annotated[float, Field(gt=0)] = Field(default=1e-4, description="peak learning rate of the head")
+    The defaults are the reference's for a Base-size model on a GLUE task; `settings_for` adapts them to the task and
+    the model.
+    """
+
+    lr: Annotated[float, Field(gt=0)] = Field(
+        default=1e-4,
+        description="peak learning rate of the head; lower layers have less, see layer_decay. "
+        "The default is the reference's up to Base; Large uses 5e-5",
+    )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.8, description="factor of lr from each layer to the one below it"
+        default=0.8,
+        description="factor on the learning rate from each layer to the one below; 1: all layers have the same rate",
     )
     lr_decay_quirk: bool = Field(
         default=True,
-        description="the reference's: the top layer gets layer_decay^2, as if a pooler lay between it and the head; "
-        "false: layer_decay",
+        description="true: the top layer's rate is lr * layer_decay^2, as in the reference, which counts a pooler "
+        "between the top layer and the head that does not exist; false: lr * layer_decay",
     )
-    epochs: Annotated[float, Field(gt=0)] = Field(default=3.0, description="passes over the training examples")
-    batch: Positive = Field(default=32, description="examples (SQuAD: windows) per step")
+    epochs: Annotated[float, Field(gt=0)] = Field(
+        default=3.0, description="passes over the training examples; fractions are allowed"
+    )
+    batch: Positive = Field(default=32, description="examples per optimizer step (for SQuAD: windows per step)")
     warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="share of the steps with linear warm-up; overlaps the linear decay to 0"
+        default=0.1,
+        description="share of all steps during which the learning rate rises linearly from 0; the linear decay to 0 "
+        "runs over all steps, including these",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.01, description="decoupled, times lr; not on LayerNorm and bias"
+        default=0.01,
+        description="decoupled weight decay (AdamW), multiplied by the learning rate; LayerNorm weights and biases "
+        "are not decayed",
     )
-    clip_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="bound of the global gradient norm")
-    beta1: Probability = Field(default=0.9, description="decay of the first moment")
-    beta2: Probability = Field(default=0.999, description="decay of the second moment")
-    eps: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="added to the root of the second moment")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="upper bound of the global gradient norm; larger gradients are scaled down to it"
+    )
+    beta1: Probability = Field(default=0.9, description="AdamW's decay rate of the first moment")
+    beta2: Probability = Field(default=0.999, description="AdamW's decay rate of the second moment")
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-6, description="AdamW's epsilon, added to the square root of the second moment"
+    )
     head: Literal["reference", "dense"] = Field(
         default="reference",
-        description="reference: dropout, out; dense: dropout, dense, GELU, dropout, out (Hugging Face's)",
+        description="layers of the classification head. reference: dropout, linear; dense: dropout, linear, GELU, "
+        "dropout, linear, as in Hugging Face's ElectraForSequenceClassification",
     )
-    head_dropout: Probability = Field(default=0.1, description="dropout before the head's last layer")
-    hidden_dropout: Probability = Field(default=0.1, description="the encoder's dropout on sub-layer outputs")
-    attention_dropout: Probability = Field(default=0.1, description="the encoder's dropout on attention")
-    max_length: Annotated[int, Field(ge=8)] = Field(default=128, description="tokens per example or window")
-    both_orders: bool = Field(default=True, description="MRPC and STS: train on (A, B) and on (B, A)")
-    max_query: Positive = Field(default=64, description="SQuAD: tokens of a question that are used")
-    doc_stride: Positive = Field(default=128, description="SQuAD: tokens from one window's start to the next one's")
-    max_answer: Positive = Field(default=30, description="SQuAD: longest answer, in tokens")
-    beam: Positive = Field(default=20, description="SQuAD: starts tried, and ends tried for each")
-    span_width: Positive = Field(default=512, description="SQuAD: width of the hidden layers of the head")
+    head_dropout: Probability = Field(
+        default=0.1, description="dropout probability before each linear layer of the classification head"
+    )
+    hidden_dropout: Probability = Field(
+        default=0.1, description="dropout probability on the encoder's embeddings and sub-layer outputs"
+    )
+    attention_dropout: Probability = Field(
+        default=0.1, description="dropout probability on the encoder's attention probabilities"
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(
+        default=128,
+        description="longest example or SQuAD window, in tokens with [CLS] and [SEP]; longer examples are truncated. "
+        "At most the model's max_positions",
+    )
+    both_orders: bool = Field(
+        default=True,
+        description="for tasks with symmetric pairs (MRPC, STS): train on (A, B) and on (B, A), which doubles the "
+        "training examples",
+    )
+    max_query: Positive = Field(
+        default=64, description="SQuAD: longest question, in tokens; longer questions are truncated"
+    )
+    doc_stride: Positive = Field(
+        default=128, description="SQuAD: distance between the starts of neighbouring windows of a passage, in tokens"
+    )
+    max_answer: Positive = Field(default=30, description="SQuAD: longest answer that is predicted, in tokens")
+    beam: Positive = Field(
+        default=20,
+        description="SQuAD: number of answer starts that are tried, and of answer ends for each start",
+    )
+    span_width: Positive = Field(
+        default=512, description="SQuAD: width of the hidden layers for the answer's end and for answerability"
+    )
     answerable_weight: Annotated[float, Field(ge=0)] = Field(
-        default=0.5, description="SQuAD: weight of the answerability loss"
+        default=0.5, description="SQuAD: weight of the answerability loss, added to the loss of start and end"
     )
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """The reference's settings for `task` (`squad1`, `rte`, ...) with `key=value` overrides.
+    """Return the reference's settings for a task and a model size, with overrides applied last.
 
     Args:
-        task: name on the command line.
-        width: the encoder's hidden size.
-        max_positions: rows of its position table, a bound of `max_length`.
-        overrides: as given to --set.
+        task: name of the task on the command line, such as `squad1` or `rte`.
+        width: hidden size of the encoder, in features; from 1024 on, the settings for Large are used.
+        max_positions: rows of the model's position table, the upper bound of `max_length` in tokens.
+        overrides: `key=value` texts from `--set`; values are parsed as YAML.
 
     Raises:
-        UserError: an unknown key, a value that does not fit, or a length that the model lacks.
+        UserError: an unknown key, a value that is not valid, or a `max_length` above `max_positions`.
     """
+    values = _reference_values(task, width, max_positions)
+    for text in overrides:
+        values |= _parse_override(text)
+    try:
+        settings = FinetuneConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"--set {key}={first['input']}: {first['msg']}; correct the value") from None
+    if settings.max_length > max_positions:
+        raise UserError(
+            f"max_length {settings.max_length}: the model has {max_positions} positions; "
+            f"set max_length={max_positions} or less (--set max_length={max_positions})"
+        )
+    return settings
+
+
+def _reference_values(task: str, width: int, max_positions: int) -> dict[str, Any]:
+    """Return the values in which a task or a model size differs from the defaults of `FinetuneConfig`."""
     values: dict[str, Any] = {}
     if width >= LARGE_WIDTH:
         values |= {"lr": 5e-5, "layer_decay": 0.9}
     if task.startswith("squad"):
         values |= {"epochs": 2.0, "max_length": min(512, max_positions)}
     else:
-        values |= {"epochs": 10.0 if task in ("rte", "stsb") else 3.0, "max_length": min(128, max_positions)}
-    for text in overrides:
-        values |= _parse(text)
-    try:
-        settings = FinetuneConfig.model_validate(values)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise UserError(f"--set {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
-    if settings.max_length > max_positions:
-        raise UserError(
-            f"max_length {settings.max_length}: the model has {max_positions} positions; "
-            f"--set max_length={max_positions}"
-        )
-    return settings
+        epochs = 10.0 if task in ("rte", "stsb") else 3.0
+        values |= {"epochs": epochs, "max_length": min(128, max_positions)}
+    return values
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse_override(text: str) -> dict[str, Any]:
+    """Parse one `key=value` override into {key: value}, the value read as YAML.
+
+    Raises:
+        UserError: no `=`, an unknown key (the nearest valid one is suggested), or a value that is not YAML.
+    """
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
-        raise UserError(f"--set {text}: expected key=value, for example --set lr=3e-4")
+        raise UserError(f"--set {text}: expected key=value; write it as in --set lr=3e-4")
     if key not in FinetuneConfig.model_fields:
         near = difflib.get_close_matches(key, FinetuneConfig.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else f"valid: {', '.join(FinetuneConfig.model_fields)}"
+        hint = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(FinetuneConfig.model_fields)}"
         raise UserError(f"--set {text}: unknown key `{key}`; {hint}")
     try:
         return {key: yaml.safe_load(value)}
     except yaml.YAMLError:
-        raise UserError(f"--set {text}: the value is not valid YAML; quote it") from None
+        raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes") from None

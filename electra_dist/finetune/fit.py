@@ -1,17 +1,17 @@
-"""The loop: a task model, examples as ids, and nothing else. One process, one device.
+"""Training and prediction loops for fine-tuning: one process, one device.
 
-Guarantee: what step t sees (rows, dropout) depends on (seed, t) and the settings only, so a seed that was interrupted
-and starts again ends in the same numbers: on a CPU with as many threads bit for bit. Rows come from one infinite
-sequence, a new keyed permutation each pass; step t is its rows [t * batch, (t + 1) * batch), and there are
-int(examples * epochs / batch) steps, at least one.
+Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A seed that was interrupted
+and is started again therefore ends with the same numbers: bit for bit on a CPU with the same number of threads. Rows
+come from one infinite sequence, a new keyed permutation in each pass; step t takes its rows
+[t * batch, (t + 1) * batch). There are int(examples * epochs / batch) steps, at least one.
 
-How: fp32 on a CPU; on a GPU fp32 weights and bf16 autocast. Batches are padded to their longest row and that to a
-multiple of 8. Prediction goes through the rows by length.
+How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
+multiple of 8. Prediction processes the rows in order of length.
 
-Cost: one forward and backward of the encoder a step; the loss is looked at every 16 steps, so the device is rarely
-waited for.
+Cost: one forward and backward of the encoder per step; losses are copied to the host every 16 steps, so the device is
+rarely synchronized.
 
-Where it stops: on a GPU the order of some sums is not fixed, so last bits may differ between two runs.
+Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import TaskModel
 from electra_dist.finetune.layerwise import layerwise_adamw, schedule, set_step
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 
 T = TypeVar("T")
 Ids = Sequence[Sequence[int]]
-Progress = Callable[[str, int, int], None]  # what is being done, parts done, parts in all
+Progress = Callable[[str, int, int], None]  # called with (activity, parts done, parts in total)
 
-_KEYED_DROPOUT = 2**32 - 1  # no step: apart from the seeds of torch's own dropout
-_PAD_TO = 8
-_LOOK_EVERY = 16  # steps between looks at the loss
+# The seed of the keyed dropout is derived with this number where torch's dropout uses the step. No step reaches it,
+# so the two kinds of dropout never share a seed.
+_KEYED_DROPOUT = 2**32 - 1
+_PAD_TO = 8  # padded lengths are multiples of this, in tokens
+_CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronizes with the device
 
 
 class Examples(NamedTuple):
-    """Rows of ids without padding, and their targets."""
+    """Training examples: one row of token ids without padding per example, and one target per row."""
 
     ids: Ids
-    target_NK: torch.Tensor  # int64, or fp32 for numbers
+    target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
 
 
 class Diverged(Exception):
-    """The loss is no number any more."""
+    """The training loss became NaN or infinite; the message names the step."""
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Progress for callers that show none."""
+    """Ignore a progress report; the default `progress` of functions whose caller shows none."""
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
-    """Steps of a run."""
+    """Return the number of optimizer steps for `num_examples` rows: rounded down, at least 1."""
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
 
@@ -66,38 +68,44 @@ def fit(
     seed: int,
     progress: Progress = quiet,
 ) -> float:
-    """Train `model` where it is; returns the mean loss of the last tenth of the steps.
+    """Train `model` in place, on the device where its parameters are.
+
+    Args:
+        model: an encoder with a task head; left in training mode.
+        num_layers: transformer layers of the encoder, for the layer-wise learning rates.
+        examples: the training rows and their targets, on the host.
+        settings: schedule, batch size and optimizer settings.
+        seed: determines the order of the rows and the dropout. Torch's global generator is restored at the end.
+        progress: called every 16 steps, and after the last, with ("train", steps done, steps in total).
+
+    Returns:
+        The mean training loss of the last tenth of the steps (of the last step if there are fewer than 20).
 
     Raises:
-        Diverged: the loss became NaN or infinite; names the step.
+        Diverged: the loss became NaN or infinite; the message names the step.
     """
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     optimizer = layerwise_adamw(model, num_layers, settings)
-    rows = row_sequence(len(examples.ids), seed)
+    row_numbers = row_sequence(len(examples.ids), seed)
     losses: list[torch.Tensor] = []
     model.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for step in range(num_steps):
-            chosen = [next(rows) for _ in range(settings.batch)]
-            ids_BS = padded([examples.ids[row] for row in chosen], model.backbone.special.pad).to(device)
-            target_BK = examples.target_NK[chosen].to(device)
-            torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
-            row_B = torch.arange(len(chosen), device=device)
-            noise = Noise(derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT), step, row_B, "auto")
-            with autocast(device):
-                loss = model(ids_BS, target_BK, noise)
+            batch_rows = [next(row_numbers) for _ in range(settings.batch)]
+            loss = _batch_loss(model, examples, batch_rows, seed, step)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm, foreach=True)
             set_step(optimizer, schedule(step, num_steps, settings))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-            if step % _LOOK_EVERY == 0 or step == num_steps - 1:
-                _check(losses, step)
+            is_last = step == num_steps - 1
+            if step % _CHECK_EVERY == 0 or is_last:
+                _check_finite(losses)
                 progress("train", step + 1, num_steps)
-    last = losses[-max(1, num_steps // 10) :]
-    return float(torch.stack(last).mean())
+    last_losses = losses[-max(1, num_steps // 10) :]
+    return float(torch.stack(last_losses).mean())
 
 
 @torch.no_grad()
@@ -109,7 +117,20 @@ def predict(
     device: torch.device,
     progress: Progress = quiet,
 ) -> Iterator[tuple[list[int], T]]:
-    """(numbers of the rows, what `function` makes of their padded ids [B, S]) until every row has been seen once."""
+    """Apply `function` to all rows in batches, longest rows first, without gradients.
+
+    Args:
+        function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast.
+        ids: rows of token ids without padding.
+        pad: id of the padding token.
+        batch: rows per batch; the last batch may have fewer.
+        device: where the ids are copied to.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Yields:
+        (row numbers, output of `function`) for each batch. Every row occurs exactly once, but not in the order of
+        `ids`: the caller uses the row numbers to put the outputs back in order.
+    """
     by_length = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
     for start in range(0, len(ids), batch):
         rows = by_length[start : start + batch]
@@ -120,7 +141,7 @@ def predict(
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
-    """Row numbers without end: one permutation of all after another."""
+    """Yield row numbers without end: a new permutation of all rows in each pass, keyed by (seed, pass)."""
     epoch = 0
     while True:
         generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
@@ -129,18 +150,34 @@ def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
 
 
 def padded(rows: Ids, pad: int) -> torch.Tensor:
-    """[B, S] int64."""
-    length = -(-max(map(len, rows)) // _PAD_TO) * _PAD_TO
+    """Return the rows as one int64 tensor [B, S], filled with `pad`; S is the longest row, rounded up to 8."""
+    longest = max(len(row) for row in rows)
+    length = math.ceil(longest / _PAD_TO) * _PAD_TO
     return torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bf16 on a GPU, nothing on a CPU."""
+    """Return a context that runs in bf16 autocast on a GPU and changes nothing on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _check(losses: Sequence[torch.Tensor], step: int) -> None:
-    for back, loss in enumerate(torch.stack(list(losses[-_LOOK_EVERY:])).tolist()):
+def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
+    """Return the mean loss of the given rows as a scalar with gradient; seeds both kinds of dropout for `step`."""
+    device = next(model.parameters()).device
+    ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
+    target_BK = examples.target_NK[list(rows)].to(device)
+    torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
+    row_B = torch.arange(len(rows), device=device)
+    dropout_keys = DropoutKeys(derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT), step, row_B, "auto")
+    with autocast(device):
+        loss: torch.Tensor = model(ids_BS, target_BK, dropout_keys)
+    return loss
+
+
+def _check_finite(losses: Sequence[torch.Tensor]) -> None:
+    """Raise `Diverged` for the first non-finite loss among the last 16; `losses` holds one scalar for every step."""
+    recent = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
+    first_step = len(losses) - len(recent)
+    for step, loss in enumerate(recent, start=first_step):
         if not math.isfinite(loss):
-            first = step + 1 - min(_LOOK_EVERY, len(losses)) + back
-            raise Diverged(f"the loss is {loss} at step {first}")
+            raise Diverged(f"the loss is {loss} at step {step}; lower lr or raise warmup_fraction")

@@ -1,8 +1,8 @@
-"""Scores of predictions, by scikit-learn and scipy; a probe's linear model; the word for a run that learnt nothing.
+"""Metrics of predictions (scikit-learn, scipy), detection of degenerate predictions, and the linear model of a probe.
 
-Guarantee: accuracy, Matthews correlation and F1 (of label 1 where there are two labels, the mean over labels where
-there are more), Pearson and Spearman, as fractions. Where a correlation is undefined because all predictions are equal
-it counts as 0, and `degenerate` names the fact.
+Guarantee: all metrics are fractions. Classification has accuracy, Matthews correlation and F1 (of label 1 if there are
+two labels, otherwise the unweighted mean over labels); regression has Pearson and Spearman. A correlation that is
+undefined, because all predictions are equal, counts as 0, and `degenerate` describes the case.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ try:
     from scipy import stats
     from sklearn import metrics as sk
 except ImportError as error:
-    raise UserError(f"{error}; fine-tuning needs `pip install electra-dist[finetune]`") from None
+    raise UserError(f"{error}; install what fine-tuning needs: run `pip install electra-dist[finetune]`") from None
 
-PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # of a probe: L2, on standardised features
+PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on standardized features
 
 
 def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> dict[str, float]:
-    """`accuracy`, `mcc` and `f1` of label numbers [N]."""
+    """Return `accuracy`, `mcc` (Matthews correlation) and `f1` of predicted label numbers, as fractions.
+
+    Args:
+        predicted: predicted label numbers, [N].
+        true: correct label numbers, [N].
+        num_labels: number of labels of the task. With 2, F1 is that of label 1; with more, the mean over all labels.
+    """
     labels = list(range(num_labels))
     average = "binary" if num_labels == 2 else "macro"
     return {
@@ -35,7 +41,7 @@ def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: 
 
 
 def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """`pearson` and `spearman` of numbers [N]."""
+    """Return the `pearson` and `spearman` correlations of two arrays [N]; both are 0 if either array is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return {"pearson": 0.0, "spearman": 0.0}
     return {
@@ -45,7 +51,12 @@ def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, flo
 
 
 def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
-    """One line if all predictions are equal, else nothing; `labels` is empty for numbers."""
+    """Return a one-line description if all predictions are equal, otherwise an empty string.
+
+    Args:
+        predicted: label numbers or predicted values, [N]. Fewer than two predictions are never degenerate.
+        labels: names of the labels; empty for a regression.
+    """
     if len(predicted) < 2 or np.ptp(predicted) > 0:
         return ""
     value = f"`{labels[int(predicted[0])]}`" if labels else f"{float(predicted[0]):.4g}"
@@ -60,43 +71,74 @@ def linear_outputs(
     num_distinct: int,
     metric: str,
 ) -> dict[str, np.ndarray]:
-    """Outputs [M, L] of a linear model for each set of features [M, F] in `dev`, as a head would give them.
+    """Fit a linear model to frozen features and return its outputs, in the form of a head's outputs.
 
-    The penalty is the one of `PENALTIES` whose fit to nine tenths of the training data has the best `metric` on the
-    last tenth; the smallest of equals.
+    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. The penalty is
+    the one of `PENALTIES` whose fit to nine tenths of the training data has the best `metric` on the last tenth; the
+    smallest one of equals. The final model is fitted to all training data. Nothing depends on a seed.
 
     Args:
-        train_NF: features.
-        target_N: label numbers, or numbers for a ridge regression.
-        dev: features to predict for.
-        num_labels: 0 for a regression.
-        num_distinct: rows i and i + num_distinct are the two orders of one pair, never to be told apart.
-        metric: a key of `classification_metrics` or `regression_metrics`.
+        train_NF: training features.
+        target_N: label numbers, or numbers for a regression.
+        dev: name -> features [M, F] to predict for.
+        num_labels: number of labels; 0 for a regression.
+        num_distinct: number of distinct examples. Rows i and i + num_distinct are the two orders of one pair and stay
+            on the same side of the split.
+        metric: a key of `classification_metrics` or of `regression_metrics`, by which the penalty is chosen.
+
+    Returns:
+        Name -> log-probabilities [M, num_labels], -inf for a label without training examples; or predicted numbers
+        [M, 1] for a regression.
     """
-    from sklearn.linear_model import LogisticRegression, Ridge
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    def fitted(penalty: float, rows: np.ndarray) -> Any:
-        linear = LogisticRegression(C=1.0 / penalty, max_iter=1000) if num_labels else Ridge(alpha=penalty)
-        return make_pipeline(StandardScaler(), linear).fit(train_NF[rows], target_N[rows])
-
-    def score(predicted: np.ndarray) -> float:
-        if not num_labels:
-            return regression_metrics(predicted, target_N[held])[metric]
-        return classification_metrics(predicted, target_N[held], num_labels)[metric]
-
-    everything = np.arange(len(train_NF))
-    is_held = np.random.default_rng(0).permutation(num_distinct)[everything % num_distinct] < num_distinct // 10
-    held, rest = everything[is_held], everything[~is_held]
-    best = PENALTIES[0]
-    if len(held) and (not num_labels or len(np.unique(target_N[rest])) > 1):
-        best = max(PENALTIES, key=lambda penalty: score(fitted(penalty, rest).predict(train_NF[held])))
-    model = fitted(best, everything)
-    if not num_labels:
+    is_held_N = _held_out_rows(len(train_NF), num_distinct)
+    penalty = _best_penalty(train_NF, target_N, is_held_N, num_labels, metric)
+    model = _fit_linear(train_NF, target_N, penalty, num_labels)
+    if num_labels == 0:
         return {name: model.predict(features)[:, None] for name, features in dev.items()}
-    # A label that the training data lack has no column in scikit-learn's answer.
+    # scikit-learn's output has columns for the labels of the training data only.
     outputs = {name: np.full((len(features), num_labels), -np.inf) for name, features in dev.items()}
     for name, features in dev.items():
         outputs[name][:, model.classes_.astype(int)] = model.predict_log_proba(features)
     return outputs
+
+
+def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
+    """Return a bool mask [num_rows] of a fixed random tenth of the distinct examples, both orders of a pair alike."""
+    example_N = np.arange(num_rows) % num_distinct
+    is_held_N: np.ndarray = np.random.default_rng(0).permutation(num_distinct)[example_N] < num_distinct // 10
+    return is_held_N
+
+
+def _best_penalty(
+    train_NF: np.ndarray, target_N: np.ndarray, is_held_N: np.ndarray, num_labels: int, metric: str
+) -> float:
+    """Return the penalty with the best `metric` on the held-out rows; the smallest penalty if it cannot be measured.
+
+    It cannot be measured if no row is held out, or if the rows to fit have one label only.
+    """
+    held_NF = train_NF[is_held_N]
+    held_target_N = target_N[is_held_N]
+    fit_NF = train_NF[~is_held_N]
+    fit_target_N = target_N[~is_held_N]
+    if len(held_NF) == 0:
+        return PENALTIES[0]
+    if num_labels > 0 and len(np.unique(fit_target_N)) < 2:
+        return PENALTIES[0]
+
+    def held_out_score(penalty: float) -> float:
+        predicted_N = _fit_linear(fit_NF, fit_target_N, penalty, num_labels).predict(held_NF)
+        if num_labels == 0:
+            return regression_metrics(predicted_N, held_target_N)[metric]
+        return classification_metrics(predicted_N, held_target_N, num_labels)[metric]
+
+    return max(PENALTIES, key=held_out_score)
+
+
+def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
+    """Fit standardization and a linear model, and return the scikit-learn pipeline; `num_labels` 0 is a regression."""
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    linear = Ridge(alpha=penalty) if num_labels == 0 else LogisticRegression(C=1.0 / penalty, max_iter=1000)
+    return make_pipeline(StandardScaler(), linear).fit(features_NF, target_N)

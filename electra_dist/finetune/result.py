@@ -1,7 +1,8 @@
-"""The result of one seed of one task, and what many of them come to.
+"""Result of one seed of one task, and the summary over seeds.
 
-A seed has failed if its loss diverged or all its predictions are equal: it is named, and a degenerate one's score
-stays in the median, which is what a user who trains once would meet. A diverged one has no score.
+Guarantee: a seed counts as failed if its loss diverged or if all its predictions are equal, and is listed with the
+reason. The score of a degenerate seed (all predictions equal) stays in the median, because a user who trains once may
+get it. A diverged seed has no score.
 """
 
 from __future__ import annotations
@@ -13,57 +14,61 @@ from typing import Any
 
 from rich.table import Table
 
-GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight of the paper's tables
+GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One seed of one task."""
+    """Result of one seed of one task: one line of results.jsonl."""
 
     task: str
-    seed: int
-    mode: str  # finetune or probe
-    identity: str  # digest of model, data and settings: results of another identity are of something else
-    metric: str  # name of the score
-    score: float | None  # None where the loss diverged
+    seed: int  # 0 for a probe, which has no seeds
+    mode: str  # "finetune" or "probe"
+    identity: str  # digest of model, data and settings; a result with another identity is not comparable
+    metric: str  # name of the score among `metrics`
+    score: float | None  # None if the loss diverged
     metrics: dict[str, float]
-    failure: str  # empty for a good seed
-    train_loss: float | None  # mean of the last tenth of the steps; None for probes
+    failure: str  # why the seed counts as failed; empty for a good seed
+    train_loss: float | None  # mean of the last tenth of the steps; None for a probe or a diverged seed
     steps: int
     examples: int  # training examples or windows
     seconds: float
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:
-        """From a line of results.jsonl."""
+        """Build the result from a line of results.jsonl, whose keys are the field names."""
         return cls(**record)
 
     def numbers(self) -> dict[str, Any]:
-        """Everything but the time it took: what must repeat."""
+        """Return all fields except `seconds`: the part that is equal when the same seed is computed again."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedSummary:
-    """All seeds of one task."""
+    """Summary of one task over its seeds; `median`, `low` and `high` are None if every seed diverged."""
 
     task: str
-    mode: str
-    metric: str
+    mode: str  # "finetune" or "probe"
+    metric: str  # name of the score
     median: float | None
     low: float | None
     high: float | None
-    scores: list[float | None]  # by seed
-    medians: dict[str, float]  # of every metric
-    failed: dict[int, str]  # seed -> why
-    seconds: float
+    scores: list[float | None]  # in the order of the seeds; None for a diverged seed
+    medians: dict[str, float]  # metric -> median over the seeds that have it
+    failed: dict[int, str]  # seed -> why it counts as failed
+    seconds: float  # total over the seeds
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """The summary of the results of one task, in the order of their seeds."""
+    """Summarize the results of one task over its seeds.
+
+    Args:
+        results: at least one result, all of the same task and mode, in any order.
+    """
     results = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in results if result.score is not None]
-    names = next((list(result.metrics) for result in results if result.metrics), [])
+    metric_names = next((list(result.metrics) for result in results if result.metrics), [])
     return SeedSummary(
         task=results[0].task,
         mode=results[0].mode,
@@ -72,34 +77,44 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
         low=min(scores, default=None),
         high=max(scores, default=None),
         scores=[result.score for result in results],
-        medians={n: statistics.median(r.metrics[n] for r in results if n in r.metrics) for n in names},
+        medians={
+            name: statistics.median(result.metrics[name] for result in results if name in result.metrics)
+            for name in metric_names
+        },
         failed={result.seed: result.failure for result in results if result.failure},
         seconds=sum(result.seconds for result in results),
     )
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
-    """The mean of the eight medians of the paper's tables; None unless all are there."""
-    medians = {summary.task: summary.median for summary in summaries}
-    eight = [medians.get(task) for task in GLUE_AVERAGE]
-    known = [median for median in eight if median is not None]
-    return statistics.fmean(known) if len(known) == len(eight) else None
+    """Return the mean of the medians of the paper's eight GLUE tasks, as a fraction; None unless all eight exist."""
+    median_of = {summary.task: summary.median for summary in summaries}
+    medians = [median_of.get(task) for task in GLUE_AVERAGE]
+    known = [median for median in medians if median is not None]
+    if len(known) < len(GLUE_AVERAGE):
+        return None
+    return statistics.fmean(known)
 
 
 def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
-    """Scores in per cent; failed seeds by number."""
+    """Return the summaries as a table for the terminal: scores in per cent, failed seeds by number.
+
+    A last row shows the GLUE average if all eight tasks of the paper's tables are there.
+    """
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
-    for s in summaries:
-        others = ", ".join(f"{name} {percent(s, value)}" for name, value in s.medians.items() if name != s.metric)
+    for summary in summaries:
+        other_medians = [
+            f"{name} {percent(summary, value)}" for name, value in summary.medians.items() if name != summary.metric
+        ]
         table.add_row(
-            s.task,
-            s.metric,
-            percent(s, s.median),
-            percent(s, s.low),
-            percent(s, s.high),
-            str(len(s.scores)),
-            ", ".join(map(str, s.failed)) or "none",
-            others,
+            summary.task,
+            summary.metric,
+            percent(summary, summary.median),
+            percent(summary, summary.low),
+            percent(summary, summary.high),
+            str(len(summary.scores)),
+            ", ".join(map(str, summary.failed)) or "none",
+            ", ".join(other_medians),
         )
     average = glue_average(summaries)
     if average is not None:
@@ -108,7 +123,11 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
 
 
 def percent(summary: SeedSummary, value: float | None) -> str:
-    """A score as it is printed: fractions times 100, SQuAD's are per cent already."""
+    """Format a score in per cent with one decimal, "-" for None.
+
+    Scores are fractions and are multiplied by 100, except those of SQuAD, which are per cent already.
+    """
     if value is None:
         return "-"
-    return f"{value:.1f}" if summary.task.startswith("squad") else f"{100 * value:.1f}"
+    is_per_cent = summary.task.startswith("squad")
+    return f"{value:.1f}" if is_per_cent else f"{100 * value:.1f}"

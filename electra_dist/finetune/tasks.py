@@ -1,12 +1,12 @@
-"""What a task is, and the nine of GLUE and any of the user's that classify or grade one text or a pair.
+"""Fine-tuning tasks: the interface, the nine tasks of GLUE, and custom tasks on single texts or pairs.
 
-Guarantee: columns, labels, metrics and folders of the standard GLUE download, as google-research/electra reads them;
-MRPC and STS are trained on both orders of a pair. A task's `digest` is of the bytes of its files.
+Guarantee: columns, labels, metrics and folders are those of the standard GLUE download, as google-research/electra
+reads them; MRPC and STS are trained on both orders of a pair. The `digest` of a task covers the bytes of its files.
 
-Scores are those of the paper's development tables: CoLA Matthews, STS Spearman, everything else accuracy (MNLI: on
-the matched set; the mismatched one's have the prefix `mismatched_`).
+The scores are those of the paper's development tables: Matthews correlation for CoLA, Spearman for STS, accuracy for
+all others. MNLI is scored on the matched set; metrics of the mismatched set have the prefix `mismatched_`.
 
-Where it stops: one task a model. WNLI, which the reference leaves out, is read like the others.
+Limits: one task per model. WNLI, which the reference leaves out, is read like the others.
 """
 
 from __future__ import annotations
@@ -31,53 +31,61 @@ from electra_dist.pretrained.encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """What an evaluation says."""
+    """Metrics of a model on the development data, and whether the result counts as failed."""
 
-    metrics: dict[str, float]
-    failure: str  # empty, or why the run counts as failed
+    metrics: dict[str, float]  # fractions; per cent for SQuAD
+    failure: str  # why the result counts as failed, in one line; empty for a good one
 
 
 class Task(abc.ABC):
-    """Data and what to do with them. `metric` names the score among the metrics."""
+    """Interface of a fine-tuning task: its training examples, its model and its evaluation."""
 
-    name: str
-    metric: str
+    name: str  # as on the command line
+    metric: str  # name of the score among the metrics
     digest: str  # sha256 of the data and of how they are read
-    notes: list[str]  # what a user should know about the data
+    notes: list[str]  # remarks about the data for the user, one line each
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """The training examples as ids."""
+        """Return the training examples as rows of token ids with their targets."""
 
     @abc.abstractmethod
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
-        """A fresh encoder with a new head."""
+        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`."""
 
     @abc.abstractmethod
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Scores of a trained model on the development data."""
+        """Score a trained model on the development data.
+
+        Args:
+            model: a model of this task (see `model`), in evaluation mode, on any device.
+            encoder: provides the tokenizer and the special ids.
+            settings: the settings of the training; lengths and batch size are used.
+            progress: called after each batch.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """Where the examples of a task on texts are and what they mean."""
+    """Description of a task on texts: its files, their columns, its labels and its metric."""
 
     name: str
     text_a: Column
-    text_b: Column | None
+    text_b: Column | None  # None for a task on single texts
     label: Column
-    labels: tuple[str, ...] = ()  # empty: those of the training data, sorted; or a regression
+    labels: tuple[str, ...] = ()  # empty for a regression, or to use the sorted labels of the training data
     kind: Literal["classification", "regression"] = "classification"
-    span: tuple[float, float] | None = None  # of a regression's labels; none: that of the training data
-    metric: str = "accuracy"
-    symmetric: bool = False  # (A, B) means the same as (B, A)
-    folder: str = ""
-    dev_files: tuple[tuple[str, str], ...] = (("", "dev"),)  # (prefix of the metrics, name without suffix)
+    span: tuple[float, float] | None = None  # (lowest, highest) label of a regression; None: of the training data
+    metric: str = "accuracy"  # the score: a key of `classification_metrics` or `regression_metrics`
+    symmetric: bool = False  # whether (A, B) means the same as (B, A)
+    folder: str = ""  # folder of the GLUE download; empty for a custom task
+    dev_files: tuple[tuple[str, str], ...] = (("", "dev"),)  # (prefix of the metrics, file name without suffix)
 
 
-_BINARY, _NLI = ("0", "1"), ("entailment", "not_entailment")
+_BINARY = ("0", "1")
+_NLI = ("entailment", "not_entailment")
 GLUE = {
     spec.name: spec
     for spec in (
@@ -123,19 +131,31 @@ GLUE = {
 
 
 class TextTask(Task):
-    """Classification or regression of one text or a pair; see `TextSpec`."""
+    """Classification or regression task on single texts or pairs, read from files as its `TextSpec` describes."""
 
     def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None) -> None:
-        """Reads all files of the task below `data`; of the training examples at most `max_train` are taken."""
-        self.spec, self.name, self.metric = spec, spec.name, spec.metric
+        """Read the training and development files of the task.
+
+        Args:
+            spec: names of files, columns and labels.
+            data: folder of the GLUE download (the task's own folder or glue/ below it is found), or of a custom task
+                with train and dev as .tsv or .jsonl.
+            max_train: number of training examples to use, always the same ones; None for all.
+
+        Raises:
+            UserError: a file or a column is missing, or a label is unknown or not a number.
+        """
+        self.spec = spec
+        self.name = spec.name
+        self.metric = spec.metric
         self.train = self._read(data, "train")
         self.dev = {prefix: self._read(data, stem) for prefix, stem in spec.dev_files}
         files = [self.train, *self.dev.values()]
-        content = "".join(texts.sha256 for texts in files) + repr(spec)
+        digested = "".join(texts.sha256 for texts in files) + repr(spec)
         if max_train is not None:
             self.train = self.train.sample(max_train)
-            content += f", {max_train} training examples"
-        self.digest = hashlib.sha256(content.encode()).hexdigest()
+            digested += f", {max_train} training examples"
+        self.digest = hashlib.sha256(digested.encode()).hexdigest()
         self.notes = [
             f"{texts.file}: {texts.skipped} lines with too few columns are left out"
             for texts in files
@@ -148,82 +168,127 @@ class TextTask(Task):
         self.dev_target = {prefix: self._targets(texts) for prefix, texts in self.dev.items()}
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Training examples; a symmetric pair twice where `both_orders`."""
-        a, b, target = self.train.a, self.train.b, self.train_target
-        if self.spec.symmetric and settings.both_orders and b is not None:
-            a, b, target = [*a, *b], [*b, *a], torch.cat([target, target])
-        return Examples(encode_texts(a, b, encoder.tokenizer, encoder.special, settings.max_length), target)
+        """Return the training examples; symmetric pairs in both orders if `settings.both_orders` is set.
+
+        Rows i and i + len(train.a) are then the two orders of one pair.
+        """
+        first_texts = self.train.a
+        second_texts = self.train.b
+        target = self.train_target
+        if self.spec.symmetric and settings.both_orders and second_texts is not None:
+            first_texts, second_texts = [*first_texts, *second_texts], [*second_texts, *first_texts]
+            target = torch.cat([target, target])
+        ids = encode_texts(first_texts, second_texts, encoder.tokenizer, encoder.special, settings.max_length)
+        return Examples(ids, target)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """The development examples of `prefix`."""
+        """Return the examples of the development file whose metrics have `prefix`, as rows of token ids."""
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> Classifier:
-        """A classifier; with one output for a regression."""
+        """Build a classifier with one output per label, or with a single output for a regression."""
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
-        return Classifier(backbone, encoder.tower.hidden_size, len(self.labels) or 1, settings, seed)
+        return Classifier(backbone, encoder.tower.hidden_size, self._num_outputs, settings, seed)
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Metrics on every development file."""
+        """Score a trained `Classifier` on every development file; see `score` for the metrics' names."""
         assert isinstance(model, Classifier)
         device = next(model.parameters()).device
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
-            output_NL = np.zeros((len(ids), len(self.labels) or 1), np.float32)
+            output_NL = np.zeros((len(ids), self._num_outputs), np.float32)
             batches = predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress)
-            for rows, output in batches:
-                output_NL[rows] = output.cpu().numpy()
+            for rows, output_BL in batches:
+                output_NL[rows] = output_BL.cpu().numpy()
             outputs[prefix] = output_NL
         return self.score(outputs)
 
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
-        """Metrics of outputs [N, L] (logits, or [N, 1] numbers) for each prefix of the development files."""
+        """Compute the metrics of a model's outputs on the development files.
+
+        Args:
+            outputs: prefix of a development file -> outputs in the order of its examples: one value per label [N, L],
+                of which the highest is the prediction, or predicted numbers [N, 1] for a regression.
+
+        Returns:
+            The metrics of all files, each name with the prefix of its file. The outcome has failed if all predictions
+            for one of the files are equal.
+        """
         metrics: dict[str, float] = {}
-        failures = []
+        failure = ""
         for prefix, output_NL in outputs.items():
-            true = self.dev_target[prefix][:, 0].numpy()
-            predicted = output_NL.argmax(1) if self.labels else output_NL[:, 0]
+            true_N = self.dev_target[prefix][:, 0].numpy()
             if self.labels:
-                found = classification_metrics(predicted, true, len(self.labels))
+                predicted_N = output_NL.argmax(1)
+                file_metrics = classification_metrics(predicted_N, true_N, len(self.labels))
             else:
-                found = regression_metrics(predicted, true)
-            metrics |= {f"{prefix}{name}": value for name, value in found.items()}
-            failures.append(degenerate(predicted, self.labels))
-        return TaskOutcome(metrics, next(filter(None, failures), ""))
+                predicted_N = output_NL[:, 0]
+                file_metrics = regression_metrics(predicted_N, true_N)
+            metrics |= {f"{prefix}{name}": value for name, value in file_metrics.items()}
+            failure = failure or degenerate(predicted_N, self.labels)
+        return TaskOutcome(metrics, failure)
+
+    @property
+    def _num_outputs(self) -> int:
+        """Outputs of the head: one per label, or 1 for a regression."""
+        return len(self.labels) or 1
 
     def _read(self, data: Path, stem: str) -> Texts:
+        """Read the file `stem` (without suffix) of the task from `data` or, for GLUE, from its folder there."""
         spec = self.spec
-        folders = [data / spec.folder, data / "glue" / spec.folder] if spec.folder else [data]
-        suffixes = [".tsv"] if spec.folder else [".tsv", ".jsonl"]
+        if spec.folder:
+            folders = [data / spec.folder, data / "glue" / spec.folder]
+            suffixes = [".tsv"]
+        else:
+            folders = [data]
+            suffixes = [".tsv", ".jsonl"]
         file = find_file([folder / f"{stem}{suffix}" for folder in folders for suffix in suffixes])
         return read_texts(file, spec.text_a, spec.text_b, spec.label)
 
     def _targets(self, texts: Texts) -> torch.Tensor:
-        """[N, 1]: int64 numbers of the labels, or fp32 in [0, 1]."""
+        """Return the targets of a file, [N, 1]: int64 label numbers, or fp32 numbers scaled by the range of labels.
+
+        Training labels of a regression are scaled to [0, 1]; development labels may lie outside.
+        """
         if self.labels:
-            numbers = {label: number for number, label in enumerate(self.labels)}
-            for label, line in zip(texts.label, texts.line):
-                if label not in numbers:
-                    raise UserError(f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(self.labels)}")
-            return torch.tensor([numbers[label] for label in texts.label])[:, None]
-        values = _numbers(texts)
-        low, high = self.spec.span or _range(_numbers(self.train))
+            return torch.tensor(_label_numbers(texts, self.labels))[:, None]
+        values = _label_values(texts)
+        low, high = self.spec.span or _label_range(_label_values(self.train))
         return ((torch.tensor(values) - low) / (high - low))[:, None]
 
 
-def _numbers(texts: Texts) -> list[float]:
+def _label_numbers(texts: Texts, labels: Sequence[str]) -> list[int]:
+    """Return the index of each example's label in `labels`; raise UserError for an unknown label."""
+    number_of = {label: number for number, label in enumerate(labels)}
+    for label, line in zip(texts.label, texts.line):
+        if label not in number_of:
+            raise UserError(
+                f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
+                f"correct the line"
+            )
+    return [number_of[label] for label in texts.label]
+
+
+def _label_values(texts: Texts) -> list[float]:
+    """Return each example's label as a number; raise UserError for one that is not a number."""
     values = []
     for label, line in zip(texts.label, texts.line):
         try:
             values.append(float(label))
         except ValueError:
-            raise UserError(f"{texts.file}:{line}: `{label}` is no number; use --kind classification") from None
+            raise UserError(
+                f"{texts.file}:{line}: the label `{label}` is not a number; correct the line, or use classification "
+                f"(--kind classification)"
+            ) from None
     return values
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(max(values), min(values) + 1e-9)
+def _label_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest value; the highest is at least 1e-9 above, so that it can be divided by."""
+    low = min(values)
+    high = max(max(values), low + 1e-9)
+    return low, high

@@ -1,10 +1,9 @@
-"""Reading sentences and labels from TSV and JSONL, and turning them into ids.
+"""Examples from TSV and JSONL files (texts and labels), and their encoding as token ids.
 
-Guarantee: a TSV is split at tabs and nothing else (GLUE has lone quotes), a byte order mark is dropped; a column is
-named by the header, or numbered where there is none (CoLA). A label that the task does not know is one line with file
-and line number. Lines with too few columns (QQP has some) are left out and counted, as the reference does.
-
-Pairs that are too long lose the last token of the longer one until they fit, as in BERT.
+Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped. A
+column is given by its name in the header, or by its number in a file without a header (CoLA). Lines with too few
+columns (QQP has some) are left out and counted, as in the reference. Pairs that are too long lose the last token of
+the longer text until they fit, as in BERT.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from electra_dist.errors import UserError
 from electra_dist.model.rows import SpecialIds
 from electra_dist.tokenizer import WordPieceTokenizer
 
-Column = str | int
+Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
 
 
 class Texts(NamedTuple):
-    """The examples of one file."""
+    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers."""
 
     a: list[str]
-    b: list[str] | None
-    label: list[str]
-    line: list[int]  # where each is from, counted from 1
-    skipped: int  # lines with too few columns
+    b: list[str] | None  # None for a task on single texts
+    label: list[str]  # as written in the file, without surrounding white space
+    line: list[int]  # line of each example in the file, counted from 1
+    skipped: int  # number of lines that were left out because they have too few columns
     file: Path
-    sha256: str
+    sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """`size` of the examples in their order, always the same ones; all where there are no more."""
+        """Return `size` examples in the order of the file, always the same ones; all if there are no more."""
         if size >= len(self.a):
             return self
         rows = np.sort(np.random.default_rng(0).permutation(len(self.a))[:size]).tolist()
@@ -49,41 +48,52 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """The first of `places` that is there.
+    """Return the first of `places` that is a file.
 
     Raises:
-        UserError: none is; names all.
+        UserError: none of them is; the message lists all.
     """
     for place in places:
         if place.is_file():
             return place
     others = f" (nor {', '.join(map(str, places[1:]))})" if places[1:] else ""
-    raise UserError(f"{places[0]}: no such file{others}; name its folder by --data")
+    raise UserError(
+        f"{places[0]}: no such file{others}; pass the folder that contains it (--data, or --glue of a comparison)"
+    )
 
 
 def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
-    """The columns of a .tsv or .jsonl file.
+    """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
+
+    Args:
+        file: UTF-8 text; blank lines are ignored.
+        text_a: column of the first text.
+        text_b: column of the second text; None for a task on single texts.
+        label: column of the label.
 
     Raises:
-        UserError: a column is missing, or the file is not what its name says.
+        UserError: the file is not UTF-8, has no examples, a column is missing, or a line is not a JSON object.
     """
     raw = file.read_bytes()
     try:
         lines = raw.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert it") from None
+        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
     columns = [text_a, label] if text_b is None else [text_a, text_b, label]
-    numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    rows = _jsonl_rows(file, numbered, columns) if file.suffix == ".jsonl" else _tsv_rows(file, numbered, columns)
-    kept = [(number, row) for number, row in rows if row is not None]
-    if not kept:
-        raise UserError(f"{file}: no examples; give a file with lines")
+    numbered_lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if file.suffix == ".jsonl":
+        rows = _jsonl_rows(file, numbered_lines, columns)
+    else:
+        rows = _tsv_rows(file, numbered_lines, columns)
+    complete_rows = [(number, cells) for number, cells in rows if cells is not None]
+    if not complete_rows:
+        raise UserError(f"{file}: no examples; add at least one line with all columns")
     return Texts(
-        a=[row[0] for _, row in kept],
-        b=None if text_b is None else [row[1] for _, row in kept],
-        label=[row[-1].strip() for _, row in kept],
-        line=[number for number, _ in kept],
-        skipped=len(rows) - len(kept),
+        a=[cells[0] for _, cells in complete_rows],
+        b=None if text_b is None else [cells[1] for _, cells in complete_rows],
+        label=[cells[-1].strip() for _, cells in complete_rows],
+        line=[number for number, _ in complete_rows],
+        skipped=len(rows) - len(complete_rows),
         file=file,
         sha256=hashlib.sha256(raw).hexdigest(),
     )
@@ -92,48 +102,79 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
 def encode_texts(
     a: Sequence[str], b: Sequence[str] | None, tokenizer: WordPieceTokenizer, special: SpecialIds, max_length: int
 ) -> list[list[int]]:
-    """`[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` of each example, at most `max_length` ids."""
-    ids_a = tokenizer.encode(a)
+    """Encode each example as `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`.
+
+    Args:
+        a: first texts.
+        b: second texts, as many as in `a`; None for single texts. An empty second text is left out with its [SEP].
+        tokenizer: the model's tokenizer.
+        special: ids of [CLS] and [SEP].
+        max_length: longest row in tokens, with the special tokens; longer examples are truncated.
+    """
+    first_texts = tokenizer.encode(a)
     if b is None:
-        return [[special.cls, *ids[: max_length - 2], special.sep] for ids in ids_a]
+        return [[special.cls, *ids[: max_length - 2], special.sep] for ids in first_texts]
     rows = []
-    for first, second in zip(ids_a, tokenizer.encode(b), strict=True):
+    for first, second in zip(first_texts, tokenizer.encode(b), strict=True):
         first, second = truncate_pair(first, second, max_length - 3)
         row = [special.cls, *first, special.sep]
-        rows.append([*row, *second, special.sep] if second else row)
+        if second:
+            row += [*second, special.sep]
+        rows.append(row)
     return rows
 
 
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
-    """Both, cut so that together they have at most `max_total` ids; of two equally long ones the second is cut."""
-    keep_a, keep_b = len(first), len(second)
-    while keep_a + keep_b > max_total:
-        if keep_a > keep_b:
-            keep_a -= 1
+    """Cut two rows of ids so that together they have at most `max_total`.
+
+    The longer one loses its last id until both fit; of two equally long ones, the second does.
+    """
+    first_length = len(first)
+    second_length = len(second)
+    while first_length + second_length > max_total:
+        if first_length > second_length:
+            first_length -= 1
         else:
-            keep_b -= 1
-    return first[:keep_a], second[:keep_b]
+            second_length -= 1
+    return first[:first_length], second[:second_length]
 
 
-Row = tuple[int, list[str] | None]  # line number, its columns or None where there are too few
+Row = tuple[int, list[str] | None]  # line number, and the requested columns; None if the line has too few columns
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    places = [column for column in columns if isinstance(column, int)]
-    if not places:
+    """Split numbered lines at tabs and select columns; names refer to the first line, the header.
+
+    Raises:
+        UserError: the header lacks a column.
+    """
+    indices = [column for column in columns if isinstance(column, int)]
+    if not indices:
         header = [name.strip() for name in lines[0][1].split("\t")] if lines else []
         missing = [column for column in columns if column not in header]
         if missing:
-            raise UserError(f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}")
-        places, lines = [header.index(str(column)) for column in columns], lines[1:]
+            raise UserError(
+                f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}: "
+                f"name one of these, or correct the header"
+            )
+        indices = [header.index(str(column)) for column in columns]
+        lines = lines[1:]
     rows: list[Row] = []
     for number, line in lines:
         cells = line.split("\t")
-        rows.append((number, [cells[place] for place in places] if len(cells) > max(places) else None))
+        if len(cells) > max(indices):
+            rows.append((number, [cells[index] for index in indices]))
+        else:
+            rows.append((number, None))
     return rows
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
+    """Parse numbered lines as JSON objects and select keys; values that are not strings are converted with `str`.
+
+    Raises:
+        UserError: a line is not a JSON object, or lacks a key.
+    """
     rows: list[Row] = []
     for number, line in lines:
         try:
@@ -141,9 +182,12 @@ def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise UserError(f"{file}:{number}: not a JSON object; one object a line is expected")
+            raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
         missing = [column for column in columns if column not in record]
         if missing:
-            raise UserError(f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(record)}")
+            raise UserError(
+                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(record)}: "
+                f"name one of these, or add the key"
+            )
         rows.append((number, [str(record[str(column)]) for column in columns]))
     return rows

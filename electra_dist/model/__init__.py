@@ -1,1 +1,1 @@
-"""The two towers, their heads, and the way to and from Hugging Face."""
+"""The two towers, their heads and their initialisation; counts of parameters and FLOPs by arithmetic."""

@@ -1,18 +1,21 @@
-"""Attention inside each example of a row: how it is computed, and the one place where that is chosen.
+"""Attention inside each example of a row: two backends, and the choice between them for a run.
 
-    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples: any device, any dropout.
-           With dropout on a CPU the same in plain operations, dropped by the bits of (seed, step, row, place)
-    flex   FlexAttention, told by blocks of 128 x 128 which hold no two tokens of one example: those are never
-           computed, and no [B, 1, S, S] bias exists. A GPU with Triton, no dropout of attention probabilities
+    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
+           any dropout. With dropout on a CPU the same function is computed with plain operations, and the dropped
+           probabilities follow from (seed, step, row, layer, position).
+    flex   FlexAttention with a mask of 128 x 128 blocks. Blocks that hold no two tokens of one example are never
+           computed, and no [B, 1, S, S] bias exists. It needs a GPU with Triton and has no attention dropout.
 
-Guarantee: the same function to rounding, pads included: they attend to pads. Both forwards are tested against float64;
-flex has a backward on a GPU only, where the trial and benchmarks/gpu.py hold it against sdpa's.
+Guarantee: both backends compute the same function to rounding, pads included: pads attend to pads. Both forward passes
+are tested against float64. flex has a backward pass on a GPU only; the trial below and benchmarks/gpu.py compare it
+with sdpa's there.
 
-`auto` takes flex where it can run, after a trial of both directions on this very device; else sdpa. Every corpus has
-something to skip, for rows are packed or padded. The choice and its reason are in the first lines of a run's log.
+How: `engine.attention: auto` takes flex where it can run and where a forward and a backward pass on this device agree
+with sdpa, and takes sdpa otherwise. Rows are packed or padded, so every corpus has blocks to skip. The choice and its
+reason are among the first lines of a run's log.
 
-Where it stops: `electric` needs directions, which only the bias has. Not chosen: FlashAttention's varlen kernels,
-which know no dropout either and want the lengths on the host.
+Limits: the objective `electric` needs one-directional attention, which only the bias can express. FlashAttention's
+varlen kernels were not chosen: they have no dropout of this kind either and need the lengths on the host.
 
 Shapes: B rows, N heads, S tokens, D features of a head.
 """
@@ -32,114 +35,167 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.rows import RowLayout, attention_bias
 
-Scope = torch.Tensor | BlockMask  # which keys a query sees: a bias [B, 1, S, S], or blocks
+AttentionMask = torch.Tensor | BlockMask  # which keys a query sees: a bias [B, 1, S, S] for sdpa, blocks for flex
 
 
 class AttentionChoice(NamedTuple):
-    """How attention is computed, and why."""
+    """The attention backend of a run, and the reason for it that the run logs."""
 
-    backend: str
+    backend: str  # "sdpa" or "flex"
     reason: str
 
 
 SDPA = AttentionChoice("sdpa", "default")
 
 
-def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> Scope:
-    """The scope of a batch: what `attend` needs, for all layers of all towers.
+def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> AttentionMask:
+    """Return the attention mask that lets tokens of one example, and only those, attend to each other.
+
+    One mask serves all layers of both towers. Pads of a row count as one example.
 
     Args:
-        layout: of the rows.
-        dtype: of a bias.
-        backend: "sdpa" or "flex".
+        layout: structure of the rows, from `rows.derive`.
+        dtype: dtype of the bias; flex ignores it.
+        backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for a `BlockMask`.
     """
     if backend == "sdpa":
         return attention_bias(layout, dtype)
     example_BS = layout.example_BS
-    rows, tokens = example_BS.shape
+    num_rows, num_tokens = example_BS.shape
 
-    def together(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return example_BS[b, query] == example_BS[b, key]
+    def in_same_example(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return whether a query and a key of a row are of one example; FlexAttention passes index tensors."""
+        return example_BS[row, query] == example_BS[row, key]
 
-    return create_block_mask(together, rows, None, tokens, tokens, device=example_BS.device)
+    return create_block_mask(in_same_example, num_rows, None, num_tokens, num_tokens, device=example_BS.device)
 
 
 def attend(
     query_BNSD: torch.Tensor,
     key_BNSD: torch.Tensor,
     value_BNSD: torch.Tensor,
-    scope: Scope,
+    attention_mask: AttentionMask,
     dropout: float = 0.0,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, N, S, D]: softmax(q k^T / sqrt(D)) v over the keys in scope, with dropout of the probabilities.
+    """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
+
+    The type of the mask selects the backend: a tensor is sdpa's bias, a `BlockMask` is flex's.
 
     Args:
-        dropout: probability, drawn by torch's generator.
-        keep_BNSS: or what the probabilities are multiplied with: on a CPU torch has no fused attention with dropout
-            and takes 10 ns to draw one of its bits.
+        query_BNSD: queries.
+        key_BNSD: keys.
+        value_BNSD: values.
+        attention_mask: result of `same_example`; a bias may have more entries set to -inf.
+        dropout: probability of dropping an attention probability, drawn from torch's generator; must be 0 with flex.
+        keep_BNSS: factors that the attention probabilities are multiplied with, 0 or 1 / (1 - p). If given, `dropout`
+            is ignored and the mask must be a bias. Used on a CPU, where torch has no fused attention with dropout and
+            takes 10 ns to draw one of its bits.
     """
     if keep_BNSS is not None:
-        assert isinstance(scope, torch.Tensor)
-        compute = torch.promote_types(query_BNSD.dtype, torch.float32)
-        with torch.autocast(query_BNSD.device.type, enabled=False):
-            query_BNSD, key_BNSD = query_BNSD.to(compute) * query_BNSD.shape[-1] ** -0.5, key_BNSD.to(compute)
-            weight_BNSS = (query_BNSD @ key_BNSD.transpose(-1, -2)).add_(scope).softmax(-1) * keep_BNSS.to(compute)
-            return (weight_BNSS @ value_BNSD.to(compute)).to(value_BNSD.dtype)
-    if isinstance(scope, torch.Tensor):
-        return F.scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, attn_mask=scope, dropout_p=dropout)
-    assert dropout == 0, "FlexAttention drops nothing"
-    out_BNSD: torch.Tensor = _flex(query_BNSD.is_cuda)(query_BNSD, key_BNSD, value_BNSD, block_mask=scope)
+        assert isinstance(attention_mask, torch.Tensor)
+        return _attend_with_factors(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
+    if isinstance(attention_mask, torch.Tensor):
+        return F.scaled_dot_product_attention(
+            query_BNSD, key_BNSD, value_BNSD, attn_mask=attention_mask, dropout_p=dropout
+        )
+    assert dropout == 0, "FlexAttention has no dropout"
+    flex = _flex_function(query_BNSD.is_cuda)
+    out_BNSD: torch.Tensor = flex(query_BNSD, key_BNSD, value_BNSD, block_mask=attention_mask)
     return out_BNSD
 
 
+def _attend_with_factors(
+    query_BNSD: torch.Tensor,
+    key_BNSD: torch.Tensor,
+    value_BNSD: torch.Tensor,
+    bias_B1SS: torch.Tensor,
+    keep_BNSS: torch.Tensor,
+) -> torch.Tensor:
+    """Return attention whose probabilities are multiplied by `keep_BNSS`, computed in fp32 or wider, [B, N, S, D]."""
+    compute = torch.promote_types(query_BNSD.dtype, torch.float32)
+    with torch.autocast(query_BNSD.device.type, enabled=False):
+        query_BNSD = query_BNSD.to(compute) * query_BNSD.shape[-1] ** -0.5
+        key_BNSD = key_BNSD.to(compute)
+        score_BNSS = (query_BNSD @ key_BNSD.transpose(-1, -2)).add_(bias_B1SS)
+        weight_BNSS = score_BNSS.softmax(-1) * keep_BNSS.to(compute)
+        return (weight_BNSS @ value_BNSD.to(compute)).to(value_BNSD.dtype)
+
+
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """What a run uses on `device` ("cuda" or "cpu").
+    """Choose the attention backend of a run on this rank's device, and say why.
+
+    With `engine.attention: auto` on a GPU this compiles FlexAttention and runs it once. Not collective: ranks may
+    come to different results, and the caller must agree on one.
+
+    Args:
+        config: the run's config; `engine.attention`, the objective, dropout and precision decide.
+        device: "cuda" or "cpu".
 
     Raises:
-        UserError: flex is demanded where it cannot run.
+        UserError: `engine.attention: flex` is set and `device` is not a GPU.
     """
     if config.engine.attention == "flex" and device != "cuda":
         raise UserError(
-            "engine.attention: flex needs a GPU, FlexAttention has no backward elsewhere: set auto or sdpa"
+            "engine.attention: flex needs a GPU, because FlexAttention has no backward pass on a CPU; set "
+            "engine.attention to auto or sdpa"
         )
     if config.engine.attention != "auto":
-        return AttentionChoice(config.engine.attention, "engine.attention")
+        return AttentionChoice(config.engine.attention, "set by engine.attention")
     if config.objective.name == "electric":
-        return AttentionChoice("sdpa", "electric reads in two directions")
+        return AttentionChoice("sdpa", "objective electric reads in two directions, which FlexAttention does not")
     if config.model.attention_dropout:
-        return AttentionChoice("sdpa", "FlexAttention has no dropout")
+        return AttentionChoice("sdpa", "model.attention_dropout is not 0, and FlexAttention has no dropout")
     if device != "cuda":
-        return AttentionChoice("sdpa", "a CPU")
+        return AttentionChoice("sdpa", "FlexAttention does not train on a CPU")
     if importlib.util.find_spec("triton") is None:
-        return AttentionChoice("sdpa", "FlexAttention needs triton")
-    if fault := _trial(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32):
+        return AttentionChoice("sdpa", "FlexAttention needs the package triton, which is not installed")
+    fault = _find_flex_fault(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+    if fault:
         return AttentionChoice("sdpa", f"FlexAttention failed its trial: {fault}")
-    return AttentionChoice("flex", "skips blocks between examples")
+    return AttentionChoice("flex", "skips blocks of tokens from different examples")
 
 
-def _trial(device: str, dtype: torch.dtype) -> str:
-    """Both backends forward and backward on two packed rows; what is wrong with flex, or nothing."""
+def _find_flex_fault(device: str, dtype: torch.dtype) -> str:
+    """Run both backends forward and backward on two packed rows; return what is wrong with flex, or "".
+
+    An exception of either backend, or a difference above 0.05 in the output or a gradient, is a fault.
+    """
     generator = torch.Generator(device).manual_seed(0)
     example_BS = torch.arange(256, device=device).div(100, rounding_mode="floor").expand(2, 256)
     layout = RowLayout(example_BS, example_BS, example_BS, example_BS >= 0)
-    found: dict[str, list[torch.Tensor]] = {}
     query, key, value, upstream = torch.randn((4, 2, 2, 256, 64), generator=generator, device=device, dtype=dtype)
+    results: dict[str, list[torch.Tensor]] = {}
     try:
         for backend in ("sdpa", "flex"):
-            given = [each.clone().requires_grad_() for each in (query, key, value)]
-            out = attend(given[0], given[1], given[2], same_example(layout, dtype, backend))
-            found[backend] = [out, *torch.autograd.grad(out, given, upstream)]
-    except Exception as error:  # noqa: BLE001  whatever a compiler raises: a run must not die of a faster way
-        return (str(error).splitlines() or [type(error).__name__])[0][:120]
-    worst = max((a - b).abs().max().item() for a, b in zip(found["sdpa"], found["flex"]))
-    return f"it differs by {worst:.2g}" if worst > 0.05 else ""
+            inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+            out = attend(inputs[0], inputs[1], inputs[2], same_example(layout, dtype, backend))
+            gradients = torch.autograd.grad(out, inputs, upstream)
+            results[backend] = [out, *gradients]
+    except Exception as error:  # noqa: BLE001  A compiler may raise anything, and sdpa is still there to run.
+        return _first_line(error)
+    pairs = zip(results["sdpa"], results["flex"])
+    largest_difference = max((sdpa - flex).abs().max().item() for sdpa, flex in pairs)
+    if largest_difference > 0.05:
+        return f"it differs by {largest_difference:.2g}"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first 120 characters of the first line of an error's message, or its type if the message is empty."""
+    lines = str(error).splitlines()
+    first = lines[0] if lines else type(error).__name__
+    return first[:120]
 
 
 @functools.cache
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """Uncompiled it holds all scores and has no backward: for tests of the forward on a CPU."""
+def _flex_function(compiled: bool) -> Callable[..., Any]:
+    """Return FlexAttention, compiled if `compiled`.
+
+    The uncompiled function holds all scores in memory and has no backward pass. It is meant for tests of the forward
+    pass on a CPU.
+    """
     if not compiled:
         return flex_attention
-    made: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-    return made
+    function: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return function

@@ -1,14 +1,15 @@
-"""torch.compile of the towers' layers (`engine.compile`).
+"""torch.compile for the layers of the towers (`engine.compile`).
 
-Guarantee: a graph for each tower, training or evaluating, whatever its number of layers and the step: what differs
-from layer to layer and from step to step is in tensors. No graph breaks (tests/objectives/test_compile.py counts
-them). The fused and the keyed operations stay what they are; the compiler joins what is between them.
+Guarantee: one compiled graph for each tower, for training and for evaluation, whatever its number of layers and the
+step. Everything that differs between layers and between steps is passed in tensors. There are no graph breaks
+(tests/objectives/test_compile.py counts them). The fused operations and the keyed draws stay opaque to the compiler,
+which fuses the operations between them.
 
-Cost: a minute or more at the first step (two cores, busy: 85 s); later starts find the compiled code in the cache
-folder of the node (25 s there: it is traced again, not compiled).
+Cost: a minute or more at the first step (two cores, busy: 85 s). Later starts find the compiled code in the cache
+folder of the node and take 25 s there, because the layers are traced again but not compiled.
 
-Where it stops: whole parameters (ZeRO 0 to 2). On a CPU it does not pay: ELECTRA-Small's step gains 5 % and the first
-one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). On a GPU benchmarks/gpu.py tells; it has not been run.
+Limits: whole parameters only (ZeRO 0 to 2). It does not pay on a CPU: ELECTRA-Small's step gains 5 % and the first one
+takes a minute longer (2 cores of an AMD EPYC 7003, fp32). benchmarks/gpu.py measures it on a GPU and has not been run.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = "inductor") -> None:
-    """Have every layer compiled when it is first called.
+    """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called.
 
     Args:
-        module: whatever holds the towers.
-        cache: folder for compiled code, unless the environment names one; default: torch's.
-        backend: of torch.compile.
+        module: any module that contains the towers, such as an objective.
+        cache: folder for compiled code, on a disk of this node. It is written to the environment variable
+            TORCHINDUCTOR_CACHE_DIR, unless that variable already names a folder other than torch's default. With
+            None, torch's default is used.
+        backend: backend of torch.compile; tests pass their own.
     """
-    # torch writes its own default into the environment when it is imported.
+    # Importing torch's inductor writes torch's default into the environment, so the default does not count as set.
     if cache is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
         os.environ[CACHE_VARIABLE] = str(cache.absolute())
     for encoder in module.modules():

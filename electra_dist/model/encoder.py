@@ -1,19 +1,18 @@
-"""The post-LN BERT encoder and the embeddings that both towers share.
+"""The post-LN BERT encoder, and the embeddings that both towers share.
 
 Guarantee: the same function as google-research/electra (and so as Hugging Face's ElectraModel) on the same weights:
 post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout on embeddings, attention probabilities
-and sub-layer outputs, a projection with bias where the table's width is not the tower's. No pooler.
+and sub-layer outputs, and a projection with bias where the width of the tables is not the tower's. There is no pooler.
 
-Query, key and value are one matmul (`qkv`): same numbers, a third of the launches. LayerNorm takes its statistics in
-fp32 whatever the parameters' dtype (torch's kernels do).
+How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches.
+LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
+sub-layer outputs is keyed by (seed, step, global row, position) and fused with the residual and LayerNorm
+(`electra_kernels.dropout_add_norm`), so it does not depend on how a batch is split.
 
-Dropout on sub-layer outputs is keyed by (seed, step, global row, place) and fused with the residual and LayerNorm
-(`electra_kernels.dropout_add_norm`): it does not depend on how a batch is cut.
+Limits: dropout on embeddings, and dropout of attention probabilities on a GPU, draw from torch's generator. The
+training loop seeds that generator for each micro-batch.
 
-Where it stops: dropout on embeddings, and on a GPU that of attention probabilities, draws from torch's generator,
-which the training loop seeds for each micro-batch.
-
-Shapes: B rows, S tokens, E embedding width, H hidden width, V rows of the token table (padded to 128).
+Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V rows of the token table (padded to 128).
 """
 
 from __future__ import annotations
@@ -28,62 +27,99 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import Scope, attend
+from electra_dist.model.attention import AttentionMask, attend
 from electra_dist.model.linear import Linear
 
 
-class Noise(NamedTuple):
-    """What a tower's dropout is keyed by, and the implementation that applies it."""
+class DropoutKeys(NamedTuple):
+    """Keys of a tower's dropout for one forward pass, and the backend that applies it.
 
-    seed: int  # of this tower
-    step: int
-    row_B: torch.Tensor  # int64 row numbers within the global batch
-    backend: str
+    Equal keys drop equal elements of a row, whatever other rows are in the batch.
+    """
+
+    seed: int  # seed of this tower, derived from the run's
+    step: int  # number of the optimizer step
+    row_B: torch.Tensor  # int64 numbers of the rows within the global batch
+    backend: str  # `kernels.backend` of the config
 
     @classmethod
-    def off(cls, ids_BS: torch.Tensor) -> Noise:
-        """For a model in evaluation mode, where nothing is dropped and no key is read."""
+    def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
+        """Return placeholder keys for a model in evaluation mode, where nothing is dropped and no key is read.
+
+        Args:
+            ids_BS: any tensor with B rows; only its length and device matter.
+        """
         return cls(0, 0, torch.arange(len(ids_BS), device=ids_BS.device), "auto")
 
-    def of_layer(self, number: int) -> LayerNoise:
-        """For layer `number` of the tower."""
-        return LayerNoise(torch.tensor([self.seed, self.step, number]), self.row_B, self.backend)
+    def of_layer(self, number: int) -> LayerDropoutKeys:
+        """Return the keys of layer `number` of the tower, counted from 0."""
+        return LayerDropoutKeys(torch.tensor([self.seed, self.step, number]), self.row_B, self.backend)
 
 
-class LayerNoise(NamedTuple):
-    """What a layer's dropout is keyed by: numbers in a tensor, so that a compiled layer serves for all of them."""
+class LayerDropoutKeys(NamedTuple):
+    """Keys of one layer's dropout.
 
-    key_3: torch.Tensor  # int64 on the host: seed, step, number of the layer
-    row_B: torch.Tensor
-    backend: str
+    The numbers are in a tensor, not Python integers, so that one compiled graph serves all layers and all steps.
+    """
+
+    key_3: torch.Tensor  # int64 [3] on the host: seed, step, number of the layer
+    row_B: torch.Tensor  # int64 numbers of the rows within the global batch
+    backend: str  # `kernels.backend` of the config
 
 
 class DropoutAddNorm(nn.LayerNorm):
-    """LayerNorm of a residual plus a sub-layer's output after dropout, in one pass."""
+    """LayerNorm of a residual plus the sub-layer's output after dropout, computed in one pass."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """`site`: number of this place within its layer."""
+        """Create the LayerNorm.
+
+        Args:
+            width: hidden width of the tower.
+            model: gives the eps and the dropout probability.
+            site: index of this sub-layer within its layer, 0 for attention and 1 for feed-forward. It keys the
+                dropout, so the two must differ.
+        """
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
 
-    def forward(self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, noise: LayerNoise) -> torch.Tensor:  # type: ignore[override]
-        """[B, S, H]; nothing is dropped in evaluation."""
+    def forward(  # type: ignore[override]
+        self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropoutKeys
+    ) -> torch.Tensor:
+        """Return layer_norm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
+
+        Nothing is dropped in evaluation mode. Under torch.compile the operation is a custom operator, which the
+        compiler does not look into.
+
+        Args:
+            x_BSH: output of the sub-layer.
+            residual_BSH: input of the sub-layer.
+            dropout_keys: keys of this layer.
+        """
         probability = self.probability if self.training else 0.0
         residual_BSH = residual_BSH.to(x_BSH.dtype)  # under autocast the embeddings are fp32
-        given = (x_BSH, residual_BSH, self.weight, self.bias)
-        key_3, row_B, backend = noise
+        operands = (x_BSH, residual_BSH, self.weight, self.bias)
+        key_3, row_B, backend = dropout_keys
         if torch.compiler.is_compiling():
-            return custom_ops.dropout_add_norm(*given, row_B, key_3, self.site, probability, self.eps, backend)[0]
+            outputs = custom_ops.dropout_add_norm(*operands, row_B, key_3, self.site, probability, self.eps, backend)
+            return outputs[0]  # the others are mean and variance, for the backward pass
         key = custom_ops.dropout_key(key_3, self.site, probability)
-        return dropout_add_norm(*given, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
+        return dropout_add_norm(*operands, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
 
 
 class SharedEmbeddings(nn.Module):
-    """Token, position and type tables and their LayerNorm: one set for both towers, as in Google's code."""
+    """Token, position and type tables and their LayerNorm.
+
+    As in Google's code, both towers read one set; `model.sharing` may give a tower its own.
+    """
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
-        """`width`: of a tower's own tables; default: the model's."""
+        """Create the tables.
+
+        Args:
+            model: sizes of the tables, eps and dropout.
+            width: width of the tables; None for `model.embedding_size`.
+        """
         super().__init__()
         width = width or model.embedding_size
         self.word = nn.Embedding(model.padded_vocab_size, width)
@@ -93,7 +129,13 @@ class SharedEmbeddings(nn.Module):
         self.dropout = nn.Dropout(model.hidden_dropout)
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, E]: the sum of the three tables' entries."""
+        """Return the sum of the three tables' entries, [B, S, E], before LayerNorm and dropout.
+
+        Args:
+            ids_BS: int64 token ids.
+            position_BS: int64 positions within the example, below `max_positions`.
+            token_type_BS: int64 token types, 0 or 1.
+        """
         return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
 
     def forward(
@@ -103,39 +145,70 @@ class SharedEmbeddings(nn.Module):
         token_type_BS: torch.Tensor,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, S, E]; dropout is drawn anew for each tower. `base_BSE`: what these tables are a difference to."""
+        """Return dropout(layer_norm(sum of the tables)), [B, S, E].
+
+        Dropout draws from torch's generator, anew for each call, so the two towers drop different elements.
+
+        Args:
+            ids_BS: int64 token ids.
+            position_BS: int64 positions within the example.
+            token_type_BS: int64 token types.
+            base_BSE: sums of another set of tables, added before LayerNorm. Given with `model.sharing: gdes`, where
+                these tables hold the difference to that set.
+        """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
-        return self.dropout(self.layer_norm(summed if base_BSE is None else summed + base_BSE))
+        if base_BSE is not None:
+            summed = summed + base_BSE
+        return self.dropout(self.layer_norm(summed))
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention inside each example of a row."""
+    """Multi-head self-attention inside each example of a row."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+        """Create the products of a layer of `tower`; `model` gives the dropout of attention probabilities."""
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
         self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size)
         self.out = Linear(tower.hidden_size, tower.hidden_size)
 
-    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: LayerNoise) -> torch.Tensor:
-        """[B, S, H]; `scope` says which keys a query sees."""
+    def forward(
+        self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+    ) -> torch.Tensor:
+        """Return the projected attention output, [B, S, H], without residual or LayerNorm.
+
+        In training mode attention probabilities are dropped: on a CPU by `dropout_keys`, on a GPU by torch's
+        generator.
+
+        Args:
+            hidden_BSH: states of the previous layer.
+            attention_mask: which keys a query sees, from `attention.same_example`.
+            dropout_keys: keys of this layer.
+        """
         B, S, H = hidden_BSH.shape
         qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout, keep_BNSS = self.dropout if self.training else 0.0, None
+        dropout = self.dropout if self.training else 0.0
+        keep_BNSS = None
         if dropout and hidden_BSH.device.type == "cpu":
-            cells = self.num_heads * S * S
-            kept = custom_ops.keep_attention(noise.key_3, noise.row_B, (cells + 3) // 4 * 4, dropout)
-            keep_BNSS = kept[:, :cells].view(B, self.num_heads, S, S)
-        context = attend(query, key, value, scope, dropout, keep_BNSS)
+            keep_BNSS = self._keyed_factors(B, S, dropout_keys)
+        context = attend(query, key, value, attention_mask, dropout, keep_BNSS)
         return self.out(context.transpose(1, 2).reshape(B, S, H))
+
+    def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+        """Return fp32 [B, N, S, S]: the factor of each attention probability, 0 or 1 / (1 - dropout)."""
+        num_factors = self.num_heads * S * S
+        num_drawn = (num_factors + 3) // 4 * 4  # one draw gives four numbers, so whole fours are drawn
+        drawn = custom_ops.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
+        return drawn[:, :num_factors].view(B, self.num_heads, S, S)
 
 
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+        """Create a layer of the sizes of `tower`; `model` gives dropout and eps."""
         super().__init__()
         width = tower.hidden_size
         self.attention = SelfAttention(model, tower)
@@ -144,33 +217,57 @@ class EncoderLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width)
         self.output_norm = DropoutAddNorm(width, model, 1)
 
-    def forward(self, hidden_BSH: torch.Tensor, scope: Scope, noise: LayerNoise) -> torch.Tensor:
-        """[B, S, H]."""
-        hidden_BSH = self.attention_norm(self.attention(hidden_BSH, scope, noise), hidden_BSH, noise)
+    def forward(
+        self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+    ) -> torch.Tensor:
+        """Return the states after this layer, [B, S, H].
+
+        Args:
+            hidden_BSH: states of the previous layer, or the (projected) embeddings.
+            attention_mask: which keys a query sees, from `attention.same_example`.
+            dropout_keys: keys of this layer.
+        """
+        attended = self.attention(hidden_BSH, attention_mask, dropout_keys)
+        hidden_BSH = self.attention_norm(attended, hidden_BSH, dropout_keys)
         expanded = F.gelu(self.expand(hidden_BSH))
-        return self.output_norm(self.contract(expanded), hidden_BSH, noise)
+        return self.output_norm(self.contract(expanded), hidden_BSH, dropout_keys)
 
 
 class Encoder(nn.Module):
-    """A tower without its head: projection (if the widths differ) and layers."""
+    """A tower without embeddings and head: a projection, if the widths differ, and the layers."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
-        """`embedding_size`: width of the tables that this tower reads; default: the model's."""
+        """Create the layers, uncompiled and without recomputation.
+
+        Args:
+            model: dropout and eps.
+            tower: number and sizes of the layers.
+            embedding_size: width of the tables that this tower reads; None for `model.embedding_size`.
+        """
         super().__init__()
         width = embedding_size or model.embedding_size
         self.embeddings_project: nn.Linear | None = None
         if width != tower.hidden_size:
             self.embeddings_project = Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
-        self.recompute = False  # keep only what goes in between layers; `engine.activation_checkpointing`
+        # `engine.activation_checkpointing`: keep only the inputs of the layers, and recompute them in backward.
+        self.recompute = False
 
-    def forward(self, embedded_BSE: torch.Tensor, scope: Scope, noise: Noise) -> torch.Tensor:
-        """[B, S, E] of `SharedEmbeddings` -> [B, S, H]."""
+    def forward(
+        self, embedded_BSE: torch.Tensor, attention_mask: AttentionMask, dropout_keys: DropoutKeys
+    ) -> torch.Tensor:
+        """Return the states of the last layer, [B, S, H].
+
+        Args:
+            embedded_BSE: output of `SharedEmbeddings`.
+            attention_mask: which keys a query sees, from `attention.same_example`; one mask serves all layers.
+            dropout_keys: keys of this tower; `DropoutKeys.off` in evaluation mode.
+        """
         hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
         for number, layer in enumerate(self.layers):
-            given = (hidden, scope, noise.of_layer(number))
+            inputs = (hidden, attention_mask, dropout_keys.of_layer(number))
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, *given, use_reentrant=False)
+                hidden = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                hidden = layer(*given)
+                hidden = layer(*inputs)
         return hidden

@@ -1,17 +1,17 @@
-"""FLOPs of a training token, tower by tower, and the dense peaks that they are measured against.
+"""Training FLOPs per token of each tower, and the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
 
-Convention: matrix multiplications only (2mn per m x n weight and token), backward = 2 x forward, hence 3 x forward;
-attention over the whole of `seq_len`; vocabulary logits where the objective needs them: at the masked positions
-(`mask_prob` of all), or at all of them (all_tokens_mlm, electric's noise model). Embedding look-ups, LayerNorm, GELU,
-softmax and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP a token, of which the generator is 0.200;
-the reference's own script counts backward as 1 x forward and gets less (`flops_paper.py`). A frozen generator costs
-its forward only.
+Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
+3 x forward in all. Attention is counted over the whole of `seq_len`. Vocabulary logits are counted where the objective
+needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
+Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
+pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The reference's own script
+counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
 
-Peaks are vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak and no
-MFU is shown for it, nor for fp32 runs: a guess would be worse than nothing.
+Peaks are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak, and
+no MFU is reported for it, nor for fp32 runs, because a guess would be worse than no figure.
 
-Where it stops: rows are counted as full. Packed rows attend less than `seq_len` and padded ones carry tokens that are
-not real, so MFU is that of the nominal shape.
+Limits: rows are counted as full. Packed rows attend less than `seq_len`, and padded rows carry tokens that are not
+real, so MFU is that of the nominal shape.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from typing import Literal
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 
-BACKWARD_FACTOR = 3  # forward, gradient of the input, gradient of the weight
+BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the input, gradient of the weight
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs of one token (forward and backward)."""
+    """Training FLOPs per token of each tower with its head, forward and backward."""
 
-    discriminator: float
-    generator: float
+    discriminator: float  # 0 while the generator trains alone
+    generator: float  # 0 without a generator network; its forward pass only while it is frozen
 
     @property
     def total(self) -> float:
-        """Both towers."""
+        """Training FLOPs per token of both towers together."""
         return self.discriminator + self.generator
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Training FLOPs per token of a row of `seq_len` tokens.
+    """Return the training FLOPs per token of each tower, for full rows of `seq_len` tokens.
 
     Args:
-        step: matters for two-stage training only, whose stages cost differently; default: the second stage.
+        model: sizes of both towers.
+        seq_len: tokens per row; attention grows with it.
+        objective: decides which networks run, and at how many positions logits over the vocabulary are needed.
+        step: number of the step. Matters only for two-stage training, whose stages cost differently; None means the
+            second stage.
     """
-    big, width = model.discriminator, model.embedding_size
-    if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
-        share = 1.0 if objective.name == "all_tokens_mlm" else objective.mask_prob
-        head = share * _vocabulary_head(model, big.hidden_size, width)
-        head += 2 * big.hidden_size if objective.name == "all_tokens_mlm" else 0  # the copy gate
-    else:
-        head = 2 * big.hidden_size**2 + 2 * big.hidden_size
-    discriminator = BACKWARD_FACTOR * (_encoder(big, width, seq_len) + head)
+    tower_flops = _encoder(model.discriminator, model.embedding_size, seq_len)
+    head_flops = _discriminator_head(model, objective)
+    discriminator = BACKWARD_FACTOR * (tower_flops + head_flops)
     generator = _generator_forward(model, seq_len, objective)
     if objective.generator_only_steps == 0:
         return TokenFlops(discriminator, BACKWARD_FACTOR * generator)
@@ -61,31 +60,61 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
 
 
 def run_flops(config: Config, num_steps: int | None = None) -> float:
-    """Training FLOPs of a run's first `num_steps` steps (default: all), every row counted as full."""
+    """Return the training FLOPs of a run's first `num_steps` steps, every row counted as full.
+
+    Args:
+        config: the run's config.
+        num_steps: number of steps; None for all of `train.num_steps`.
+    """
     num_steps = config.train.num_steps if num_steps is None else num_steps
-    first = min(config.objective.generator_only_steps, num_steps)
-    before, after = _step_flops(config)
-    return first * before + (num_steps - first) * after
+    generator_only_steps = min(config.objective.generator_only_steps, num_steps)
+    generator_only_flops, joint_flops = _step_flops(config)
+    return generator_only_steps * generator_only_flops + (num_steps - generator_only_steps) * joint_flops
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
-    """The number of steps, at least 1, whose FLOPs are nearest to `flops`."""
-    before, after = _step_flops(config)
-    first = config.objective.generator_only_steps
-    exact = flops / before if flops <= first * before else first + (flops - first * before) / after
-    return max(1, round(exact))
+    """Return how many steps of a run cost nearest to `flops`; at least 1. The inverse of `run_flops`.
+
+    Args:
+        config: the run's config; `train.num_steps` is ignored.
+        flops: training FLOPs to spend.
+    """
+    generator_only_flops, joint_flops = _step_flops(config)
+    generator_only_steps = config.objective.generator_only_steps
+    first_stage_flops = generator_only_steps * generator_only_flops
+    if flops <= first_stage_flops:
+        exact_steps = flops / generator_only_flops
+    else:
+        exact_steps = generator_only_steps + (flops - first_stage_flops) / joint_flops
+    return max(1, round(exact_steps))
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Training FLOPs of a step while the generator trains alone, if it ever does, and of one after that."""
-    objective, seq_len = config.objective, config.data.seq_len
-    before, after = (token_flops(config.model, seq_len, objective, step).total for step in (0, None))
-    tokens = config.train.global_batch * seq_len
-    return tokens * before, tokens * after
+    """Return the training FLOPs of a step in the generator-only stage, and of a step after it.
+
+    Both are equal without two-stage training.
+    """
+    objective = config.objective
+    seq_len = config.data.seq_len
+    generator_only = token_flops(config.model, seq_len, objective, step=0).total
+    joint = token_flops(config.model, seq_len, objective, step=None).total
+    tokens_per_step = config.train.global_batch * seq_len
+    return tokens_per_step * generator_only, tokens_per_step * joint
+
+
+def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
+    """Return the forward FLOPs per token of the head of the large tower."""
+    hidden = model.discriminator.hidden_size
+    if objective.name == "all_tokens_mlm":
+        copy_gate = 2 * hidden
+        return 1.0 * _vocabulary_head(model, hidden, model.embedding_size) + copy_gate
+    if objective.name in ("mlm", "replace_mlm"):
+        return objective.mask_prob * _vocabulary_head(model, hidden, model.embedding_size)
+    return 2 * hidden**2 + 2 * hidden
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Forward FLOPs per token of whatever network makes the replacements."""
+    """Return the forward FLOPs per token of the generator and its head; 0 where no network makes replacements."""
     if objective.name == "mlm" or objective.generator != "trained":
         return 0.0
     small, width = model.generator, model.generator_embedding_width
@@ -95,11 +124,12 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
 
 
 def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
+    """Return the forward FLOPs of a token head at one position: dense layer and logits over the vocabulary."""
     return 2 * hidden_size * embedding_size + 2 * embedding_size * model.vocab_size
 
 
 def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Forward FLOPs per token of the projection of the embeddings and of all layers."""
+    """Return the forward FLOPs per token of the projection of the embeddings and of all layers."""
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
@@ -108,8 +138,8 @@ def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
     return projection + tower.num_layers * (query_key_value_output + scores_and_mix + feed_forward)
 
 
-# Words that the device's name must contain -> dense TFLOP/s; the first match counts. From the vendor's data sheets;
-# where those print figures with sparsity, half of it. V100 has no bf16: its figure is fp16.
+# Words that the device's name must contain -> dense TFLOP/s; the first match counts. Source: the vendor's data sheets,
+# and half of the printed figure where that is one with sparsity. V100 has no bf16, so its figure is fp16.
 _PEAK_TFLOPS = {
     "gb200": 2500.0,
     "b200": 2250.0,
@@ -139,17 +169,37 @@ KNOWN_GPUS = tuple(words.upper() for words in _PEAK_TFLOPS if " " not in words)
 
 
 def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") -> float | None:
-    """Dense 16-bit FLOP/s of the device called `device_name` (as the driver says it, or just "H100").
+    """Return the dense 16-bit peak of a GPU model in FLOP/s, or None if it is not known.
+
+    Args:
+        device_name: name as the driver reports it ("NVIDIA H100 80GB HBM3"), or just the model ("H100"). Case and
+            punctuation do not matter.
+        precision: precision of the run.
 
     Returns:
-        None for devices that are not listed, for slices of one (MIG), and for fp32.
+        None for a device that is not listed, for a slice of a device (MIG), and for fp32.
     """
-    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
-    if precision != "bf16" or "mig" in words:
+    name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if precision != "bf16" or "mig" in name_words:
         return None
-    return next((peak * 1e12 for needed, peak in _PEAK_TFLOPS.items() if words.issuperset(needed.split())), None)
+    for model_words, tflops in _PEAK_TFLOPS.items():
+        if name_words.issuperset(model_words.split()):
+            return tflops * 1e12
+    return None
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Model FLOPs utilisation in [0, 1] of `num_gpus` GPUs of `peak` FLOP/s; None where the peak is not known."""
-    return None if peak is None else tokens_per_s * flops_per_token / (num_gpus * peak)
+    """Return the model FLOPs utilisation, a share of the peak in [0, 1].
+
+    Args:
+        tokens_per_s: tokens per second of all GPUs together.
+        flops_per_token: training FLOPs per token, from `token_flops`.
+        num_gpus: number of GPUs.
+        peak: dense FLOP/s of one GPU, from `peak_flops`.
+
+    Returns:
+        None if `peak` is None.
+    """
+    if peak is None:
+        return None
+    return tokens_per_s * flops_per_token / (num_gpus * peak)

@@ -1,11 +1,12 @@
-"""The heads. Their losses are fused operations of `electra_kernels`; the weights live here.
+"""The heads of the towers: their weights, and calls of the fused losses of `electra_kernels`.
 
-Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus a bias a token;
-the discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary exist for masked slots
-only, and the pad rows of the table are neither predicted nor sampled. Losses are fp32 whatever the parameters' dtype.
+Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus one bias per
+token of the vocabulary. The discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary
+exist for masked slots only, and the pad rows of the table are neither predicted nor sampled. Losses are fp32 whatever
+the dtype of the parameters.
 
-The table is an argument of `GeneratorHead.forward`, not a second registration of the parameter: whoever owns the
-embeddings reads it, which is also how ZeRO-3 learns in whose forward it must be gathered.
+How: the table is an argument of `GeneratorHead.forward`, not a second registration of the parameter. The module that
+owns the embeddings reads it, and ZeRO-3 gathers it in that module's forward pass.
 
 Shapes: M masked slots, H hidden width, E embedding width, V padded vocabulary, B rows, S tokens, T = B * S.
 """
@@ -23,10 +24,19 @@ from electra_dist.model.linear import Linear, linear
 
 
 class GeneratorHead(nn.Module):
-    """Masked-language-model head over the token table of the tower that it is tied to."""
+    """Masked-language-model head that is tied to a tower's token table.
+
+    Used for every tower that predicts tokens: the generator, and the large tower of the MLM objectives.
+    """
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
-        """`hidden_size` of the states that it reads, `embedding_size` of the table."""
+        """Create the dense layer, the LayerNorm and the output bias.
+
+        Args:
+            model: vocabulary size and eps.
+            hidden_size: width H of the states that the head reads.
+            embedding_size: width E of the token table.
+        """
         super().__init__()
         self.vocab_size = model.vocab_size
         self.dense = Linear(hidden_size, embedding_size)
@@ -34,7 +44,11 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(model.vocab_size))
 
     def transform(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """[M, E]: what is multiplied with the token table."""
+        """Return the features that are multiplied with the token table, [M, E].
+
+        Args:
+            hidden_MH: states of the slots.
+        """
         return self.layer_norm(F.gelu(self.dense(hidden_MH)))
 
     def forward(
@@ -51,7 +65,22 @@ class GeneratorHead(nn.Module):
         disallow_correct: bool,
         backend: str,
     ) -> MlmHeadOutput:
-        """Loss, sample and statistics of the masked slots; see `mlm_head_loss_and_sample`."""
+        """Return the loss sum, one sampled token per slot and statistics; see `mlm_head_loss_and_sample`.
+
+        Samples are keyed by (seed, step, row_M) and carry no gradient.
+
+        Args:
+            hidden_MH: states of the slots.
+            table_VE: token table, with its pad rows at the end.
+            target_M: int64 original tokens.
+            weight_M: weights in the loss; 0 for empty slots.
+            seed: the run's seed.
+            step: number of the optimizer step.
+            row_M: int64 numbers of the slots within the step's global batch.
+            temperature: divides the logits before sampling; the loss does not use it.
+            disallow_correct: never sample a slot's original token.
+            backend: `kernels.backend` of the config.
+        """
         return mlm_head_loss_and_sample(
             self.transform(hidden_MH),
             table_VE,
@@ -69,24 +98,38 @@ class GeneratorHead(nn.Module):
 
 
 class DiscriminatorHead(nn.Module):
-    """Replaced-token-detection head: one logit a token, positive for "replaced"."""
+    """Replaced-token-detection head: one logit per token, positive for "replaced"."""
 
     def __init__(self, model: ModelConfig) -> None:
+        """Create the two layers in the width of the discriminator."""
         super().__init__()
         width = model.discriminator.hidden_size
         self.dense = Linear(width, width)
         self.out = nn.Linear(width, 1)
 
     def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """[B, S] in fp32 (fp64 if the states are), for losses that are no plain cross-entropy of them."""
+        """Return the logit of every token, [B, S] in fp32 (fp64 for fp64 states).
+
+        For losses that the fused `forward` does not cover, such as Electric's, which shifts the logits.
+
+        Args:
+            hidden_BSH: states of the discriminator.
+        """
         logits_BS = self.out(F.gelu(self.dense(hidden_BSH))).squeeze(-1)
         return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
 
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Loss, logits and statistics over the tokens where `mask_BS`; see `rtd_loss`."""
-        # The kernel adds the bias itself, fused with GELU, dot and loss.
+        """Return the binary cross-entropy sum, the logits and statistics; see `rtd_loss`.
+
+        Args:
+            hidden_BSH: states of the discriminator.
+            label_BS: bool, True for replaced tokens.
+            mask_BS: bool, or weights: the tokens that count in the loss.
+            backend: `kernels.backend` of the config.
+        """
+        # `rtd_loss` adds the bias of the dense layer itself, fused with GELU, output unit and loss.
         dense_TH = linear(hidden_BSH, self.dense.weight).flatten(0, 1)
         return rtd_loss(
             dense_TH,

@@ -1,17 +1,22 @@
-"""The reference's initialisation, keyed by the seed.
+"""Initialisation of the towers as in the reference, keyed by the seed.
 
-Guarantee: a parameter's start depends on (seed, its name, its shape) and on nothing else: the same bits on every rank
-and whatever else the model holds. Truncated normal (standard deviation 0.02, cut at two deviations, as TF does) for
-embeddings and kernels, zeros for biases, ones and zeros for LayerNorms, and Glorot-uniform where the reference left
-TF's default: the embeddings' projection and the discriminator's last Dense(1); for the other layers of one unit (copy
-gate, baseline) the same. Pad rows of a token table and tables that are differences (`gdes`) are zero.
+Guarantee: the initial value of a parameter depends on (seed, its name, its shape) only, so it has the same bits on
+every rank and whatever other parameters the model has.
+
+    embeddings, kernels            truncated normal, standard deviation 0.02, cut at two deviations, as TF does
+    biases                         zero
+    LayerNorms                     weight one, bias zero
+    embeddings' projection, and    Glorot-uniform, because the reference left TF's default for the projection and the
+    layers of one unit             discriminator's last Dense(1); copy gate and baseline follow
+    pad rows of a token table,     zero
+    `gdes` difference tables
 
 Source: google-research/electra, model/modeling.py and pretrain/run_pretraining.py.
 Cost: one pass on the host, in fp32; 8 s of one core for ELECTRA-Large. `build_towers` skips torch's own
 initialisation, which would take as long again.
 
-Where it stops: machines whose vector libraries round erfinv differently may differ in last bits; DeepSpeed broadcasts
-rank 0's parameters when the engine starts, so ranks never do.
+Limits: machines whose vector libraries round erfinv differently may differ in the last bits. Ranks of one run never
+do, because DeepSpeed broadcasts rank 0's parameters when the engine starts.
 """
 
 from __future__ import annotations
@@ -27,11 +32,19 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import SharedEmbeddings
 from electra_dist.model.towers import ElectraTowers
 
-_GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")  # last names; "out" of the discriminator's head only
+# Last component of the names of modules with Glorot-uniform weights. "out" means that of the discriminator's head; the
+# attention's `out` is excluded below.
+_GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
-    """Initialised towers on the host, those of `objective` (default: replaced-token detection)."""
+    """Return initialised towers in fp32 on the host.
+
+    Args:
+        model: sizes and sharing of the towers.
+        seed: the run's seed.
+        objective: decides which towers and heads exist; None for replaced-token detection.
+    """
     with torch.device("meta"):
         towers = ElectraTowers(model, objective)
     towers.to_empty(device="cpu")
@@ -41,18 +54,25 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 
 @torch.no_grad()
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
-    """Fill every parameter of `towers` in place."""
-    norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
+    """Overwrite every parameter of `towers` in place with its initial value.
+
+    Args:
+        towers: towers on the host.
+        model: the config that they were built from.
+        seed: the run's seed.
+    """
+    layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
         owner, _, kind = name.rpartition(".")
         generator = torch.Generator().manual_seed(derive_seed(seed, Purpose.INIT, zlib.crc32(name.encode())))
         if kind == "bias":
             parameter.zero_()
-        elif owner in norms:
+        elif owner in layer_norms:
             parameter.fill_(1.0)
         elif towers.is_difference and owner.startswith("discriminator_embeddings."):
             parameter.zero_()
         elif owner.rpartition(".")[2] in _GLOROT and not owner.endswith("attention.out"):
+            # Glorot and Bengio 2010: U(-b, b) with b = sqrt(6 / (fan_in + fan_out)).
             bound = math.sqrt(6.0 / sum(parameter.shape))
             parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
         else:
@@ -63,7 +83,11 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
-    """Inverse CDF of uniforms: one pass, and no rejection loop whose form depends on torch's version."""
-    edge = math.erf(2.0 / math.sqrt(2.0))
+    """Return fp32 draws from a normal distribution of deviation `std`, cut at two deviations.
+
+    Computed by the inverse CDF of uniform draws. That takes one pass, and does not depend on the form of a rejection
+    loop, which may change with torch's version.
+    """
+    edge = math.erf(2.0 / math.sqrt(2.0))  # probability mass within two deviations
     uniform = torch.empty(shape).uniform_(-edge, edge, generator=generator)
     return uniform.erfinv_().mul_(std * math.sqrt(2.0))

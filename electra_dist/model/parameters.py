@@ -1,7 +1,7 @@
-"""Parameters of the towers by arithmetic from the config: nothing is built, torch is not imported.
+"""Counts of the towers' parameters, by arithmetic from the config: nothing is built, torch is not imported.
 
-Counts are of what trains, without the padding of the token table: for ELECTRA-Large 335.14 M in the discriminator
-(embeddings and head included: the model that is kept) and 19.51 M that only pretraining needs.
+Only parameters that train are counted, without the padding of the token table. ELECTRA-Large has 335.14 M in the
+discriminator (with embeddings and head: the model that is kept) and 19.51 M that only pretraining needs.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Trainable parameters."""
+    """Numbers of trainable parameters, without the padding of the token table."""
 
     discriminator: int  # with the embeddings that it reads and its head
-    generator_only: int  # everything else
+    generator_only: int  # parameters that only the generator uses
 
     @property
     def total(self) -> int:
-        """All; shared ones once."""
+        """Number of all trainable parameters; shared ones count once."""
         return self.discriminator + self.generator_only
 
 
 def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
-    """Trainable parameters of each tower under an objective (default: replaced-token detection)."""
+    """Return the number of trainable parameters of each tower.
+
+    Args:
+        model: sizes and sharing of the towers.
+        objective: decides which towers and heads exist; None for replaced-token detection.
+    """
     objective = objective or ObjectiveConfig()
     width, hidden = model.embedding_size, model.discriminator.hidden_size
     if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
@@ -40,6 +45,7 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
+    """Return the number of parameters that only the generator uses; 0 without a generator network."""
     if objective.name == "mlm" or objective.generator != "trained":
         return 0
     tower, width = model.generator, model.generator_embedding_width
@@ -55,19 +61,28 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    return (model.vocab_size + model.max_positions + model.type_vocab_size) * width + 2 * width
+    """Return the parameters of one set of token, position and type tables and their LayerNorm."""
+    layer_norm = 2 * width
+    return (model.vocab_size + model.max_positions + model.type_vocab_size) * width + layer_norm
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
-    return _dense(hidden, width) + 2 * width + model.vocab_size
+    """Return the parameters of a `GeneratorHead`: dense layer, LayerNorm and one bias per token."""
+    layer_norm = 2 * width
+    return _dense(hidden, width) + layer_norm + model.vocab_size
 
 
 def _encoder(tower: TowerConfig, embedding_size: int) -> int:
-    hidden, inner = tower.hidden_size, tower.intermediate_size
+    """Return the parameters of an `Encoder`: the projection, if the widths differ, and all layers."""
+    hidden = tower.hidden_size
+    intermediate = tower.intermediate_size
     projection = _dense(embedding_size, hidden) if embedding_size != hidden else 0
-    layer = 4 * _dense(hidden, hidden) + _dense(hidden, inner) + _dense(inner, hidden) + 2 * 2 * hidden
-    return projection + tower.num_layers * layer
+    attention = 4 * _dense(hidden, hidden)  # query, key, value and output
+    feed_forward = _dense(hidden, intermediate) + _dense(intermediate, hidden)
+    layer_norms = 2 * 2 * hidden
+    return projection + tower.num_layers * (attention + feed_forward + layer_norms)
 
 
 def _dense(num_in: int, num_out: int) -> int:
+    """Return the parameters of a dense layer with bias."""
     return num_in * num_out + num_out

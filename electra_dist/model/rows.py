@@ -1,14 +1,14 @@
-"""What a row of ids says about itself: its examples, positions, token types and padding.
+"""Examples, positions, token types and padding of rows, derived from the token ids.
 
-Guarantee: everything is derived from the ids alone, so a row needs no second array on disk or on the wire. A row holds
+Guarantee: the structure follows from the ids alone, so a row needs no second array on disk or on the wire. A row holds
 examples `[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, one after another, then [PAD] to its end. Attention never crosses
-an example: `attention_bias` is -inf between two tokens of different examples. Pads count as one example more, so a
-fully padded query row attends to pads and gives numbers, not NaN.
+an example: `attention_bias` is -inf between two tokens of different examples. The pads of a row count as one more
+example, so a query on a pad attends to pads and yields numbers, not NaN.
 
-Cost: a few cumulative sums over [B, S] and one [B, 1, S, S] bias a batch (16 MB at 32 x 512 in bf16), shared by
-all layers of both towers. Static shapes, no host synchronisation.
+Cost: a few cumulative sums over [B, S] and one [B, 1, S, S] bias per batch (16 MB at 32 x 512 in bf16), shared by
+all layers of both towers. Shapes are static, and nothing waits for the device.
 
-Where it stops: rows are trusted to be as the corpus builder makes them; a [PAD] inside an example is not looked for.
+Limits: rows must be as the corpus builder makes them; a [PAD] inside an example is not looked for.
 
 Shapes: B rows, S tokens.
 """
@@ -22,7 +22,7 @@ import torch
 
 
 class SpecialIds(NamedTuple):
-    """Ids of the five special tokens in the corpus's vocabulary."""
+    """Ids of the five special tokens in a vocabulary."""
 
     pad: int
     unk: int
@@ -32,27 +32,40 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """From the manifest's mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids."""
+        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids, as corpus.json has it.
+
+        Raises:
+            KeyError: a token is missing.
+        """
         return cls(ids["[PAD]"], ids["[UNK]"], ids["[CLS]"], ids["[SEP]"], ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):
-    """The structure of a batch of rows. All [B, S]; pads have example -1, position 0 and token type 0."""
+    """Structure of a batch of rows: four tensors [B, S], one entry per token.
 
-    example_BS: torch.Tensor  # int64, 0 for the row's first example
+    Pads have example -1, position 0 and token type 0.
+    """
+
+    example_BS: torch.Tensor  # int64, number of the example within its row, from 0
     position_BS: torch.Tensor  # int64, restarts at 0 in every example
-    token_type_BS: torch.Tensor  # int64, 1 after the first [SEP] of an example up to and with its second
+    token_type_BS: torch.Tensor  # int64, 1 after the first [SEP] of an example, up to and including its second
     is_real_BS: torch.Tensor  # bool, False on [PAD]
 
 
 def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
-    """Example, position, token type and realness of every token of `ids_BS` (int64)."""
+    """Return the example, position and token type of every token, and whether it is real.
+
+    Args:
+        ids_BS: int64 token ids of the original rows, not of masked ones.
+        special: ids of the special tokens.
+    """
     is_real = ids_BS != special.pad
-    is_cls, is_sep = ids_BS == special.cls, ids_BS == special.sep
+    is_cls = ids_BS == special.cls
+    is_sep = ids_BS == special.sep
     example = is_cls.cumsum(1) - 1
     index = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
     start = torch.where(is_cls, index, 0).cummax(1).values
-    # [SEP]s before this token in the row, less those before its example.
+    # A token's type is the number of [SEP]s before it in the row, minus those before its example, at most 1.
     seps_before = is_sep.cumsum(1) - is_sep.long()
     token_type = (seps_before - seps_before.gather(1, start)).clamp(max=1)
     return RowLayout(
@@ -64,7 +77,14 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
 
 
 def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere. Every query has itself as a key."""
+    """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere.
+
+    Every query may attend at least to itself, so no softmax is over -inf only.
+
+    Args:
+        layout: structure of the rows.
+        dtype: dtype of the bias.
+    """
     same = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
     bias = torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same, float("-inf"))
     return bias[:, None]

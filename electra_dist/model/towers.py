@@ -1,19 +1,21 @@
-"""The towers of an objective and what they share, as one module whose names are those of a checkpoint.
+"""The towers of an objective, their heads and what they share, as one module. Its names are those in a checkpoint.
 
 Guarantee: a parameter exists if and only if its objective trains it, so that ZeRO finds no gradient missing.
 
-    embeddings                token, position and type tables and their LayerNorm; with sharing `none` and `gdes` the
-                              generator's
-    discriminator_embeddings  sharing `none`: the discriminator's own; `gdes`: its difference to the generator's tables
-    generator, generator_head         unless the objective has no generator; with sharing `all` the head alone
-    generator_reverse                 electric: the tower that reads from right to left
-    baseline                          adversarial: what the generator expects of the discriminator
-    discriminator                     the tower that is kept, whatever it learns
-    discriminator_head                where it tells replaced tokens
-    token_head, copy_gate             where it predicts tokens
+    embeddings                 token, position and type tables and their LayerNorm; with sharing `none` and `gdes` only
+                               the generator reads them
+    discriminator_embeddings   sharing `none`: the discriminator's own tables; `gdes`: their difference to the
+                               generator's
+    generator, generator_head  if the objective has a generator network; with sharing `all` only the head is separate
+    generator_reverse          electric: the generator tower that reads from right to left
+    baseline                   adversarial: the generator's estimate of its reward
+    discriminator              the large tower, which is the model that is kept, whatever it learns
+    discriminator_head         if the large tower detects replaced tokens
+    token_head                 if the large tower predicts tokens
+    copy_gate                  all_tokens_mlm: the gate between copying and predicting
 
-The token table has its rows padded to a multiple of 128: up to 127 rows that are zero at the start, never looked up,
-never in a softmax, and so never train. `count.py` counts parameters without them.
+The token table has its rows padded to a multiple of 128. The up to 127 pad rows start at zero, are never looked up and
+are in no softmax, so they never train. `parameters.py` counts parameters without them.
 """
 
 from __future__ import annotations
@@ -30,17 +32,20 @@ PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose l
 
 
 def has_generator(objective: ObjectiveConfig) -> bool:
-    """Whether a network makes the replacements."""
+    """Return whether a trained network makes the replacements: not with `mlm`, nor with a fixed generator."""
     return objective.name != "mlm" and objective.generator == "trained"
 
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Whether the discriminator has embeddings (or differences) of its own."""
+    """Return whether the discriminator has its own embedding tables, or its own differences to the generator's."""
     return model.sharing in ("none", "gdes") and has_generator(objective)
 
 
 class ElectraTowers(nn.Module):
-    """Embeddings, towers and heads. Initialise with `electra_dist.model.init`."""
+    """Embeddings, towers and heads of one objective. `electra_dist.model.init` builds and initialises it.
+
+    Which of the annotated parts exist depends on the objective and on `model.sharing`; test with `hasattr`.
+    """
 
     generator: Encoder
     generator_reverse: Encoder
@@ -52,16 +57,21 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: SharedEmbeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """`objective` decides which of the parts there are; default: replaced-token detection."""
+        """Create the parts that the objective trains. Their values are set by `init.init_towers`.
+
+        Args:
+            model: sizes and sharing of the towers.
+            objective: decides which parts exist; None for replaced-token detection.
+        """
         super().__init__()
         objective = objective or ObjectiveConfig()
         self.model = model
-        small, big = model.generator, model.discriminator
-        own = has_own_embeddings(model, objective)
-        small_width = model.generator_embedding_width if own else model.embedding_size
-        self.is_difference = own and model.sharing == "gdes"
+        small, large = model.generator, model.discriminator
+        separate_embeddings = has_own_embeddings(model, objective)
+        small_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
+        self.is_difference = separate_embeddings and model.sharing == "gdes"
         self.embeddings = SharedEmbeddings(model, small_width)
-        if own:
+        if separate_embeddings:
             self.discriminator_embeddings = SharedEmbeddings(model)
         if has_generator(objective):
             if model.sharing != "all":
@@ -73,31 +83,47 @@ class ElectraTowers(nn.Module):
             self.generator_head = GeneratorHead(model, num_towers * small.hidden_size, small_width)
             if objective.name == "adversarial":
                 self.baseline = nn.Linear(small.hidden_size, 1)
-        self.discriminator = Encoder(model, big)
+        self.discriminator = Encoder(model, large)
         if objective.name in PREDICTS_TOKENS:
-            self.token_head = GeneratorHead(model, big.hidden_size, model.embedding_size)
+            self.token_head = GeneratorHead(model, large.hidden_size, model.embedding_size)
         else:
             self.discriminator_head = DiscriminatorHead(model)
         if objective.name == "all_tokens_mlm":
-            self.copy_gate = nn.Linear(big.hidden_size, 1)
+            self.copy_gate = nn.Linear(large.hidden_size, 1)
         if has_generator(objective) and model.sharing == "all":
-            self.__dict__["generator"] = self.discriminator  # one set of parameters under one name
+            # Past nn.Module's registration, so that the shared parameters have one name only.
+            self.__dict__["generator"] = self.discriminator
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """[B, S, E] for the generator, of the rows themselves or of masked ones; the layout is the original's."""
+        """Return the generator's embeddings, [B, S, E]. With shared tables they are the discriminator's, too.
+
+        Args:
+            ids_BS: int64 ids of the rows, original or masked.
+            layout: structure of the original rows.
+        """
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
 
     def embed_discriminator(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """[B, S, E] for the discriminator; under `gdes` no gradient reaches the generator's tables."""
+        """Return the discriminator's embeddings, [B, S, E]. Under `gdes` no gradient reaches the generator's tables.
+
+        Args:
+            ids_BS: int64 ids of the rows, original, masked or corrupted.
+            layout: structure of the original rows.
+        """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embed(ids_BS, layout)
-        places = (ids_BS, layout.position_BS, layout.token_type_BS)
-        base = self.embeddings.tables(*places).detach() if self.is_difference else None
-        return self.discriminator_embeddings(*places, base)
+        indices = (ids_BS, layout.position_BS, layout.token_type_BS)
+        base = self.embeddings.tables(*indices).detach() if self.is_difference else None
+        return self.discriminator_embeddings(*indices, base)
 
     def discriminator_table(self) -> torch.Tensor:
-        """[V, E]: the token table that the discriminator reads, for a head that is tied to it."""
+        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.
+
+        Under `gdes` it is the generator's table, without gradient, plus the discriminator's difference.
+        """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embeddings.word.weight
-        own = self.discriminator_embeddings.word.weight
-        return self.embeddings.word.weight.detach() + own if self.is_difference else own
+        own_table = self.discriminator_embeddings.word.weight
+        if self.is_difference:
+            return self.embeddings.word.weight.detach() + own_table
+        return own_table

@@ -1,1 +1,1 @@
-"""What is learnt: masking, corruption and each objective, one file each; `build` makes the one a config names."""
+"""Masking, corruption and the objectives, one file each; `build` makes the objective that a config names."""

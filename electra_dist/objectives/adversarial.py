@@ -1,17 +1,19 @@
 """Adversarial ELECTRA: the generator learns to fool the discriminator, by REINFORCE (the paper's appendix F).
 
-The discriminator learns as in ELECTRA. The generator has no MLM loss. Its reward for the sample at a masked slot is
-the discriminator's loss there, R = -log D(right label), under the assumption that other replacements do not matter:
+The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss. Its reward for the sample at a
+masked slot is the discriminator's loss there, R = -log D(right label), under the assumption that other replacements do
+not matter. The generator's parameters follow
 
-    gradient = (R - b) * gradient of log p(sample),   b = -log sigmoid(w . h + c), a learned baseline of the slot
+    (R - b) * gradient of log p(sample),   b = -log sigmoid(w . h + c), a learned baseline of the slot
 
-The baseline learns by cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), on the generator's states
-without sending them a gradient. p is what was sampled from, temperature included. Samples are drawn by (seed, step,
-row) like everything else; a step's surrogate loss has the right gradient, not a value that means anything.
+where h is the generator's state of the slot and p the distribution that was sampled from, temperature included. The
+baseline learns by cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), and sends no gradient to h.
+Samples are keyed by (seed, step, row), as in the other objectives. The surrogate loss of a step has the right
+gradient; its value has no meaning.
 
-`mlm_weight` weighs the generator's losses; its MLM loss is reported, not trained.
+`mlm_weight` weighs the generator's losses. Its MLM loss is reported but not trained.
 
-Source: Clark et al., appendix F; whether the baseline trained the encoder is not said there.
+Source: Clark et al., appendix F, which leaves open whether the baseline trained the encoder.
 
 Shapes: B rows, S tokens, M masked slots, H width of the generator.
 """
@@ -28,10 +30,13 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 class AdversarialGenerator(ReplacedTokenDetection):
-    """ELECTRA whose generator wants the discriminator to be wrong."""
+    """Replaced-token detection with a generator that learns by REINFORCE to raise the discriminator's loss."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the discriminator's loss and the generator's policy loss, added."""
+        """Return the sum of the discriminator's loss and the generator's policy loss, each scaled and weighted.
+
+        The value of the policy loss has no meaning, only its gradient; compare runs by the metrics instead.
+        """
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
         with torch.no_grad():
@@ -42,8 +47,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
 
         label_BN = label_BS.gather(1, masking.position_BN)
         logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
-        right_M = torch.where(label_BN, logit_BN, -logit_BN).flatten()  # logit of the right label
-        policy_loss_sum = self._policy_loss_sum(states_MH, mlm.sampled_M, right_M, masking.weight_BN.flatten())
+        right_logit_M = torch.where(label_BN, logit_BN, -logit_BN).flatten()  # logit of the right label
+        weight_M = masking.weight_BN.flatten()
+        policy_loss_sum = self._policy_loss_sum(states_MH, mlm.sampled_M, right_logit_M, weight_M)
         loss = (
             self.objective.mlm_weight * batch.first_scale * policy_loss_sum
             + self.objective.rtd_weight * batch.second_scale * rtd.loss_sum
@@ -51,26 +57,30 @@ class AdversarialGenerator(ReplacedTokenDetection):
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, label_BS)
 
     def _policy_loss_sum(
-        self, states_MH: torch.Tensor, sampled_M: torch.Tensor, right_M: torch.Tensor, weight_M: torch.Tensor
+        self, states_MH: torch.Tensor, sampled_M: torch.Tensor, right_logit_M: torch.Tensor, weight_M: torch.Tensor
     ) -> torch.Tensor:
-        """Return the scalar whose gradient is REINFORCE's, with the baseline's own loss.
+        """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
         Args:
             states_MH: the generator's states of the slots, with gradient.
             sampled_M: int64 samples.
-            right_M: the discriminator's logits of the right labels.
+            right_logit_M: the discriminator's logits of the right labels.
             weight_M: 1 in used slots, 0 in empty ones.
         """
-        head, cold = self.towers.generator_head, 1.0 / self.objective.temperature
+        head = self.towers.generator_head
+        inverse_temperature = 1.0 / self.objective.temperature
         log_prob_M, _ = token_log_probs(
-            head.transform(states_MH) * cold,
+            head.transform(states_MH) * inverse_temperature,
             self.towers.embeddings.word.weight,
-            head.bias * cold,
+            head.bias * inverse_temperature,
             sampled_M,
             head.vocab_size,
         )
-        right_M = right_M.to(log_prob_M.dtype)
-        baseline_M = self.towers.baseline(states_MH.detach()).squeeze(-1).to(log_prob_M.dtype)
-        advantage_M = F.logsigmoid(baseline_M.detach()) - F.logsigmoid(right_M)
-        baseline_loss_M = F.binary_cross_entropy_with_logits(baseline_M, right_M.sigmoid(), reduction="none")
+        right_logit_M = right_logit_M.to(log_prob_M.dtype)
+        baseline_logit_M = self.towers.baseline(states_MH.detach()).squeeze(-1).to(log_prob_M.dtype)
+        # R - b, with R = -log D(right label) and b = -log sigmoid(baseline's logit); no gradient passes through it.
+        advantage_M = F.logsigmoid(baseline_logit_M.detach()) - F.logsigmoid(right_logit_M)
+        baseline_loss_M = F.binary_cross_entropy_with_logits(
+            baseline_logit_M, right_logit_M.sigmoid(), reduction="none"
+        )
         return ((baseline_loss_M - advantage_M * log_prob_M) * weight_M).sum()

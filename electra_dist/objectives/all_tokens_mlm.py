@@ -1,11 +1,12 @@
 """All-Tokens MLM: every token is predicted, with a copy gate (the paper's third ablation, section 3.4).
 
-The large tower reads the generator's text as in Replace MLM. At every real position t it predicts the original token
-from a mixture of copying its input and a softmax, with a gate D = sigmoid(w . h_t + b):
+The large tower reads the generator's text, as in Replace MLM. At every real position t it predicts the original token
+with a mixture of two distributions: copying the token that it reads, and a softmax over the vocabulary. A learned gate
+D = sigmoid(w . h_t + b) on the tower's state h_t weighs them:
 
-    p(x) = D * [x is the input] + (1 - D) * softmax(x);   loss = -log p(original)
+    p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(original)
 
-Cost: a softmax over the vocabulary at every position, not at the masked ones only.
+Cost: a softmax over the vocabulary at every position, not only at the masked ones.
 
 Shapes: B rows, S tokens, T = B * S.
 """
@@ -21,21 +22,26 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 
 class AllTokensMlm(CorruptingObjective):
-    """Prediction of all tokens, copying allowed."""
+    """Prediction of the original token at every position of corrupted text, with a gate for copying the input."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the generator's loss and that of all real tokens, added; the second scale is of real tokens."""
+        """Return the sum of the generator's MLM loss and the large tower's loss over all real tokens.
+
+        `batch.first_scale` must be 1 / masked slots and `batch.second_scale` 1 / real tokens, as `loss_counts` has it.
+        """
         corruption = self.corrupt(batch)
         original_T = batch.ids_BS.flatten()
         head = self.towers.token_head
         hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)
-        softmax_T, best_T = token_log_probs(
+        predict_log_prob_T, best_T = token_log_probs(
             head.transform(hidden_TH), self.towers.discriminator_table(), head.bias, original_T, head.vocab_size
         )
-        gate_T = self.towers.copy_gate(hidden_TH).squeeze(-1).to(softmax_T.dtype)
-        is_copy_T = (corruption.corrupted_BS == batch.ids_BS).flatten()
-        copied_T = torch.where(is_copy_T, F.logsigmoid(gate_T), -torch.inf)
-        log_prob_T = torch.logaddexp(copied_T, F.logsigmoid(-gate_T) + softmax_T)
+        gate_logit_T = self.towers.copy_gate(hidden_TH).squeeze(-1).to(predict_log_prob_T.dtype)
+        is_original_T = (corruption.corrupted_BS == batch.ids_BS).flatten()
+        # log D where copying yields the original, and log(1 - D) + log softmax(original).
+        copying_T = torch.where(is_original_T, F.logsigmoid(gate_logit_T), -torch.inf)
+        predicting_T = F.logsigmoid(-gate_logit_T) + predict_log_prob_T
+        log_prob_T = torch.logaddexp(copying_T, predicting_T)
         weight_T = batch.layout.is_real_BS.flatten().to(log_prob_T.dtype)
         token_loss_sum = -(log_prob_T * weight_T).sum()
         loss = corruption.loss + self.objective.token_weight * batch.second_scale * token_loss_sum

@@ -1,14 +1,13 @@
-"""What every objective has in common: its input, its output and its forward.
+"""The base class of all objectives, and the types of its input and output.
 
-    StepInput -> forward: Batch, which adds examples, positions and attention -> compute_loss -> StepOutput
+    StepInput -> forward: Batch, which adds examples, positions and attention mask -> compute_loss -> StepOutput
 
-Guarantee: `forward` is a function of the rows, (seed, step, row) and the weights; never of the batch around a row.
-Losses are fp32 sums times the scales that the caller gives: 1 / global counts (`loss_counts`) for a mean over the
-global batch, whatever the number of ranks and micro-batches, or 1 / local counts for Google's mean per replica.
-Nothing waits for the device; shapes are static.
+Guarantee: what `forward` computes for a row follows from its ids, (seed, step, row number) and the weights, and not
+from the other rows of the batch. Losses are fp32 sums times the scales that the caller passes: 1 / global counts
+(`loss_counts`) for a mean over the global batch, whatever the number of ranks and micro-batches, or 1 / local counts
+for Google's mean per replica. Nothing waits for the device, and shapes are static.
 
-Under ZeRO-3 a table that a head is tied to is read in the objective's own forward, where DeepSpeed finds and gathers
-it.
+How: a head's tied table is read in the objective's own forward, where DeepSpeed finds and gathers it under ZeRO-3.
 
 Shapes: B rows, S tokens.
 """
@@ -26,117 +25,128 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.attention import SDPA, Scope, same_example
-from electra_dist.model.encoder import Noise
+from electra_dist.model.attention import SDPA, AttentionMask, same_example
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.rows import RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
 
-# Steps that no run reaches, one for each tower: apart from the loop's own seeds.
-GENERATOR, DISCRIMINATOR, REVERSE = 2**32 - 1, 2**32 - 2, 2**32 - 3
+# Each tower's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
+# seeds differ from those that the training loop derives for torch's generator.
+GENERATOR = 2**32 - 1
+DISCRIMINATOR = 2**32 - 2
+REVERSE = 2**32 - 3
 
 
 class Sums(NamedTuple):
-    """Sums over a batch: what metrics are made of. Add them over micro-batches and ranks, then divide.
+    """Sums over the tokens of a batch, from which metrics are computed.
 
-    What an objective does not have is 0.
+    Add them over micro-batches and ranks first, then divide: the MLM loss is mlm_loss_sum / mlm_weight, for example.
+    Sums that an objective does not have are 0. Losses are in nats.
     """
 
-    loss: float  # what is minimised, scaled: over all ranks and micro-batches the loss of the step
+    loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
     tokens: float  # real tokens
-    mlm_loss_sum: float  # nats, weighted: the generator's (with `mlm` the large tower's)
-    mlm_weight: float  # tokens that it is over
-    mlm_correct: float  # of these, most probable token is the original
-    sampled_correct: float  # slots whose sample is the original
-    rtd_loss_sum: float  # nats
-    rtd_weight: float  # tokens that it is over
-    replaced: float  # of these, label 1
-    replaced_correct: float  # of these, logit > 0
-    original: float  # label 0
-    original_correct: float  # of these, logit <= 0
-    token_loss_sum: float  # nats: the large tower's, where it predicts tokens beside a generator
-    token_weight: float  # tokens that it is over
-    token_correct: float  # of these, most probable token of its softmax is the original
+    mlm_loss_sum: float  # loss of the generator (with `mlm`: of the large tower) over its slots, weighted
+    mlm_weight: float  # sum of the weights in mlm_loss_sum
+    mlm_correct: float  # of mlm_weight, where the most probable token is the original
+    sampled_correct: float  # slots whose sample is the original token
+    rtd_loss_sum: float  # loss of the detection of replaced tokens
+    rtd_weight: float  # sum of the weights in rtd_loss_sum
+    replaced: float  # of rtd_weight, tokens with label 1
+    replaced_correct: float  # of these, with a logit above 0
+    original: float  # of rtd_weight, tokens with label 0
+    original_correct: float  # of these, with a logit of at most 0
+    token_loss_sum: float  # loss of a large tower that predicts tokens, where there is also a generator
+    token_weight: float  # sum of the weights in token_loss_sum
+    token_correct: float  # of token_weight, where the most probable token of the softmax is the original
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What one forward is given: some rows of one optimizer step.
+    """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    `loss_counts` says which tokens the means of the first and of the second loss are over.
+    The two scales turn sums of losses into means. `loss_counts` returns the numbers of tokens that they divide by.
     """
 
-    # Not a NamedTuple, because DeepSpeed's hooks look into tuples and build them anew: ZeRO-3's with other tensor
-    # objects, fp16's with scales cut to 16 bits and by a call that a NamedTuple does not take. They hand a dataclass
-    # on as it is. No tensor in here needs a gradient, so there is nothing for them to find.
+    # Not a NamedTuple, because DeepSpeed's hooks look into tuples and rebuild them: ZeRO-3's with other tensor
+    # objects, fp16's with scales cut to 16 bits and by a call that a NamedTuple does not take. They pass a dataclass
+    # on unchanged. No tensor of this class needs a gradient, so the hooks have nothing to find in it.
 
-    ids_BS: torch.Tensor  # int64: token ids
-    row_B: torch.Tensor  # int64: numbers of the rows within the step's global batch
+    ids_BS: torch.Tensor  # int64 token ids
+    row_B: torch.Tensor  # int64 numbers of the rows within the step's global batch
     step: int  # number of the optimizer step
-    seed: int  # the run's
-    first_scale: float | torch.Tensor  # factor of the first loss's sum, 1 / (tokens of its mean); a scalar
-    second_scale: float | torch.Tensor  # the same of the second loss's sum
+    seed: int  # the run's seed
+    first_scale: float | torch.Tensor  # scalar factor of the first loss's sum: 1 / (tokens that its mean is over)
+    second_scale: float | torch.Tensor  # scalar factor of the second loss's sum, likewise
 
 
 class StepOutput(NamedTuple):
-    """What one forward gives. Only `loss` carries a gradient."""
+    """Result of one forward pass of an objective. Only `loss` carries a gradient."""
 
-    loss: torch.Tensor  # fp32 scalar
-    sums: torch.Tensor  # float64 [len(Sums._fields)], in that order; `Sums(*sums.tolist())`
-    rtd_logit_BS: torch.Tensor  # fp32; 0 where nothing is detected
-    label_BS: torch.Tensor  # bool, True where replaced
-    is_real_BS: torch.Tensor  # bool
+    loss: torch.Tensor  # fp32 scalar, scaled: what the backward pass starts from
+    sums: torch.Tensor  # float64 [len(Sums._fields)], in the order of `Sums`; read with `Sums(*sums.tolist())`
+    rtd_logit_BS: torch.Tensor  # fp32 logits of "replaced"; all 0 with an objective that detects nothing
+    label_BS: torch.Tensor  # bool, True for replaced tokens
+    is_real_BS: torch.Tensor  # bool, False for pads
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """A step input with what follows from its rows."""
+    """A step input, with the structure and the attention mask that follow from its rows."""
 
-    layout: RowLayout  # examples, positions and real tokens
-    scope: Scope  # which tokens attend to which
+    layout: RowLayout  # examples, positions, token types and real tokens
+    attention_mask: AttentionMask  # lets tokens of one example attend to each other
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Return int64 [B * num_slots]: the numbers of this batch's slots within the step's global batch.
+        """Return the numbers of this batch's slots within the step's global batch, int64 [B * num_slots].
 
-        They key the random words of the slots' samples.
+        The random words of the slots' samples are keyed by these numbers, so samples do not depend on the way a
+        global batch is split.
 
         Args:
-            num_slots: slots of every row.
+            num_slots: number of slots of every row.
         """
         slot_N = torch.arange(num_slots, device=self.row_B.device)
         return (self.row_B[:, None] * num_slots + slot_N).flatten()
 
 
 def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
-    """Return int64 [B, 2]: tokens of each row that the first and the second loss are means over.
+    """Return for each row how many tokens the first and the second loss are means over, int64 [B, 2].
 
-    The first loss is the generator's, or the only tower's; the second is the larger tower's beside a generator. The
-    counts follow from the ids alone, for all rows of a step before its first forward.
+    The first loss is the generator's, or that of the only tower. The second is the large tower's where there is a
+    generator. The counts follow from the ids alone, so they can be computed for all rows of a step, and summed over
+    ranks, before its first forward pass.
 
     Args:
-        ids_BS: int64 rows.
+        ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
-        objective: its name says which tokens count, its masking how many are masked.
+        objective: its name decides which tokens count, its masking how many are masked.
     """
     masked_B = num_masked(ids_BS, special, objective)
     first_B = is_candidate(ids_BS, special).sum(1) if objective.name == "electric" else masked_B
-    on_masked = objective.name in ("rtd_masked_only", "replace_mlm")
-    return torch.stack([first_B, masked_B if on_masked else (ids_BS != special.pad).sum(1)], -1)
+    real_B = (ids_BS != special.pad).sum(1)
+    second_is_masked = objective.name in ("rtd_masked_only", "replace_mlm")
+    second_B = masked_B if second_is_masked else real_B
+    return torch.stack([first_B, second_B], -1)
 
 
 class Objective(nn.Module, ABC):
-    """Towers and a loss. What the engine wraps."""
+    """Towers and the loss that they learn by: the module that the engine wraps.
+
+    A subclass implements `compute_loss`. Call the module with a `StepInput`; it returns a `StepOutput`.
+    """
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
     ) -> None:
-        """Keep the parts; attention is torch's own until `attention` is set.
+        """Store the parts. Attention is sdpa until the caller sets the attribute `attention`.
 
         Args:
-            towers: built for `objective`.
-            objective: what is learnt.
+            towers: towers that were built for `objective`.
+            objective: the config's section `objective`.
             special: ids of the special tokens.
-            backend: `kernels.backend` of the config.
+            backend: `kernels.backend` of the config, which selects implementations of the fused operations.
         """
         super().__init__()
         self.towers = towers
@@ -145,40 +155,54 @@ class Objective(nn.Module, ABC):
         self.backend = backend
         self.attention = SDPA
 
-    def forward(self, given: StepInput) -> StepOutput:
-        """Return the loss and the sums of one forward of all towers."""
-        return self.compute_loss(self.batch(given))
+    def forward(self, step_input: StepInput) -> StepOutput:
+        """Return the loss and the metric sums of one forward pass over some rows of a step."""
+        return self.compute_loss(self.batch(step_input))
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return what `forward` does; every objective has its own."""
+        """Return the loss and the metric sums of a batch. Subclasses implement this; callers use `forward`.
 
-    def batch(self, given: StepInput) -> Batch:
-        """Return the input with the examples, positions and scope of attention of its rows."""
-        layout = derive(given.ids_BS, self.special)
+        The loss must be the sums of losses times `batch.first_scale` and `batch.second_scale` and the weights of the
+        config.
+        """
+
+    def batch(self, step_input: StepInput) -> Batch:
+        """Return the input together with the examples, positions and attention mask of its rows."""
+        layout = derive(step_input.ids_BS, self.special)
         return Batch(
-            ids_BS=given.ids_BS,
-            row_B=given.row_B,
-            step=given.step,
-            seed=given.seed,
-            first_scale=given.first_scale,
-            second_scale=given.second_scale,
+            ids_BS=step_input.ids_BS,
+            row_B=step_input.row_B,
+            step=step_input.step,
+            seed=step_input.seed,
+            first_scale=step_input.first_scale,
+            second_scale=step_input.second_scale,
             layout=layout,
-            scope=same_example(layout, self.towers.embeddings.word.weight.dtype, self.attention.backend),
+            attention_mask=same_example(layout, self.towers.embeddings.word.weight.dtype, self.attention.backend),
         )
 
     def mask(self, batch: Batch) -> Masking:
-        """Return the masked slots of each row and the masked rows."""
+        """Return the masked slots of each row and the masked rows, drawn by (seed, step, row)."""
         return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
 
-    def noise(self, batch: Batch, tower: int) -> Noise:
-        """Return what a tower's dropout is keyed by."""
-        return Noise(derive_seed(batch.seed, Purpose.DROPOUT, tower), batch.step, batch.row_B, self.backend)
+    def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
+        """Return the dropout keys of one tower for this batch.
+
+        Args:
+            batch: gives the run's seed, the step and the rows.
+            tower: GENERATOR, DISCRIMINATOR or REVERSE of this module; different towers drop different elements.
+        """
+        return DropoutKeys(derive_seed(batch.seed, Purpose.DROPOUT, tower), batch.step, batch.row_B, self.backend)
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, H]: the discriminator's states of a masked or corrupted version of the batch."""
+        """Return the discriminator's states for a masked or corrupted version of the batch, [B, S, H].
+
+        Args:
+            batch: the original rows, which give positions, attention mask and dropout keys.
+            ids_BS: int64 token ids that the discriminator reads.
+        """
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout)
-        return self.towers.discriminator(embedded, batch.scope, self.noise(batch, DISCRIMINATOR))
+        return self.towers.discriminator(embedded, batch.attention_mask, self.dropout_keys(batch, DISCRIMINATOR))
 
     def output(
         self,
@@ -188,33 +212,38 @@ class Objective(nn.Module, ABC):
         rtd_logit_BS: torch.Tensor | None = None,
         label_BS: torch.Tensor | None = None,
     ) -> StepOutput:
-        """Return the output with the sums in their order, 0 where there are none.
+        """Return a `StepOutput` with the sums in the order of `Sums` and 0 for those that are missing.
 
         Args:
-            batch: what was read.
+            batch: the batch that was read.
             loss: fp32 scalar with gradient.
-            sums: scalars by names of `Sums`; `loss` and `tokens` are added here.
-            rtd_logit_BS: B * S logits of any shape, where tokens are detected.
-            label_BS: bool, True where replaced.
+            sums: scalar tensors by names of `Sums`; `loss` and `tokens` are added by this method.
+            rtd_logit_BS: B * S logits of any shape, if the objective detects replaced tokens.
+            label_BS: bool, True for replaced tokens, if there are any.
         """
         is_real_BS = batch.layout.is_real_BS
         sums = {"loss": loss, "tokens": is_real_BS.sum(), **sums}
+        unknown_names = sums.keys() - set(Sums._fields)
+        assert not unknown_names, f"not fields of Sums: {sorted(unknown_names)}"
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-        unknown = sums.keys() - set(Sums._fields)
-        assert not unknown, unknown
+        ordered_sums = [sums[name].detach().double() if name in sums else zero for name in Sums._fields]
+        if rtd_logit_BS is None:
+            rtd_logit_BS = torch.zeros(batch.ids_BS.shape, device=loss.device)
+        else:
+            rtd_logit_BS = rtd_logit_BS.detach().float().view_as(batch.ids_BS)
+        if label_BS is None:
+            label_BS = torch.zeros_like(is_real_BS)
         return StepOutput(
             loss=loss,
-            sums=torch.stack([sums[name].detach().double() if name in sums else zero for name in Sums._fields]),
-            rtd_logit_BS=torch.zeros(batch.ids_BS.shape, device=loss.device)
-            if rtd_logit_BS is None
-            else rtd_logit_BS.detach().float().view_as(batch.ids_BS),
-            label_BS=torch.zeros_like(is_real_BS) if label_BS is None else label_BS,
+            sums=torch.stack(ordered_sums),
+            rtd_logit_BS=rtd_logit_BS,
+            label_BS=label_BS,
             is_real_BS=is_real_BS,
         )
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of the generator (or of the only tower)."""
+    """Return the metric sums of a token head by their names in `Sums`: of the generator, or of the only tower."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,
@@ -224,7 +253,7 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the sums of the discriminator."""
+    """Return the metric sums of the discriminator's head by their names in `Sums`."""
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

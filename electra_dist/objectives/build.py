@@ -1,6 +1,6 @@
-"""From a config to the module that learns: towers, objective, and what does not fit together.
+"""Building of the objective that a config names, and checks of the sections `model` and `objective` together.
 
-`check_objective` needs the config alone and comes before anything is written; `build_objective` is every rank's.
+`check_objective` needs only the config and runs before a run writes anything. `build_objective` runs on every rank.
 """
 
 from __future__ import annotations
@@ -35,29 +35,36 @@ _CORRUPTING: dict[str, type[CorruptingObjective]] = {
 
 
 def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Refuse what the two sections say together but cannot be.
+    """Raise if the sections `model` and `objective` contradict each other.
+
+    The config has already checked each section by itself.
 
     Raises:
-        UserError: one line with the keys and the next step.
+        UserError: two-stage training with towers of different sizes or with shared parameters; `model.sharing` set
+            for an objective with one tower; `electric` with fully shared towers.
     """
     if objective.generator_only_steps:
         if model.generator != model.discriminator or model.generator_embedding_width != model.embedding_size:
             raise UserError(
-                "objective.generator_only_steps: the discriminator begins as a copy of the generator, so they must be "
-                "of one size; set model.generator to model.discriminator and leave model.generator_embedding_size out"
+                "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+                "of one size; set model.generator to the sizes of model.discriminator and remove "
+                "model.generator_embedding_size"
             )
         if model.sharing != "none":
             raise UserError(
-                f"objective.generator_only_steps: a frozen generator shares nothing, but model.sharing is "
-                f"{model.sharing}; set model.sharing: none"
+                f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+                f"but model.sharing is {model.sharing}; set model.sharing: none"
             )
     if not has_generator(objective) and model.sharing != "embeddings":
         raise UserError(
-            f"model.sharing {model.sharing}: objective {objective.name} with generator {objective.generator} has one "
-            f"tower only; leave model.sharing out"
+            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
+            f"{objective.generator} has one tower only; remove model.sharing from the config"
         )
     if objective.name == "electric" and model.sharing == "all":
-        raise UserError("objective electric: its generator is two causal towers; set model.sharing: embeddings")
+        raise UserError(
+            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
+            "the discriminator; set model.sharing: embeddings"
+        )
 
 
 def build_objective(
@@ -68,32 +75,37 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the initialised module of `objective`, on the host.
+    """Return the initialised module of an objective, in fp32 on the host.
 
     Args:
-        model: both towers.
-        objective: what is learnt.
+        model: the config's section `model`.
+        objective: the config's section `objective`.
         special: ids of the special tokens.
-        seed: of the initialisation.
-        backend: `kernels.backend`.
-        count_V: how often each token is in the corpus; for `generator: unigram`.
+        seed: the run's seed, which keys the initialisation.
+        backend: `kernels.backend` of the config.
+        count_V: how often each token occurs in the corpus; needed for `objective.generator: unigram` only.
+
+    Raises:
+        UserError: the sections contradict each other; see `check_objective`.
     """
     check_objective(model, objective)
     towers = build_towers(model, seed, objective)
     if objective.name == "mlm":
         return MaskedLanguageModel(towers, objective, special, backend)
-    kind = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
-    return kind(towers, objective, special, backend, _fixed_generator(model, objective, special, count_V))
+    objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
+    fixed_generator = _fixed_generator(model, objective, special, count_V)
+    return objective_class(towers, objective, special, backend, fixed_generator)
 
 
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return what stands in for the generator's network, or None where there is one."""
+    """Return the generator with fixed token probabilities that the config names, or None if a network is trained."""
     if objective.generator == "trained":
         return None
     if objective.generator == "uniform":
         return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)
     assert count_V is not None, "generator `unigram` needs the corpus's token counts"
-    never = (special.pad, special.cls, special.sep, special.mask)
-    return FixedGenerator(unigram_weights(count_V, never, objective.temperature), objective.disallow_correct)
+    never_drawn = (special.pad, special.cls, special.sep, special.mask)
+    weight_V = unigram_weights(count_V, never_drawn, objective.temperature)
+    return FixedGenerator(weight_V, objective.disallow_correct)

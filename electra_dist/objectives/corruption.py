@@ -1,8 +1,8 @@
-"""From rows to corrupted rows: masks, the generator's loss and samples, and which tokens changed by them.
+"""Corruption of rows: masking, the generator's loss and samples, and labels of the tokens that changed.
 
 Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
-id differs from the original, so a right guess is "original". Without a network (`objective.generator`) there is no MLM
-loss.
+id differs from the original, so a sample that equals the original counts as original. With a fixed generator
+(`objective.generator`) there is no MLM loss.
 
 Shapes: B rows, S tokens, N slots a row, M = B * N.
 """
@@ -26,17 +26,17 @@ from electra_dist.objectives.masking import Masking
 
 
 class Corruption(NamedTuple):
-    """The discriminator's input and where it comes from."""
+    """Corrupted rows of a batch, with their labels and the generator's loss."""
 
-    masking: Masking
-    corrupted_BS: torch.Tensor  # int64
+    masking: Masking  # the slots that were masked
+    corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
     label_BS: torch.Tensor  # bool, True where the id differs from the original
-    loss: torch.Tensor  # the generator's, weighted and scaled, with gradient; 0 without a network
-    sums: dict[str, torch.Tensor]
+    loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 with a fixed generator
+    sums: dict[str, torch.Tensor]  # metric sums of the generator, by names of `Sums`
 
 
 class CorruptingObjective(Objective):
-    """An objective whose discriminator reads text with replaced tokens."""
+    """Base class of objectives whose large tower reads text with replaced tokens."""
 
     def __init__(
         self,
@@ -46,13 +46,25 @@ class CorruptingObjective(Objective):
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
     ) -> None:
-        """See `Objective`; `fixed_generator` stands in for the generator's network."""
+        """Store the parts, with gradients of the generator computed in the ordinary backward pass.
+
+        Args:
+            towers: towers that were built for `objective`.
+            objective: the config's section `objective`.
+            special: ids of the special tokens.
+            backend: `kernels.backend` of the config.
+            fixed_generator: draws the replacements in place of a network; None if the towers have a generator.
+        """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
-        self.early_generator = False  # `engine.early_generator`
+        # `engine.early_generator`: compute the generator's gradients before the discriminator runs.
+        self.early_generator = False
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, fill the masks, put the samples in; `first_scale` is of masked slots."""
+        """Mask the rows, let the generator sample tokens for the slots, and put the samples in their place.
+
+        `batch.first_scale` must be 1 / masked slots.
+        """
         masking = self.mask(batch)
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         if self.fixed_generator is not None:
@@ -61,7 +73,8 @@ class CorruptingObjective(Objective):
             sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
         else:
             mlm = self.fill(batch, masking, self.generator_states(batch, masking))
-            sampled, sums = mlm.sampled_M, mlm_sums(mlm)
+            sampled = mlm.sampled_M
+            sums = mlm_sums(mlm)
             loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
             if self.early_generator and loss.requires_grad:
                 loss = with_gradients_now(loss, list(self.parameters()))
@@ -69,26 +82,32 @@ class CorruptingObjective(Objective):
         return Corruption(masking, corrupted_BS, label_BS, loss, sums)
 
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
-        """Return [M, H]: the generator's states of the slots."""
+        """Return the generator's states of the slots after it has read the masked rows, [M, H]."""
         embedded = self.towers.embed(masking.input_BS, batch.layout)
-        hidden = self.towers.generator(embedded, batch.scope, self.noise(batch, GENERATOR))
+        hidden = self.towers.generator(embedded, batch.attention_mask, self.dropout_keys(batch, GENERATOR))
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Return MLM loss and samples of the slots, whose states are `hidden_MH`."""
+        """Return the MLM loss of the masked slots, and a sample for each.
+
+        Args:
+            batch: the original rows, whose ids are the targets.
+            masking: slots of each row and their weights.
+            hidden_MH: the generator's states of the slots.
+        """
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
 
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Return the loss of the generator's head and a sample for each slot.
+        """Return the loss of the generator's head over any slots, and a sample for each.
 
         Args:
-            batch: names the step and the rows, which key the samples.
-            hidden_MH: the generator's states of the slots.
-            target_BN: int64 true tokens.
-            weight_BN: float32 weights in the loss.
+            batch: gives seed, step and row numbers, which key the samples.
+            hidden_MH: the generator's states of the slots, N per row.
+            target_BN: int64 original tokens of the slots.
+            weight_BN: float32 weights of the slots in the loss; 0 for empty ones.
         """
         return self.towers.generator_head(
             hidden_MH,
@@ -104,5 +123,11 @@ class CorruptingObjective(Objective):
         )
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows with the samples in their slots, and where ids changed."""
+        """Return the rows with the samples in their slots, int64 [B, S], and which ids changed, bool [B, S].
+
+        Args:
+            batch: the original rows.
+            masking: slots of each row and their weights.
+            sampled: int64 sampled tokens, one per slot, [B, N] or [M].
+        """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

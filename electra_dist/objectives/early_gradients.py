@@ -1,10 +1,12 @@
-"""A loss whose gradients are made while it is computed, so that its activations are gone when it is returned.
+"""A loss whose gradients are computed during the forward pass, so that its activations can be freed at once.
 
-The generator's sample carries no gradient, so nothing that comes after it is needed for the generator's backward pass.
-Made at once, the peak is the larger tower's activations, not the sum of both towers'. DeepSpeed allows one backward
-pass a micro-batch: the gradients wait in buffers of the parameters' size and are handed on, times what arrives.
+The generator's samples carry no gradient, so nothing that comes after them is needed for the generator's backward
+pass. If that pass runs immediately, peak memory holds the activations of the larger tower, not those of both towers.
+DeepSpeed allows one backward pass per micro-batch. The gradients therefore wait in buffers of the parameters' size
+until that pass, which multiplies them by the upstream gradient and hands them on to the parameters.
 
-Same numbers as the ordinary way but for the order in which a shared table's gradients are added.
+Guarantee: the same numbers as with an ordinary backward pass, except for the order in which the gradients of a shared
+table are added.
 """
 
 from __future__ import annotations
@@ -15,30 +17,39 @@ from typing import Any
 import torch
 
 
-class _Made(torch.autograd.Function):
-    """A scalar with the gradients that it has been found to have."""
+class _PrecomputedGradients(torch.autograd.Function):
+    """Autograd function of a scalar whose gradients are already known; backward scales them and hands them on."""
 
     @staticmethod
     def forward(
         ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor
     ) -> torch.Tensor:
+        """Return `loss` and keep its gradients, one for each of `parameters`."""
         ctx.gradients = gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, []  # a second backward would find none
+        """Return the kept gradients times `upstream`. Works once: the buffers are overwritten and released."""
+        gradients = ctx.gradients
+        ctx.gradients = []
         return None, None, *(gradient.mul_(upstream) for gradient in gradients)
 
 
 def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the same scalar without its graph: `loss` is differentiated here and its activations are freed.
+    """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
+
+    A later backward pass through the result adds the gradients to the parameters. It may run once only.
 
     Args:
-        loss: a scalar; already scaled, so that gradients stored in low precision are of their final size.
-        parameters: whatever of its graph may need a gradient; others do not get one.
+        loss: a scalar, already scaled, so that gradients stored in low precision have their final size.
+        parameters: all parameters that the loss may depend on; those that it does not depend on get no gradient.
     """
-    wanted = [p for p in parameters if p.requires_grad]
-    made = torch.autograd.grad(loss, wanted, allow_unused=True)
-    used = [(p, gradient) for p, gradient in zip(wanted, made) if gradient is not None]
-    return _Made.apply(loss.detach(), [gradient for _, gradient in used], *(p for p, _ in used))
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+    used_parameters, used_gradients = [], []
+    for parameter, gradient in zip(trainable, gradients):
+        if gradient is not None:
+            used_parameters.append(parameter)
+            used_gradients.append(gradient)
+    return _PrecomputedGradients.apply(loss.detach(), used_gradients, *used_parameters)

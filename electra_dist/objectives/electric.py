@@ -1,14 +1,17 @@
 """Electric: an energy-based cloze model, trained against a noise distribution (Clark et al., EMNLP 2020).
 
-    q(x_t | all other tokens)   two causal towers, one from each side; their states left and right of t, side by side,
-                                through the token head; trained by -log q at every token that may be masked
-    text with noise             masked positions hold samples from q; label 1 at every one of them, even a right guess
+    q(x_t | all other tokens)   the noise model: two causal towers, one reading from each side. The state left of t and
+                                the state right of t are concatenated and go through the token head. Trained by -log q
+                                at every token that may be masked.
+    noised text                 masked positions hold samples from q. Each of them has label 1, even if the sample is
+                                the original token.
     logit_t = E(x)_t + log q(x_t) + log(p / (1 - p)),   p = mask_prob
 
-so that -E(x)_t learns the log-probability of x_t up to a constant: one pass scores a whole text. q sees the original
-text, not the noised one, and has no gradient through the logit.
+The discriminator's output E(x)_t is an energy: -E(x)_t learns the log-probability of x_t up to a constant, so one pass
+scores a whole text. q reads the original text, not the noised one, and gets no gradient through the logit.
 
-Attention and neighbours stay inside an example; at its ends there is no neighbour and the half is zero.
+Attention and neighbours stay inside an example. The first token of an example has no left neighbour and the last one
+no right neighbour; zeros take the place of their states.
 
 Cost: a softmax over the vocabulary at every position, twice (the second time for log q of the noised text).
 
@@ -27,10 +30,14 @@ from electra_dist.objectives.masking import is_candidate
 
 
 class Electric(CorruptingObjective):
-    """The noise model and the energy."""
+    """Electric: a two-tower cloze model as noise distribution, and a discriminator that learns energies."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the losses, added; the scales are of tokens that may be masked and of real tokens."""
+        """Return the sum of the cloze model's loss and the detection loss, each scaled and weighted.
+
+        `batch.first_scale` must be 1 / tokens that may be masked and `batch.second_scale` 1 / real tokens, as
+        `loss_counts` has it.
+        """
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
         candidate_BS = is_candidate(batch.ids_BS, self.special)
         cloze = self.predict(batch, cloze_TH, batch.ids_BS, candidate_BS.float())
@@ -39,9 +46,8 @@ class Electric(CorruptingObjective):
         noised_BS, _ = self.replace(batch, masking, sampled_BN)
         label_BS = masking.slots_BS() > 0
 
-        logit_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS)) + self._offset(
-            cloze_TH, noised_BS
-        )
+        energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
+        logit_BS = energy_BS + self._offset(cloze_TH, noised_BS)
         weight_BS = batch.layout.is_real_BS.to(logit_BS.dtype)
         losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(logit_BS.dtype), reduction="none")
         rtd_loss_sum = (losses_BS * weight_BS).sum()
@@ -49,36 +55,48 @@ class Electric(CorruptingObjective):
             self.objective.mlm_weight * batch.first_scale * cloze.loss_sum
             + self.objective.rtd_weight * batch.second_scale * rtd_loss_sum
         )
-        called_BS = logit_BS > 0
+        detected_BS = logit_BS > 0
         sums = {
             "rtd_loss_sum": rtd_loss_sum,
             "rtd_weight": weight_BS.sum(),
             "replaced": (label_BS * weight_BS).sum(),
-            "replaced_correct": (label_BS * called_BS * weight_BS).sum(),
+            "replaced_correct": (label_BS * detected_BS * weight_BS).sum(),
             "original": (~label_BS * weight_BS).sum(),
-            "original_correct": (~label_BS * ~called_BS * weight_BS).sum(),
+            "original_correct": (~label_BS * ~detected_BS * weight_BS).sum(),
         }
         return self.output(batch, loss, mlm_sums(cloze) | sums, logit_BS, label_BS)
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return [B, S, 2 H]: what the left tower knows before each token and the right one after it."""
-        towers, example_BS = self.towers, batch.layout.example_BS
+        """Return for each token the left tower's state before it and the right tower's state after it, [B, S, 2 H].
+
+        The half without a neighbour in the same example is zero.
+        """
+        towers = self.towers
+        example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
         later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
-        embedded, bias = towers.embed(batch.ids_BS, batch.layout), batch.scope
-        assert isinstance(bias, torch.Tensor)  # `choose_attention` sees to it
-        left = towers.generator(embedded, bias.masked_fill(later_SS, -torch.inf), self.noise(batch, GENERATOR))
-        right = towers.generator_reverse(
-            embedded, bias.masked_fill(later_SS.t(), -torch.inf), self.noise(batch, REVERSE)
-        )
-        together_BS1 = (example_BS[:, 1:] == example_BS[:, :-1])[..., None]  # of each token with the one after it
+        embedded = towers.embed(batch.ids_BS, batch.layout)
+        bias = batch.attention_mask
+        assert isinstance(bias, torch.Tensor)  # `choose_attention` never takes flex for this objective
+        # The left tower sees a token and those before it, the right tower a token and those after it.
+        left_bias = bias.masked_fill(later_SS, -torch.inf)
+        right_bias = bias.masked_fill(later_SS.t(), -torch.inf)
+        left = towers.generator(embedded, left_bias, self.dropout_keys(batch, GENERATOR))
+        right = towers.generator_reverse(embedded, right_bias, self.dropout_keys(batch, REVERSE))
+        # Whether each token but the last is in the same example as the token after it.
+        together_BS1 = (example_BS[:, 1:] == example_BS[:, :-1])[..., None]
         before = F.pad(torch.where(together_BS1, left[:, :-1], 0.0), (0, 0, 1, 0))
         after = F.pad(torch.where(together_BS1, right[:, 1:], 0.0), (0, 0, 0, 1))
         return torch.cat([before, after], -1)
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor) -> torch.Tensor:
-        """Return [B, S]: log q of the tokens that stand there now, plus the log-odds of being noise at all."""
+        """Return log q(x_t) + log(p / (1 - p)) for the tokens of the noised text, [B, S], without gradient.
+
+        Args:
+            cloze_TH: states of the cloze model, from `_cloze_states`.
+            noised_BS: int64 ids of the noised text.
+        """
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),
@@ -87,5 +105,5 @@ class Electric(CorruptingObjective):
             noised_BS.flatten(),
             head.vocab_size,
         )
-        share = torch.tensor(self.objective.mask_prob, dtype=torch.float64)
-        return log_q_T.view_as(noised_BS) + float(torch.logit(share))
+        noise_probability = torch.tensor(self.objective.mask_prob, dtype=torch.float64)
+        return log_q_T.view_as(noised_BS) + float(torch.logit(noise_probability))

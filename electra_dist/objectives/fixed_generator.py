@@ -1,14 +1,15 @@
-"""Replacements without a network: any token alike, or tokens as often as they are in the corpus.
+"""Replacements without a network: tokens drawn uniformly, or as often as they occur in the corpus.
 
 Guarantee: token v is drawn with probability weight_v / total, exact to 2**-31, as a function of (seed, step, row,
-slot) and of nothing else. With `disallow_correct` the true token's share is left out, exactly.
+slot) only. With `disallow_correct` the original token is never drawn, and the others keep their proportions.
 
-How: weights become whole 32-bit shares of the range of a random word; a word falls into one token's interval (inverse
-CDF, one binary search a slot). The intervals are a buffer of int64 that no cast to bf16 touches and no checkpoint
-holds: it follows from the config and the corpus.
+How: the range of a 32-bit random word is divided into one interval per token, of a length in proportion to its weight.
+The token is the one whose interval the word falls into (inverse CDF, one binary search per slot). The ends of the
+intervals are an int64 buffer, which casts to bf16 leave alone. No checkpoint holds it, because it follows from the
+config and the corpus.
 
-`uniform` draws from the whole vocabulary, special tokens included, as Google's code does. `unigram` (the paper's, not
-in its code) draws by `count ** (1 / temperature)`; [PAD], [CLS], [SEP] and [MASK] have no share.
+`uniform` draws from the whole vocabulary, special tokens included, as Google's code does. `unigram` (in the paper, but
+not in its code) draws by `count ** (1 / temperature)` and never draws [PAD], [CLS], [SEP] and [MASK].
 
 Shapes: B rows, N slots a row, V tokens.
 """
@@ -20,54 +21,63 @@ import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
 
-_RANGE = 1 << 32
+_RANGE = 1 << 32  # number of different random words
 
 
 class FixedGenerator(nn.Module):
-    """Draws tokens by fixed weights."""
+    """Generator that draws tokens by fixed weights, whatever the text. It has no parameters."""
 
-    ends_V: torch.Tensor
+    ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Turn weights into intervals of a random word.
+        """Turn weights into intervals of the random word.
 
         Args:
-            weight_V: non-negative; not all zero.
-            disallow_correct: never draw a slot's true token.
+            weight_V: non-negative weight of each token, not all zero; they need not sum to 1.
+            disallow_correct: never draw a slot's original token.
         """
         super().__init__()
         self.disallow_correct = disallow_correct
         ends = np.round(np.cumsum(weight_V / weight_V.sum()) * _RANGE).astype(np.int64)
-        ends[np.flatnonzero(weight_V)[-1] :] = _RANGE  # whatever the sum was rounded to
+        last_token = np.flatnonzero(weight_V)[-1]
+        ends[last_token:] = _RANGE  # the sum may have been rounded to less
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Return int64 [B, N] tokens for slots.
+        """Return a token for every slot, int64 [B, N].
 
         Args:
-            target_BN: int64 true tokens of the slots.
+            target_BN: int64 original tokens of the slots; their values matter with `disallow_correct` only.
             row_B: int64 numbers of the rows within the step's global batch.
             step: number of the optimizer step.
-            seed: the run's.
+            seed: the run's seed.
         """
         word_BN = bits_grid(seed, Purpose.SAMPLE, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             end_BN = self.ends_V[target_BN]
             begin_BN = torch.where(target_BN > 0, self.ends_V[(target_BN - 1).clamp(min=0)], 0)
-            share_BN = end_BN - begin_BN
-            word_BN = (word_BN * ((_RANGE - share_BN) >> 1)) >> 31  # half the product fits into int64
-            word_BN = word_BN + torch.where(word_BN >= begin_BN, share_BN, 0)
+            length_BN = end_BN - begin_BN
+            # Scale the word to the range without the original's interval, then step over that interval. The factor
+            # is halved, and the shift is 31 instead of 32, so that the product fits into int64.
+            word_BN = (word_BN * ((_RANGE - length_BN) >> 1)) >> 31
+            word_BN = word_BN + torch.where(word_BN >= begin_BN, length_BN, 0)
         return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:
-    """Return float64 [V]: 1 for every token of the vocabulary."""
+    """Return weights of a `FixedGenerator` that draws every token of the vocabulary alike: ones, float64 [V]."""
     return np.ones(vocab_size)
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return float64 [V]: `count_V ** (1 / temperature)`, 0 for the ids in `special`."""
+    """Return weights of a `FixedGenerator` that follow the corpus: `count_V ** (1 / temperature)`, float64 [V].
+
+    Args:
+        count_V: how often each token occurs in the corpus.
+        special: ids that get weight 0.
+        temperature: 1 for the corpus's own frequencies; higher values flatten them.
+    """
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
-    weight_V[(count_V == 0)] = 0.0
+    weight_V[count_V == 0] = 0.0
     weight_V[list(special)] = 0.0
     return weight_V

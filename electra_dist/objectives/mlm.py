@@ -1,8 +1,9 @@
 """Masked language modelling by the large tower: BERT without next-sentence prediction.
 
-No generator: the large tower reads the masked text and predicts the original at the masked positions through a head
-that is tied to its token table. Masks are those of the other objectives (fresh at every step; `mask_token_prob` of
-them show [MASK], the rest keep their token), as in Google's code; BERT's third branch, a random token, is not there.
+There is no generator. The large tower reads the masked text and predicts the original tokens at the masked positions
+through a head that is tied to its token table. Masks are drawn as for the other objectives: anew at every step, with
+[MASK] at `mask_token_prob` of the masked positions and the original token at the rest, as in Google's code. BERT's
+third branch, a random token, does not exist.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from electra_dist.objectives.masking import Masking
 
 
 class MaskedLanguageModel(Objective):
-    """One tower and its token head."""
+    """Masked language modelling with the large tower alone, as in BERT."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss of the masked tokens; there is no second loss."""
+        """Return the loss over the masked tokens. There is no second loss, so `batch.second_scale` is not used."""
         masking = self.mask(batch)
         mlm = predict_slots(self, batch, masking, self.read(batch, masking.input_BS))
         return self.output(batch, self.objective.mlm_weight * batch.first_scale * mlm.loss_sum, mlm_sums(mlm))
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Return the large tower's loss of predicting the originals at the masked positions; nobody uses its samples.
+    """Return the large tower's loss for predicting the original tokens at the masked positions.
+
+    The result also has samples, because the fused operation draws them; callers ignore these.
 
     Args:
-        objective: whose `token_head` predicts.
-        batch: the original rows.
-        masking: slots of each row.
+        objective: gives the `token_head` and the table that it is tied to.
+        batch: the original rows, whose ids are the targets.
+        masking: slots of each row and their weights.
         hidden_BSH: the large tower's states.
     """
     return objective.towers.token_head(

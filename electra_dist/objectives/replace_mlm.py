@@ -1,7 +1,8 @@
 """Replace MLM: masked language modelling without [MASK] (the paper's second ablation, section 3.4).
 
-Masked positions hold the generator's samples instead of [MASK], and the large tower predicts the original there. The
-generator learns by its own MLM loss as in ELECTRA; the large tower's loss is weighed by `token_weight`.
+The large tower reads text whose masked positions hold the generator's samples instead of [MASK], and predicts the
+original tokens at these positions. The generator learns by its own MLM loss, as in ELECTRA. `token_weight` weighs the
+large tower's loss.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from electra_dist.objectives.mlm import predict_slots
 
 
 class ReplaceMlm(CorruptingObjective):
-    """Prediction of the originals where samples stand."""
+    """Prediction of the original tokens where the generator's samples replaced them."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the generator's and the large tower's loss, added; both scales are of masked slots."""
+        """Return the sum of the generator's and the large tower's loss, each scaled and weighted.
+
+        Both scales of the batch must be 1 / masked slots, as `loss_counts` has it.
+        """
         corruption = self.corrupt(batch)
         tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))
         loss = corruption.loss + self.objective.token_weight * batch.second_scale * tokens.loss_sum

@@ -1,8 +1,8 @@
 """ELECTRA 15 %: replaced-token detection at the masked positions only (the paper's first ablation, section 3.4).
 
-The discriminator reads the same corrupted text and tells replaced from original tokens where a mask was; no other
-token has a loss or sends a gradient. Its loss is a mean over masked slots; a position that `masking: reference` drew
-twice weighs double, as in the MLM loss.
+The discriminator reads the same corrupted text as in ELECTRA, but its loss is only over the masked positions; no other
+token contributes to the loss or to a gradient. The loss is a mean over masked slots. A position that
+`masking: reference` drew twice weighs double, as in the MLM loss.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 class MaskedOnlyDetection(ReplacedTokenDetection):
-    """Detection of replaced tokens where masks were."""
+    """Replaced-token detection with a loss over the masked positions only."""
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return float32 [B, S]: the number of slots at each position; both scales are of masked slots."""
+        """Return the number of masked slots at each position, float32 [B, S], as weights of the loss.
+
+        Both scales of the batch must be 1 / masked slots, as `loss_counts` has it.
+        """
         return corruption.masking.slots_BS()

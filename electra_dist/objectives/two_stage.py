@@ -1,11 +1,11 @@
 """Two-stage training: first the generator alone, then the discriminator against a frozen one (section 3.2).
 
-Steps below `generator_only_steps` train the generator by MLM; the discriminator does not run. At that step the
-discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward has no
-gradient and its learning rate is 0. The copy and the learning rates are the training loop's (`engine/two_stage.py`).
-In evaluation both run, whatever the step.
+In steps below `generator_only_steps` the generator trains by MLM and the discriminator does not run. At that step the
+discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward pass
+records no gradient and its learning rate is 0. `engine/two_stage.py` makes the copy and sets the learning rates. In
+evaluation both towers run, whatever the step.
 
-The towers must be of one size and share nothing (`model.sharing: none`).
+Limits: the towers must be of one size and share nothing (`model.sharing: none`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 def is_generators(name: str) -> bool:
-    """Return whether a parameter of the objective learns in the first stage and rests in the second."""
+    """Return whether a parameter belongs to the generator, which trains in the first stage and is then frozen.
+
+    Args:
+        name: name of the parameter in the objective, such as "towers.generator_head.bias".
+    """
     return name.startswith(("towers.generator.", "towers.generator_head.", "towers.embeddings."))
 
 
 class TwoStageDetection(ReplacedTokenDetection):
-    """Replaced-token detection whose towers learn one after the other."""
+    """Replaced-token detection in two stages: the generator trains alone, then the discriminator trains."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return one of the two losses at a time."""
+        """Return the loss of the tower that trains at this step; the other tower gets no gradient.
+
+        In evaluation the loss is the discriminator's, and the sums are those of both towers.
+        """
         generator_only = self.training and batch.step < self.objective.generator_only_steps
         with torch.set_grad_enabled(torch.is_grad_enabled() and generator_only):
             corruption = self.corrupt(batch)

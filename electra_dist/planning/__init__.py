@@ -1,1 +1,1 @@
-"""What a run costs, before it runs: memory, FLOPs, days, scaling."""
+"""Predictions of what a run costs before it starts: memory, FLOPs, days, scaling over nodes."""

@@ -1,10 +1,12 @@
-"""What a run will take: tokens, memory, FLOPs and days, as a pure function of its config.
+"""Compute the budget of a run, tokens, FLOPs and days, from its config alone.
 
-Guarantee: the same arithmetic that MFU uses, no GPU, no torch, no network; nothing is estimated that is not stated
-(GPU, count and utilisation come from `plan`). Cost: microseconds.
+Guarantee: the FLOPs are counted as MFU counts them. No GPU, no torch and no network is needed. Every assumption is
+stated in the config: GPU, number of GPUs and utilisation come from its section `plan`.
 
-Where it stops: activations, communication buffers, fragmentation, evaluation, checkpoints and stalls are not counted,
-nor is dropped or padded text: a token is a position of a row.
+Cost: microseconds.
+
+Limits: activations, communication buffers, fragmentation, evaluation, checkpoints and stalls are not counted. A token
+is a position of a row, so padding counts as tokens.
 """
 
 from __future__ import annotations
@@ -20,61 +22,74 @@ from electra_dist.model.parameters import ParameterCounts, parameter_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Time on the GPUs that `plan` states."""
+    """Predicted time of a run on the GPUs that the config's section `plan` states."""
 
     gpu: str
     num_gpus: int
-    utilisation: float
-    peak: float  # FLOP/s of one GPU
-    tokens_per_s: float
-    step_s: float
-    days: float
-    gpu_hours: float
+    utilisation: float  # assumed share of the peak (MFU)
+    peak: float  # dense FLOP/s of one GPU
+    tokens_per_s: float  # of all GPUs
+    step_s: float  # seconds of an optimizer step
+    days: float  # of the whole run
+    gpu_hours: float  # of the whole run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """All numbers of a plan."""
+    """Budget of a run: parameters, rows and tokens, FLOPs, time and epochs."""
 
     parameters: ParameterCounts
     rows_per_step: int
     tokens_per_step: int
-    rows: int
-    tokens: int
-    accumulation: dict[int, int]  # world size -> micro-batches per step; all world sizes that divide the batch
-    flops: TokenFlops
-    run_flops: float
+    rows: int  # of the whole run
+    tokens: int  # of the whole run; positions of rows
+    accumulation: dict[int, int]  # world size -> micro-batches per step, for all world sizes that divide the batch
+    flops: TokenFlops  # per token
+    run_flops: float  # of the whole run
     compute: Compute | None  # None in fp32, for which no peak is assumed
     epochs: float | None  # None when the corpus was not read
 
 
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
-    """The budget of a run, with epochs if its corpus is known.
+    """Return the budget of a run.
+
+    Args:
+        config: the configuration of the run.
+        corpus: manifest of its corpus, from which the epochs follow; None leaves them out.
 
     Raises:
-        UserError: no peak is known for `plan.gpu`.
+        UserError: the peak of `plan.gpu` is not known.
     """
-    train, seq_len = config.train, config.data.seq_len
-    tokens = train.num_steps * train.global_batch * seq_len
+    train = config.train
+    seq_len = config.data.seq_len
+    rows = train.num_steps * train.global_batch
+    tokens = rows * seq_len
     flops = token_flops(config.model, seq_len, config.objective)
     return Budget(
         parameters=parameter_counts(config.model, config.objective),
         rows_per_step=train.global_batch,
         tokens_per_step=train.global_batch * seq_len,
-        rows=train.num_steps * train.global_batch,
+        rows=rows,
         tokens=tokens,
         accumulation={ranks: train.micro_batches(ranks) for ranks in train.possible_ranks()},
         flops=flops,
         run_flops=run_flops(config),
         compute=_compute(config, flops.total, tokens),
-        epochs=train.num_steps * train.global_batch / corpus.num_rows if corpus else None,
+        epochs=rows / corpus.num_rows if corpus else None,
     )
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
+    """Return the time that `tokens` take on the planned GPUs; None in fp32, for which no peak is assumed.
+
+    Raises:
+        UserError: the peak of `plan.gpu` is not known.
+    """
     plan = config.plan
     if peak_flops(plan.gpu) is None:
-        raise UserError(f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; use one of {', '.join(KNOWN_GPUS)}")
+        raise UserError(
+            f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; set it to one of {', '.join(KNOWN_GPUS)}"
+        )
     peak = peak_flops(plan.gpu, config.train.precision)
     if peak is None:
         return None

@@ -1,16 +1,18 @@
-"""The paper's table of training FLOPs, by the paper's own method, from ELMo to T5.
+"""Compute the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's own method and by that of MFU.
 
-Guarantee: the counts of google-research/electra's published script, written as sums of what a token costs. Beside each
-the count that MFU is made of (`flops.py`): what the tensor cores had to do.
+Guarantee: the first count of each model is that of google-research/electra's published script, flops_computation.py,
+written as the sum of what a token costs. The second count is the one that MFU uses (`model/flops.py`): the matrix
+products that the tensor cores have to do.
 
-The paper's method: 2mn for a matrix product; backward costs as much as forward, so training is 2 x forward; an
-embedding look-up is a product with a one-hot vector; small operations count (GELU 8 a feature, softmax 5, dropout 4,
-LayerNorm 5); the vocabulary's softmax at 15.625 % of the positions, also for the Large models, which mask 25 %. ELMo
-and XLNet are profiled forward passes, taken over as numbers.
+The paper's method: a matrix product costs 2mn per token. Backward costs as much as forward, so training is 2 x
+forward. An embedding look-up counts as a product with a one-hot vector. Small operations count (GELU 8 per feature,
+softmax 5, dropout 4, LayerNorm 5). The softmax over the vocabulary counts at 15.625 % of the positions, also for the
+Large models, which mask 25 %. For ELMo and XLNet the script has the FLOPs of profiled forward passes.
 
-MFU's method: matrix products only, look-ups free, backward twice the forward, softmax at the positions really masked.
+MFU's method: matrix products only; look-ups are free, backward costs twice the forward, and the softmax counts at the
+positions that are masked.
 
-Where the paper's printed figures differ from its script, the table shows it. ELMo: 3.3e18 against 3.41e18.
+Limits: the paper's printed figures differ from its script for two models. ELMo: 3.3e18 against 3.41e18.
 ELECTRA-Small: 1.4e18 against 1.29e18; with a generator of half the width, not a quarter, the script gives 1.42e18.
 """
 
@@ -19,82 +21,133 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 GELU, SOFTMAX, DROPOUT, LAYER_NORM = 8, 5, 4, 5  # operations for each feature
-_SCRIPT_OUTPUT_SHARE = 0.15625  # positions that the script gives a softmax over the vocabulary
+_SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts a softmax over the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """One transformer. Costs are forward FLOPs of one token."""
+    """Sizes of one transformer, and the forward FLOPs that a token costs in it by either method."""
 
-    hidden: int
+    hidden: int  # width of the states
     layers: int
-    seq_len: int = 512
+    seq_len: int = 512  # tokens of a row, to all of which a token attends
     vocab: int = 30522
-    embedding: int = 0  # width of the tables; 0: hidden
-    intermediate: int = 0  # 0: 4 x hidden
-    heads: int = 0  # 0: hidden / 64
+    embedding: int = 0  # width of the embedding tables; 0: hidden
+    intermediate: int = 0  # width of the feed-forward layer; 0: 4 x hidden
+    heads: int = 0  # attention heads; 0: hidden / 64
     attention: int = 0  # width of query, key and value; 0: hidden
-    detects: bool = False  # a head of one logit instead of a token head
-    masked: float = 0.15  # positions with a token head, for MFU
-    output_share: float = _SCRIPT_OUTPUT_SHARE  # the same as the script has it
-    cross_attention: bool = False  # a decoder: every attention twice
+    detects: bool = False  # True: a head with one logit per token; False: a head over the vocabulary
+    masked: float = 0.15  # share of positions with a head over the vocabulary, for `matmul`
+    output_share: float = _SCRIPT_OUTPUT_SHARE  # the same share in the script, for `paper`
+    cross_attention: bool = False  # a decoder, in which every attention counts twice
 
     @property
-    def _widths(self) -> tuple[int, int, int, int]:
-        embedding, inner = self.embedding or self.hidden, self.intermediate or 4 * self.hidden
-        return embedding, inner, self.heads or max(1, self.hidden // 64), self.attention or self.hidden
+    def _embedding_width(self) -> int:
+        """Width of the embedding tables."""
+        return self.embedding or self.hidden
+
+    @property
+    def _inner_width(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def _attention_width(self) -> int:
+        """Width of query, key and value."""
+        return self.attention or self.hidden
+
+    @property
+    def _num_heads(self) -> int:
+        """Number of attention heads."""
+        return self.heads or max(1, self.hidden // 64)
+
+    @property
+    def _num_attentions(self) -> int:
+        """Attentions in a layer: a decoder attends to its encoder, too."""
+        return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
-        """Forward FLOPs of a token as the paper counts."""
-        (e, i, heads, a), h, s, vocab = self._widths, self.hidden, self.seq_len, self.vocab
-        project = 3 * (2 * h * a + a)
-        attend = 2 * a * s + (SOFTMAX + DROPOUT + 1) * s * heads + 2 * h * s
-        merge = 2 * h * h + h + DROPOUT * h + h + LAYER_NORM  # its LayerNorm lacks a factor h in the script
-        feed_forward = 4 * h * i + (GELU + 1) * i + (1 + DROPOUT + 1 + LAYER_NORM) * h
-        layer = (project + attend + merge) * (2 if self.cross_attention else 1) + feed_forward
-        look_up = 2 * e * vocab + 2 * e * (s + 2) + (2 + LAYER_NORM + DROPOUT) * e
-        if e != h:
-            look_up += 2 * h * e + h
+        """Return the forward FLOPs of a token as the paper's script, flops_computation.py, counts them.
+
+        Beside the matrix products these are biases, activations, softmax, dropout, residual sums and LayerNorm; the
+        terms are those of the script's get_block_flops and get_embedding_flops.
+        """
+        hidden = self.hidden
+        seq_len = self.seq_len
+        embedding = self._embedding_width
+        inner = self._inner_width
+        attention = self._attention_width
+        query_key_value = 3 * (2 * hidden * attention + attention)
+        scores = 2 * attention * seq_len
+        softmax = (SOFTMAX + DROPOUT + 1) * seq_len * self._num_heads  # 1: scaling of the scores
+        weighted_values = 2 * hidden * seq_len
+        # The LayerNorm after the attention lacks a factor `hidden` in the script.
+        output_projection = 2 * hidden * hidden + hidden + DROPOUT * hidden + hidden + LAYER_NORM
+        one_attention = query_key_value + scores + softmax + weighted_values + output_projection
+        feed_forward = 4 * hidden * inner + (GELU + 1) * inner + (1 + DROPOUT + 1 + LAYER_NORM) * hidden
+        layer = one_attention * self._num_attentions + feed_forward
+        # Token, position and segment embeddings, each a product with a one-hot vector.
+        look_up = 2 * embedding * self.vocab + 2 * embedding * (seq_len + 2) + (2 + LAYER_NORM + DROPOUT) * embedding
+        if embedding != hidden:
+            look_up += 2 * hidden * embedding + hidden  # projection to the width of the states
+        return self.layers * layer + look_up + self._paper_head()
+
+    def _paper_head(self) -> float:
+        """Return the forward FLOPs of the head per token, as the paper's script counts them."""
+        hidden = self.hidden
+        embedding = self._embedding_width
         if self.detects:
-            head: float = 2 * h * h + (1 + GELU) * h + 2 * h
-        else:
-            head = self.output_share * (
-                2 * e * vocab + 2 * h * e + (1 + GELU + LAYER_NORM) * e + (SOFTMAX + 2) * vocab
-            )
-        return self.layers * layer + look_up + head
+            return 2 * hidden * hidden + (1 + GELU) * hidden + 2 * hidden
+        logits = 2 * embedding * self.vocab
+        dense = 2 * hidden * embedding + (1 + GELU + LAYER_NORM) * embedding
+        softmax = (SOFTMAX + 2) * self.vocab
+        return self.output_share * (logits + dense + softmax)
 
     def matmul(self) -> float:
-        """Forward FLOPs of a token in matrix products."""
-        (e, i, _, a), h = self._widths, self.hidden
-        attention = 4 * 2 * h * a + 2 * 2 * self.seq_len * a
-        layer = attention * (2 if self.cross_attention else 1) + 2 * 2 * h * i
-        head: float = 2 * h * h + 2 * h if self.detects else self.masked * (2 * h * e + 2 * e * self.vocab)
-        return self.layers * layer + (2 * e * h if e != h else 0) + head
+        """Return the forward FLOPs of a token in matrix products only, as MFU counts them (`model/flops.py`)."""
+        hidden = self.hidden
+        embedding = self._embedding_width
+        attention = self._attention_width
+        projections = 4 * 2 * hidden * attention  # query, key, value, output
+        scores_and_values = 2 * 2 * self.seq_len * attention
+        feed_forward = 2 * 2 * hidden * self._inner_width
+        layer = (projections + scores_and_values) * self._num_attentions + feed_forward
+        embedding_projection = 2 * embedding * hidden if embedding != hidden else 0
+        if self.detects:
+            head: float = 2 * hidden * hidden + 2 * hidden
+        else:
+            head = self.masked * (2 * hidden * embedding + 2 * embedding * self.vocab)
+        return self.layers * layer + embedding_projection + head
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFlops:
-    """One model of the table."""
+    """One model of the paper's table: the networks it trains, the amount of training, and the printed figure."""
 
     name: str
-    printed: str  # in the paper; empty: not there
-    networks: tuple[Network, ...] = ()
-    rows: float = 0.0  # of training: batch x steps
-    profiled: float = 0.0  # forward FLOPs of the whole training, where they were measured
+    printed: str  # training FLOPs as the paper prints them; empty if the paper does not list the model
+    networks: tuple[Network, ...] = ()  # empty for a model that is known by a profile only
+    rows: float = 0.0  # rows of the training: batch x steps
+    profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Training FLOPs by the paper's method: forward and as much again."""
-        return 2 * (self.profiled + sum(n.paper() * n.seq_len for n in self.networks) * self.rows)
+        """Return the training FLOPs by the paper's method: 2 x forward."""
+        flops_per_row = sum(network.paper() * network.seq_len for network in self.networks)
+        return 2 * (self.profiled + flops_per_row * self.rows)
 
     def mfu(self) -> float | None:
-        """Training FLOPs by MFU's method; None where only a profile is known."""
+        """Return the training FLOPs by MFU's method, 3 x forward; None where only a profile is known."""
         if not self.networks:
             return None
-        return 3 * sum(network.matmul() * network.seq_len for network in self.networks) * self.rows
+        flops_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
+        return 3 * flops_per_row * self.rows
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
-    """Both towers; the generator has the discriminator's layers and tables and a width of its own."""
+    """Return both towers of an ELECTRA model.
+
+    The generator has the layers and the embedding tables of `discriminator`, and the hidden width `generator`.
+    """
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 
 
@@ -106,7 +159,7 @@ _ROBERTA = (Network(hidden=1024, layers=24, vocab=50265),)
 _T5 = Network(hidden=1024, layers=24, vocab=32000, intermediate=65536, heads=128, attention=128 * 128)
 
 TABLE = (
-    # 768,648,884 words of LM1B, 10 epochs, 20 x 128 words a batch, profiled forward pass of a batch.
+    # 768,648,884 words of LM1B, 10 epochs, 20 x 128 words per batch, times the profiled forward pass of a batch.
     PaperFlops(name="ELMo", printed="3.3e18", profiled=10 * 768_648_884 * 568_093_262_680 / (20 * 128)),
     PaperFlops(
         name="GPT",
@@ -124,7 +177,7 @@ TABLE = (
     PaperFlops(name="BERT-Large", printed="1.9e20", networks=(_BERT_LARGE,), rows=256 * 1e6),
     PaperFlops(name="RoBERTa-100K", printed="6.4e20", networks=_ROBERTA, rows=8000 * 1e5),
     PaperFlops(name="RoBERTa-500K", printed="3.2e21", networks=_ROBERTA, rows=8000 * 5e5),
-    # A profiled forward pass of 32 rows.
+    # 500,000 steps of 8192 rows, times the profiled forward pass of 32 rows.
     PaperFlops(name="XLNet", printed="3.9e21", profiled=500_000 * 8192 * 15_064_773_691_518 / 32),
     PaperFlops(
         name="ALBERT",

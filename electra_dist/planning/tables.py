@@ -1,9 +1,10 @@
-"""The text of `--dry-run`: what a run will take, before anything is touched.
+"""Print the plan of a run for `--dry-run` and `electra-dist plan`: what the run would take.
 
-Guarantee: a function of the config (and of the corpus manifest, if it is at hand); it reads nothing, needs no GPU and
-does not import torch. Tables on a terminal, plain aligned text elsewhere, the same words and numbers in both.
+Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is read or
+written, no GPU is needed and torch is not imported. A terminal gets tables, any other stream plain aligned text, with
+the same words and numbers.
 
-Where it stops: see budget.py for what the numbers leave out.
+Limits: budget.py states what the numbers leave out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from electra_dist.config import Config
+from electra_dist.config import Config, TowerConfig
 from electra_dist.data.manifest import CorpusManifest
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.planning.budget import Budget, make_budget
@@ -27,14 +28,14 @@ from electra_dist.run.formats import format_count, format_duration
 
 @dataclass(frozen=True)
 class PlanSection:
-    """A titled table of text; `mark` is the row that the config chooses, `note` stands below."""
+    """One titled table of a plan, whose cells are text."""
 
     title: str
     rows: list[list[str]]
     header: list[str] | None = None
-    mark: int | None = None
-    note: str = ""
-    prose: bool = True  # the last column is text, not numbers
+    mark: int | None = None  # index of the row that the config selects; it is highlighted
+    note: str = ""  # printed below the table
+    prose: bool = True  # the last column is text (aligned to the left), not numbers
 
 
 def print_plan(
@@ -43,9 +44,21 @@ def print_plan(
     stream: TextIO | None = None,
     cluster: Cluster | None = None,
 ) -> None:
-    """Print the plan of a run on `stream` (default stdout); with `cluster` also how it scales over nodes."""
+    """Print the plan of a run: tables on a terminal, plain text on any other stream.
+
+    Args:
+        config: the configuration of the run.
+        corpus: manifest of its corpus, from which the epochs follow; None: they are not shown.
+        stream: where to print; None: stdout.
+        cluster: adds a table of how the run scales over the nodes of this cluster.
+
+    Raises:
+        UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
+    """
     stream = stream or sys.stdout
-    sections = [*plan_sections(config, corpus), *([scaling_section(config, cluster)] if cluster else [])]
+    sections = plan_sections(config, corpus)
+    if cluster:
+        sections.append(scaling_section(config, cluster))
     if stream.isatty():
         Console(file=stream, highlight=False).print(_tables(sections))
     else:
@@ -53,10 +66,10 @@ def print_plan(
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """The plan as tables of text.
+    """Return the plan as tables: parameters, data, state per GPU, compute and possible numbers of GPUs.
 
     Raises:
-        UserError: no peak is known for `plan.gpu`.
+        UserError: the peak of `plan.gpu` is not known.
     """
     budget = make_budget(config, corpus)
     return [
@@ -69,16 +82,15 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """The run on growing numbers of nodes.
+    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes; with a price it has a column of costs.
 
     Raises:
-        UserError: the batch does not go into the nodes, or the GPU is not known.
+        UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
     """
+    price = cluster.gpu_hour_price
     rows = []
     for scaled in scale(config, cluster):
-        price = cluster.gpu_hour_price
-        cost = [] if price is None else [f"{scaled.gpu_hours * price:,.0f}"]
-        rows.append([
+        row = [
             str(scaled.nodes),
             str(scaled.ranks),
             str(scaled.micro_batches),
@@ -90,39 +102,54 @@ def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
             format_count(scaled.tokens_per_s),
             f"{scaled.days:,.2f}",
             f"{scaled.gpu_hours:,.0f}",
-            *cost,
-        ])  # fmt: skip
-    measured = cluster.gpu_tokens_per_s
-    rate = (
-        f"{format_count(measured)} tok/s a GPU, given" if measured else f"plan.utilisation {config.plan.utilisation}"
-    )
-    note = f"ZeRO-{config.engine.zero_stage}, {config.train.precision}; compute: {rate}; {'; '.join(ASSUMPTIONS)}"
+        ]
+        if price is not None:
+            row.append(f"{scaled.gpu_hours * price:,.0f}")
+        rows.append(row)
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "step s", "efficiency", "tok/s"]
-    header += ["days", "GPU-hours", *([] if cluster.gpu_hour_price is None else ["cost"])]
+    header += ["days", "GPU-hours"]
+    if price is not None:
+        header.append("cost")
+    if cluster.gpu_tokens_per_s:
+        rate = f"{format_count(cluster.gpu_tokens_per_s)} tok/s a GPU, given"
+    else:
+        rate = f"plan.utilisation {config.plan.utilisation}"
+    note = f"ZeRO-{config.engine.zero_stage}, {config.train.precision}; compute: {rate}; {'; '.join(ASSUMPTIONS)}"
     title = f"Scaling on {cluster.gpu}, {8 * cluster.fabric_bytes_per_s / 1e9:g} Gb/s a node"
     return PlanSection(title, rows, header=header, note=note, prose=False)
 
 
 def _text(sections: list[PlanSection]) -> str:
+    """Return the sections as plain text, with an empty line between them."""
     return "\n\n".join(_plain(section) for section in sections)
 
 
 def _model(config: Config, budget: Budget) -> PlanSection:
-    def shape(tower: str) -> str:
-        t = getattr(config.model, tower)
-        return f"{t.num_layers} layers x {t.hidden_size}, {t.num_heads} heads, feed-forward {t.intermediate_size}"
-
+    """Return the table of parameters of both towers."""
+    model = config.model
     counts = budget.parameters
+    discriminator = f"{_shape(model.discriminator)}; with embeddings and head"
     rows = [
-        ["discriminator", _millions(counts.discriminator), f"{shape('discriminator')}; with embeddings and head"],
-        ["generator only", _millions(counts.generator_only), shape("generator")],
-        ["trained", _millions(counts.total), f"vocabulary {config.model.vocab_size:,}, embeddings shared by both"],
+        ["discriminator", _millions(counts.discriminator), discriminator],
+        ["generator only", _millions(counts.generator_only), _shape(model.generator)],
+        ["trained", _millions(counts.total), f"vocabulary {model.vocab_size:,}, embeddings shared by both"],
     ]
     return PlanSection("Parameters", rows)
 
 
+def _shape(tower: TowerConfig) -> str:
+    """Return the sizes of a tower as text."""
+    return (
+        f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
+        f"feed-forward {tower.intermediate_size}"
+    )
+
+
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    train, optimizer, seq_len = config.train, config.optimizer, config.data.seq_len
+    """Return the table of steps, rows, tokens and epochs."""
+    train = config.train
+    optimizer = config.optimizer
+    seq_len = config.data.seq_len
     masked = round(100 * config.objective.mask_prob, 2)
     rows = [
         ["steps", f"{train.num_steps:,}", f"warm-up {optimizer.warmup_steps:,}, peak lr {optimizer.lr:g}"],
@@ -140,16 +167,19 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:
-    world_size, total = config.plan.num_gpus, budget.parameters.total
-    unit, name = (1e9, "GB") if total > 50e6 else (1e6, "MB")
+    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked."""
+    world_size = config.plan.num_gpus
+    total = budget.parameters.total
+    unit, unit_name = (1e9, "GB") if total > 50e6 else (1e6, "MB")
     rows = []
     for stage in range(4):
         layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
         sizes = [layout.bytes_per_gpu(part, total, world_size) for part in PARTS]
-        rows.append([f"ZeRO-{stage}", *(f"{size / unit:.2f}" for size in [*sizes, sum(sizes)]), layout.formula()])
+        cells = [f"{size / unit:.2f}" for size in [*sizes, sum(sizes)]]
+        rows.append([f"ZeRO-{stage}", *cells, layout.formula()])
     offload = "master and moments in host memory; " if config.engine.offload_optimizer else ""
     return PlanSection(
-        f"State per GPU in {name}, {config.train.precision} on W = {world_size} GPUs",
+        f"State per GPU in {unit_name}, {config.train.precision} on W = {world_size} GPUs",
         rows,
         header=["", *PARTS, "sum", "bytes"],
         mark=config.engine.zero_stage,
@@ -158,17 +188,16 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
-    flops, compute = budget.flops, budget.compute
-    share = flops.generator / flops.total
-    unit, name = (1e9, "GFLOP") if flops.total > 5e7 else (1e6, "MFLOP")
+    """Return the table of FLOPs and, where a peak is known, of throughput and time."""
+    flops = budget.flops
+    compute = budget.compute
+    generator_share = flops.generator / flops.total
+    unit, unit_name = (1e9, "GFLOP") if flops.total > 5e7 else (1e6, "MFLOP")
+    counted = "matmuls, forward x 3, vocabulary logits at masked positions"
     rows = [
-        [
-            "per token",
-            f"{flops.total / unit:.3f} {name}",
-            "matmuls, forward x 3, vocabulary logits at masked positions",
-        ],
-        ["discriminator", f"{flops.discriminator / unit:.3f} {name}", ""],
-        ["generator", f"{flops.generator / unit:.3f} {name}", f"{100 * share:.1f} %"],
+        ["per token", f"{flops.total / unit:.3f} {unit_name}", counted],
+        ["discriminator", f"{flops.discriminator / unit:.3f} {unit_name}", ""],
+        ["generator", f"{flops.generator / unit:.3f} {unit_name}", f"{100 * generator_share:.1f} %"],
         ["run", f"{budget.run_flops:.2e} FLOP", ""],
     ]
     if compute is None:
@@ -184,9 +213,14 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
-    train, sizes = config.train, list(budget.accumulation)
-    shown = sizes if len(sizes) <= 16 else [*sizes[:13], *sizes[-3:]]
-    rows = [["GPUs", *map(str, shown)], ["micro-batches per step", *(str(budget.accumulation[s]) for s in shown)]]
+    """Return the table of GPU counts that can share the global batch; of many, the first 13 and the last 3."""
+    train = config.train
+    world_sizes = list(budget.accumulation)
+    shown = world_sizes if len(world_sizes) <= 16 else [*world_sizes[:13], *world_sizes[-3:]]
+    rows = [
+        ["GPUs", *(str(world_size) for world_size in shown)],
+        ["micro-batches per step", *(str(budget.accumulation[world_size]) for world_size in shown)],
+    ]
     note = f"the GPU counts that share {train.global_batch:,} rows in micro-batches of {train.micro_batch}"
     if config.plan.num_gpus not in budget.accumulation:
         note += f"; plan.num_gpus {config.plan.num_gpus} is not one of them"
@@ -194,36 +228,45 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
 
 
 def _millions(count: int) -> str:
+    """Return a count in millions, for example "335.14 M"."""
     return f"{count / 1e6:.2f} M"
 
 
 def _widths(section: PlanSection) -> list[int]:
-    lines = [*([section.header] if section.header else []), *section.rows]
-    return [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    """Return the width of each column in characters."""
+    lines = [section.header, *section.rows] if section.header else section.rows
+    return [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
 
 
 def _plain(section: PlanSection) -> str:
+    """Return a section as aligned text: title, header, rows, and the note in parentheses; ">" marks a row."""
     widths = _widths(section)
-
-    def join(line: list[str], marker: str) -> str:
-        cells = [
-            cell.ljust(width) if _is_text(section, column) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        return (marker + "  ".join(cells)).rstrip()
-
     lines = [section.title]
     if section.header:
-        lines.append(join(section.header, "  "))
-    lines += [join(row, "> " if number == section.mark else "  ") for number, row in enumerate(section.rows)]
-    return "\n".join([*lines, *([f"  ({section.note})"] if section.note else [])])
+        lines.append(_plain_line(section, section.header, widths, marker="  "))
+    for number, row in enumerate(section.rows):
+        marker = "> " if number == section.mark else "  "
+        lines.append(_plain_line(section, row, widths, marker))
+    if section.note:
+        lines.append(f"  ({section.note})")
+    return "\n".join(lines)
+
+
+def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
+    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right."""
+    aligned = []
+    for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        aligned.append(cell.ljust(width) if _is_text(section, column) else cell.rjust(width))
+    return (marker + "  ".join(aligned)).rstrip()
 
 
 def _is_text(section: PlanSection, column: int) -> bool:
+    """Return whether a column holds text: the first one does, and the last one in a section of prose."""
     return column == 0 or (section.prose and column == len(section.rows[0]) - 1)
 
 
 def _tables(sections: list[PlanSection]) -> Group:
+    """Return the sections as rich tables, with the marked row in bold green."""
     tables = []
     for section in sections:
         table = Table(
@@ -236,8 +279,8 @@ def _tables(sections: list[PlanSection]) -> Group:
             box=box.ROUNDED,
         )
         for column, name in enumerate(section.header or section.rows[0]):
-            text = _is_text(section, column)
-            table.add_column(name, justify="left" if text else "right", no_wrap=column == 0 or not text)
+            is_text = _is_text(section, column)
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=column == 0 or not is_text)
         for number, row in enumerate(section.rows):
             table.add_row(*map(Text, row), style="bold green" if number == section.mark else None)
         tables.append(table)

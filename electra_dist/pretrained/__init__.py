@@ -1,1 +1,1 @@
-"""Weights in and out: from runs, and from and to Hugging Face folders."""
+"""Pretrained weights: read from runs and Hugging Face folders, written to Hugging Face folders."""

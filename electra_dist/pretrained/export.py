@@ -1,4 +1,4 @@
-"""Export a run's newest checkpoint to two Hugging Face folders. Needs no process group and no GPU."""
+"""Export of a run's newest checkpoint to Hugging Face folders. Needs no process group and no GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from electra_dist.pretrained.run_weights import load_run_weights
 
 
 def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
-    """Write OUTPUT/discriminator and, if the objective has one, OUTPUT/generator; return the state and the folders.
+    """Export the newest good checkpoint of a run to OUTPUT/discriminator and, if there is one, OUTPUT/generator.
 
-    Damaged checkpoints that were passed over are named on stderr.
+    One line on stderr names each newer checkpoint that was skipped because it is damaged.
+
+    Args:
+        run_dir: the run folder.
+        output: folder for the exports; created if missing. Files of the same names are replaced.
+
+    Returns:
+        The state of the checkpoint that was exported, and the folders by the names "discriminator" and "generator".
 
     Raises:
         UserError: `run_dir` is not a run, or has no good checkpoint.

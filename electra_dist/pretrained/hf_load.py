@@ -1,14 +1,14 @@
-"""Weights of others into our towers, for continued pretraining: released checkpoints, and states of other runs.
+"""Loading of other weights into our towers for continued pretraining: released checkpoints and states of other runs.
 
-Guarantee: nothing is left out in silence: every parameter of the towers either has the given value or is named in the
-notes that come back, as are the optimizer's moments, which no Hugging Face folder holds. Another shape or size of the
-vocabulary is refused with the first difference.
+Guarantee: every parameter of the towers either gets its value from the source or is named in the notes that are
+returned. The notes also name the optimizer's moments, which no Hugging Face folder holds. A source of another shape or
+vocabulary size is refused, with the first difference in the message.
 
-What the released checkpoints lack: Google's hold no optimizer state, the discriminators of some conversions no head.
+How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors` or
+`pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. Under `gdes` the
+discriminator's difference is set so that table plus difference equals the source's table.
 
-How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel, `model.safetensors` or `pytorch_model.bin`
-(read without unpickling objects). Tables longer than `max_positions` are cut. Under `gdes` the discriminator's
-difference is what makes its tables the folder's.
+Limits: the checkpoints that Google released hold no optimizer state, and some conversions of discriminators no head.
 
 Shapes follow `towers.model`.
 """
@@ -28,70 +28,85 @@ from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
 
-_POSITIONS = "max_position_embeddings"
+_POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 
 
 def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
-    """Overwrite what the folders hold; returns a line for everything that they do not.
+    """Overwrite the parameters that Hugging Face folders hold; return a line about everything that they do not hold.
 
     Args:
-        towers: initialised, on the host, not yet under an engine.
-        discriminator_dir: a Hugging Face folder of the large tower.
-        generator_dir: one of the generator.
+        towers: initialised towers on the host, not yet under an engine.
+        discriminator_dir: Hugging Face folder of the large tower, or None.
+        generator_dir: Hugging Face folder of the generator, or None.
 
     Raises:
-        UserError: a folder is missing, unreadable, or of another shape or vocabulary than `towers.model`.
+        UserError: a folder is missing or unreadable, or has another shape or vocabulary size than `towers.model`.
     """
-    large = _read(towers, "discriminator", discriminator_dir) if discriminator_dir else {}
-    small = _read(towers, "generator", generator_dir) if generator_dir else {}
-    folders = " and ".join(str(folder) for folder in (discriminator_dir, generator_dir) if folder)
-    notes = load_towers(towers, large, small, folders)
+    large = _read_tower(towers, "discriminator", discriminator_dir) if discriminator_dir else {}
+    small = _read_tower(towers, "generator", generator_dir) if generator_dir else {}
+    folders = [str(folder) for folder in (discriminator_dir, generator_dir) if folder]
+    notes = load_towers(towers, large, small, " and ".join(folders))
     return [*notes, "optimizer: a Hugging Face folder holds no moments; they start at zero"]
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Overwrite what there is; returns a line for everything that there is not, and for what does not fit together.
+    """Overwrite the parameters that the states hold; return a line for every part that they do not hold.
+
+    A line is also returned if both states have embeddings, these differ, and the towers share one set.
 
     Args:
-        towers: as of `load_pretrained`, of the same shape.
+        towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
         large: the discriminator, its head and the `embeddings.` that it reads, under the names of ElectraTowers.
-        small: the generator, its head and the `embeddings.` that it reads; may be empty, as may `large`.
-        where: what the notes call their source.
+        small: the generator, its head and the `embeddings.` that it reads. Either state may be empty.
+        where: name of the source in the notes.
     """
-    large, small = (_cut(state, towers.model.max_positions) for state in (large, small))
-    found, notes = _placed(towers, large, small)
-    missing: dict[str, int] = {}
+    large = _cut_positions(large, towers.model.max_positions)
+    small = _cut_positions(small, towers.model.max_positions)
+    values, notes = _assign_values(towers, large, small)
+    num_missing: dict[str, int] = {}  # part of the towers -> number of its parameters without a value
     with torch.no_grad():
         for name, parameter in towers.named_parameters():
-            if name in found:
-                parameter.copy_(found[name])
+            if name in values:
+                parameter.copy_(values[name])
             else:
                 part = name.partition(".")[0]
-                missing[part] = missing.get(part, 0) + parameter.numel()
-    return [
-        *notes,
-        *(f"{part}: not in {where}; its {count:,} parameters start at random" for part, count in missing.items()),
-    ]
+                num_missing[part] = num_missing.get(part, 0) + parameter.numel()
+    for part, count in num_missing.items():
+        notes.append(f"{part}: not in {where}; its {count:,} parameters start with random values")
+    return notes
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Refuse a tower of another shape than the config's; `given` has the names of a Hugging Face config.json.
+    """Raise if a tower of a source has another shape than the config's.
+
+    Args:
+        where: file or folder of the source, for the message.
+        given: the source's shape, under the names of a Hugging Face config.json. It may have more positions.
+        model: the config's section `model`.
+        tower: the tower to compare with.
 
     Raises:
         UserError: names the first difference.
     """
-    for key, value in shape_of(model, tower).items():
-        if key != _POSITIONS and given.get(key) != value:
+    for key, wanted in shape_of(model, tower).items():
+        if key != _POSITIONS and given.get(key) != wanted:
             raise UserError(
-                f"{where}: {key} is {given.get(key)}, the config's {tower} has {value}; set the model section to the "
+                f"{where}: {key} is {given.get(key)}, the config's {tower} has {wanted}; set the model section to the "
                 f"checkpoint's shape, or name another checkpoint"
             )
-    if given.get(_POSITIONS, 512) < model.max_positions:
-        raise UserError(f"{where}: fewer positions than model.max_positions {model.max_positions}; lower it")
+    num_positions = given.get(_POSITIONS, 512)
+    if num_positions < model.max_positions:
+        raise UserError(
+            f"{where}: {_POSITIONS} is {num_positions}, fewer positions than model.max_positions "
+            f"{model.max_positions}; lower model.max_positions, or name another checkpoint"
+        )
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """What must be the same for weights to fit, under the names of a Hugging Face config.json."""
+    """Return the sizes that must be equal for weights of a tower to fit, by the keys of a Hugging Face config.json.
+
+    The number of positions is among them, although a source may have more.
+    """
     shape, width = tower_of(model, tower)
     return {
         "model_type": "electra",
@@ -107,59 +122,82 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face folder, fp32, under the names of a model with a head.
+    """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
+
+    An ElectraModel that was saved without a head gets the prefix `electra.` that models with a head have. Tensors
+    that are not of floating point are left out.
 
     Raises:
-        UserError: there are none.
+        UserError: the folder holds no weights.
     """
     if (folder / "model.safetensors").exists():
         theirs = load_file(folder / "model.safetensors")
     elif (folder / "pytorch_model.bin").exists():
         theirs = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     else:
-        raise UserError(f"{folder}: neither model.safetensors nor pytorch_model.bin; copy the whole folder")
-    if not any(name.startswith("electra.") for name in theirs):  # ElectraModel, saved without a head
+        raise UserError(
+            f"{folder}: holds neither model.safetensors nor pytorch_model.bin; copy the model's whole folder there"
+        )
+    has_prefix = any(name.startswith("electra.") for name in theirs)
+    if not has_prefix:
         theirs = {f"electra.{name}": tensor for name, tensor in theirs.items()}
     return {name: tensor.float() for name, tensor in theirs.items() if tensor.is_floating_point()}
 
 
-def _cut(state: State, max_positions: int) -> dict[str, torch.Tensor]:
-    """A position table may be longer than the model's."""
+def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
+    """Return the state with a position table of at most `max_positions` rows."""
     table = "embeddings.position.weight"
     return {name: value[:max_positions] if name == table else value for name, value in state.items()}
 
 
-def _placed(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Name of a parameter -> its value, after what the towers share."""
-    is_table = "embeddings."
-    found = {
-        name: value for source in (small, large) for name, value in source.items() if not name.startswith(is_table)
-    }
-    of_large = {name: value for name, value in large.items() if name.startswith(is_table)}
-    of_small = {name: value for name, value in small.items() if name.startswith(is_table)}
+def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts.
+
+    Which state's embeddings a parameter gets depends on what the towers share.
+
+    Args:
+        towers: towers to fill; they are not changed.
+        large: the discriminator's state, see `load_towers`.
+        small: the generator's state.
+    """
+    prefix = "embeddings."
+    values = {name: value for name, value in small.items() if not name.startswith(prefix)}
+    values |= {name: value for name, value in large.items() if not name.startswith(prefix)}
+    large_embeddings = {name: value for name, value in large.items() if name.startswith(prefix)}
+    small_embeddings = {name: value for name, value in small.items() if name.startswith(prefix)}
     notes = []
-    if not hasattr(towers, "discriminator_embeddings"):
-        found |= of_large or of_small
-        if any(not torch.equal(value, of_large[name]) for name, value in of_small.items() if of_large):
+    if not hasattr(towers, "discriminator_embeddings"):  # one set for both towers
+        values |= large_embeddings or small_embeddings
+        if large_embeddings and any(
+            not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items()
+        ):
             notes.append("embeddings: those of the two folders differ; the discriminator's are used for both towers")
-    elif towers.is_difference:
-        found |= of_small or of_large
-        for name, value in of_large.items():
-            base = 0.0 if "layer_norm" in name else found[name]
-            found[f"discriminator_{name}"] = value - base
-    else:
-        found |= of_small | {f"discriminator_{name}": value for name, value in of_large.items()}
-    return found, notes
+    elif towers.is_difference:  # the discriminator's tables are the generator's plus a difference
+        values |= small_embeddings or large_embeddings
+        for name, value in large_embeddings.items():
+            base = 0.0 if "layer_norm" in name else values[name]
+            values[f"discriminator_{name}"] = value - base
+    else:  # one set for each tower
+        values |= small_embeddings
+        values |= {f"discriminator_{name}": value for name, value in large_embeddings.items()}
+    return values, notes
 
 
-def _read(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's weights under our names."""
+def _read_tower(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a Hugging Face folder under the names of ElectraTowers.
+
+    Raises:
+        UserError: config.json or a weight is missing, or the shape is not that of `tower` in `towers.model`.
+    """
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{folder}: no config.json; name a folder of a downloaded or exported ELECTRA model")
+        raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
     check_shape(str(file), json.loads(file.read_text()), towers.model, tower)
-    theirs = read_weights(folder)
+    weights = read_weights(folder)
+    convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:
-        return (from_hf_generator if tower == "generator" else from_hf_discriminator)(theirs, towers.model)
+        return convert(weights, towers.model)
     except KeyError as error:
-        raise UserError(f"{folder}: the weights lack {error}; it is no whole ELECTRA model") from None
+        raise UserError(
+            f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
+        ) from None

@@ -1,14 +1,15 @@
-"""`train.init_from`: a run that begins with the weights of another model instead of random ones.
+"""`train.init_from`: starting a run with the weights of another model instead of random ones.
 
-Guarantee: the weights are in the towers before DeepSpeed takes them, so every ZeRO stage begins alike; whatever the
-source lacks is said (a head, the generator, always the moments). A vocabulary or a shape that is not the config's is
-refused before anything is written. Once the run has a checkpoint of its own the source is not looked at again.
+Guarantee: the weights are in the towers before DeepSpeed takes them over, so all ZeRO stages start alike. The log
+names everything that the source lacks (a head, the generator, and always the optimizer's moments). A source whose
+vocabulary or shape differs from the config's is refused before anything is written. Once the run has a checkpoint of
+its own, the source is not read again.
 
-How: a run gives its newest good checkpoint, whatever its objective and its towers share; an export and a Hugging Face
-folder are read by `hf_load.py`. Every rank reads the source, so all nodes must see it.
+How: from a run, the newest good checkpoint is taken, whatever its objective and whatever its towers share. An export
+or a Hugging Face folder is read by `hf_load.py`. Every rank reads the source, so it must be visible on all nodes.
 
-Where it stops: steps, schedule and moments begin anew. In bf16 at ZeRO 1 to 3 the masters begin rounded to bf16, as
-initial weights do.
+Limits: step number, schedule and moments start anew. In bf16 at ZeRO 1 to 3 the master weights start rounded to bf16,
+as random initial weights do.
 """
 
 from __future__ import annotations
@@ -29,71 +30,102 @@ from electra_dist.run.folder import is_run_folder
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
+# Names of the discriminator's and of the generator's parameters begin with these.
 _LARGE = ("embeddings.", "discriminator.", "discriminator_head.", "token_head.", "copy_gate.")
 _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", "baseline.")
 
 
 class Source(NamedTuple):
-    """What `train.init_from` names: a run, or one or two Hugging Face folders."""
+    """Folders that `train.init_from` names: either a run's, or one or two Hugging Face folders."""
 
     run: Path | None = None
-    discriminator: Path | None = None
-    generator: Path | None = None
+    discriminator: Path | None = None  # Hugging Face folder of the large tower
+    generator: Path | None = None  # Hugging Face folder of the generator
 
 
 def find_source(train: TrainConfig) -> Source:
-    """The folders behind `train.init_from`, which is set.
+    """Return the folders behind `train.init_from`, which must be set.
 
     Raises:
-        UserError: there is nothing of the kind.
+        UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
+            `train.init_generator_from` is set as well.
     """
-    folder, given = Path(train.init_from or ""), train.init_generator_from
-    generator = Path(given) if given else None
+    folder = Path(train.init_from or "")
+    generator = Path(train.init_generator_from) if train.init_generator_from else None
     if is_run_folder(folder):
         if generator:
-            raise UserError(f"train.init_generator_from: the run {folder} brings its own generator; leave it out")
+            raise UserError(
+                f"train.init_generator_from is set, but train.init_from {folder} is a run, which has its own "
+                f"generator; remove train.init_generator_from"
+            )
         return Source(run=folder)
     if (folder / "discriminator" / "config.json").exists():
-        own = folder / "generator"
-        return Source(discriminator=folder / "discriminator", generator=generator or (own if own.exists() else None))
+        exported_generator = folder / "generator"
+        if generator is None and exported_generator.exists():
+            generator = exported_generator
+        return Source(discriminator=folder / "discriminator", generator=generator)
     if (folder / "config.json").exists():
         return Source(discriminator=folder, generator=generator)
     raise UserError(
         f"train.init_from {folder}: neither a run (config.yaml), nor an export (discriminator/config.json), nor a "
-        f"Hugging Face folder (config.json); name one"
+        f"Hugging Face folder (config.json); set train.init_from to the folder of one"
     )
 
 
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
-    """Refuse a source that is not there, or that has another vocabulary than the corpus.
+    """Raise if the source does not exist, or has a vocab.txt with other tokens than the corpus's vocabulary.
+
+    Args:
+        train: the config's section `train`, with `init_from` set.
+        vocabulary: vocabulary of `data.corpus`.
 
     Raises:
         UserError: names the source and what differs.
     """
-    for folder in filter(None, find_source(train)):
-        if (folder / VOCAB_FILE).exists() and Vocabulary.read(folder / VOCAB_FILE).tokens != vocabulary.tokens:
+    for folder in find_source(train):
+        if folder is None:
+            continue
+        vocab_file = folder / VOCAB_FILE
+        if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
             raise UserError(
-                f"train.init_from: {folder / VOCAB_FILE} is not the vocabulary of data.corpus; build the corpus with "
-                f"--vocab {folder / VOCAB_FILE}"
+                f"train.init_from: {vocab_file} is not the vocabulary of data.corpus; build the corpus with --vocab "
+                f"{vocab_file}"
             )
 
 
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
-    """Return whether the run begins with other weights and has no checkpoint of its own in `targets` yet."""
+    """Return whether the run starts from a source and has no committed checkpoint of its own in `targets` yet.
+
+    Args:
+        train: the config's section `train`.
+        targets: the run's checkpoint stores; they are listed, on the calling rank only.
+    """
     return bool(train.init_from) and not any(committed(target) for target in targets)
 
 
 def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
-    """Load the source where it is needed; return lines that say what was loaded. Collective."""
-    return load_source(towers, train) if from_rank_0(lambda: needs_source(train, targets)) else []
+    """Load the source into the towers if the run needs it; return lines for the log, none if it does not. Collective.
+
+    Rank 0 decides for all ranks. Then every rank reads the source.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine.
+        train: the config's section `train`.
+        targets: the run's checkpoint stores.
+
+    Raises:
+        UserError: the source cannot be read, or has another shape than the towers.
+    """
+    is_needed = from_rank_0(lambda: needs_source(train, targets))
+    return load_source(towers, train) if is_needed else []
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
-    """Overwrite what the source holds; returns lines of what it is and of what it does not hold.
+    """Overwrite the parameters that the source holds; return lines about what it is and what it does not hold.
 
     Args:
-        towers: initialised, on the host, not yet under an engine.
-        train: with `init_from`.
+        towers: initialised towers on the host, not yet under an engine.
+        train: the config's section `train`, with `init_from` set.
 
     Raises:
         UserError: the source cannot be read, or has another shape than the towers.
@@ -104,17 +136,23 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
         return [f"the weights of {train.init_from}", *notes]
     run = load_run_weights(source.run)
     model = run.config.model
-    large = _part(standalone(run.weights, model, "discriminator"), _LARGE)
-    small = _part(standalone(run.weights, model, "generator"), _SMALL)
-    if not any(name.startswith("generator_head.") for name in small):
-        small = {}  # that run has no generator
+    large = _with_prefixes(standalone(run.weights, model, "discriminator"), _LARGE)
+    small = _with_prefixes(standalone(run.weights, model, "generator"), _SMALL)
+    source_has_generator = any(name.startswith("generator_head.") for name in small)
+    if not source_has_generator:
+        small = {}
     check_shape(str(source.run), shape_of(model, "discriminator"), towers.model, "discriminator")
-    if small and hasattr(towers, "generator_head"):
+    if source_has_generator and hasattr(towers, "generator_head"):
         check_shape(str(source.run), shape_of(model, "generator"), towers.model, "generator")
     notes = load_towers(towers, large, small, str(source.run))
-    moments = "optimizer: moments are not taken over; they start at zero"
-    return [f"the weights of {source.run} after {run.state.step:,} steps", *run.damaged, *notes, moments]
+    return [
+        f"the weights of {source.run} after {run.state.step:,} steps",
+        *run.damaged,
+        *notes,
+        "optimizer: moments are not taken over; they start at zero",
+    ]
 
 
-def _part(state: State, prefixes: tuple[str, ...]) -> State:
+def _with_prefixes(state: State, prefixes: tuple[str, ...]) -> State:
+    """Return the parameters whose names begin with one of `prefixes`."""
     return {name: value for name, value in state.items() if name.startswith(prefixes)}

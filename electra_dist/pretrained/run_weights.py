@@ -1,7 +1,7 @@
-"""Load the weights of a run: the one way in which an export, another run and a fine-tuning read them.
+"""Loading of a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
 
-Guarantee: every byte is verified against the checkpoint's manifest. A damaged checkpoint is named and the next older
-good one is taken; a run folder that was moved is read where it is.
+Guarantee: every byte is verified against the checkpoint's manifest. If a checkpoint is damaged, the result names it
+and the next older good one is read. A run folder that was moved is read at its new place.
 
 Cost: the fp32 weights once in host memory. Needs no process group and no GPU.
 """
@@ -22,21 +22,21 @@ from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
 
 
 class RunWeights(NamedTuple):
-    """The weights of one checkpoint of a run, and what is needed to use them."""
+    """Weights of one checkpoint of a run, with the config and the tokenizer that are needed to use them."""
 
-    config: Config  # the run's, resolved
-    state: RunState  # of the checkpoint that was read
-    weights: dict[str, torch.Tensor]  # parameter name of the objective -> fp32 master, whole, on the host
-    damaged: list[str]  # one line for each newer checkpoint that could not be used
+    config: Config  # the run's config, resolved
+    state: RunState  # state of the run at the checkpoint that was read
+    weights: dict[str, torch.Tensor]  # parameter name of the objective -> whole fp32 master weight, on the host
+    damaged: list[str]  # one line for each newer checkpoint that was skipped because it is damaged
 
     @property
     def vocab_file(self) -> Path:
-        """The run's copy of the corpus's vocab.txt."""
+        """Path of the run's copy of the corpus's vocab.txt."""
         return Path(self.config.run_dir) / RUN_VOCAB_FILE
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """What the corpus says of its tokenizer."""
+        """Settings of the corpus's tokenizer, read from the run folder at each access."""
         text = (Path(self.config.run_dir) / TOKENIZER_FILE).read_text()
         return TokenizerEntry.model_validate_json(text)
 
@@ -44,8 +44,13 @@ class RunWeights(NamedTuple):
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     """Read the newest good checkpoint of a run, or the one after `step` steps.
 
+    Args:
+        run_dir: the run folder; its config names the checkpoint targets.
+        step: number of steps after which the checkpoint was taken; None for the newest good one.
+
     Raises:
-        UserError: `run_dir` is not a run, or has no good checkpoint (of that step).
+        UserError: `run_dir` is not a run, or has no good checkpoint (after that many steps).
+        StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
     state, weights, damaged = assemble(open_targets(config), step)

@@ -1,1 +1,1 @@
-"""What a person looks at: report.html and the curves."""
+"""The report of a run: report.html and its curves."""

@@ -1,10 +1,11 @@
-"""The curves of a run: each as SVG text for the report, four of them as one PNG for a README.
+"""Draw the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
 
-Guarantees: a curve is thinned to at most some 1,200 points by keeping the lowest and the highest value of each bucket,
-so a spike of one step stays visible in a run of 400,000. SVG colours are names of CSS variables (`--ink`, `--grid`,
-`--series-1`, ...), so the page that embeds it decides, in light and in dark; text stays text.
+Guarantee: a curve is thinned to at most some 1,200 points by keeping the lowest and the highest value of each bucket,
+so a spike of one step stays visible in a run of 400,000 steps. SVG colors are names of CSS variables (`--ink`,
+`--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and in dark mode. Text is
+kept as text. No global state of matplotlib is changed: neither pyplot nor a backend is used.
 
-Cost: 0.1 s a panel, after 1 s for importing matplotlib. Nothing global is changed: no pyplot, no backend.
+Cost: 0.1 s per panel, after 1 s for importing matplotlib.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics import read_metrics
 
-MAX_BUCKETS = 600
+MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 SMOOTHING_SPAN = 40  # records
 
-# Colours that matplotlib draws with and that are then replaced by the page's own.
+# Placeholder colors for matplotlib. In an SVG they are replaced by CSS variables, in a PNG by those of _PRINT.
 _VARIABLES = {"#010101": "--ink", "#020202": "--grid", "#030303": "--series-1", "#040404": "--series-2"}
 _INK, _GRID, _FIRST, _SECOND = _VARIABLES
 _PRINT = {"#010101": "#374151", "#020202": "#e5e7eb", "#030303": "#2563eb", "#040404": "#ea580c"}
@@ -40,27 +41,28 @@ _PRINT = {"#010101": "#374151", "#020202": "#e5e7eb", "#030303": "#2563eb", "#04
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """A field of the records: `kind` "train" is drawn raw (if `raw`) and smoothed, "eval" as points."""
+    """One line of a panel: which field of the metrics it shows, and how it is drawn."""
 
-    field: str
-    label: str
-    kind: str = "train"
+    field: str  # of the records in metrics.jsonl
+    label: str  # in the legend
+    kind: str = "train"  # kind of the records: "train" is drawn as a line, "eval" as a line with points
     color: str = _FIRST
-    raw: bool = True
-    smooth: bool = True
+    raw: bool = True  # draw every record; only for "train"
+    smooth: bool = True  # draw the smoothed line, over a faint raw one; only for "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One diagram."""
+    """One diagram of the report: its lines over the optimizer steps and the format of its y axis."""
 
-    name: str
+    name: str  # identifies the panel, and seeds the ids within its SVG
     title: str
-    lines: tuple[CurveLine, ...]
+    lines: tuple[CurveLine, ...]  # at most two colors
     scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"
 
 
 def _loss_panel(tower: str, title: str) -> Panel:
+    """Return the panel of a loss in training and on held-out rows; `tower` is "mlm" or "rtd"."""
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", color=_SECOND)
     return Panel(name=field, title=title, lines=(CurveLine(field=field, label="training"), held_out))
@@ -108,12 +110,15 @@ PANELS = (
 
 
 def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = ()) -> str | None:
-    """The panel as an <svg> element without size or XML header; None if there is nothing to draw.
+    """Return a panel as an <svg> element to embed in a page; None if the records have no finite value for it.
+
+    The element has no width, no height and no XML header, so that the page decides its size. Equal arguments give
+    equal text.
 
     Args:
-        panel: what to draw.
-        records: of metrics.jsonl.
-        resumes: steps at which the run was resumed, marked by dotted lines.
+        panel: what to draw, one of `PANELS`.
+        records: all records of metrics.jsonl.
+        resumes: steps at which the run was resumed; each is marked by a dotted line.
     """
     if not any(_series(records, line)[0].size for line in panel.lines):
         return None
@@ -132,7 +137,15 @@ def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = 
 
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
-    """Both losses, the accuracies and the AUC of a run as one picture (1500 x 900 pixels, light)."""
+    """Draw both losses, the accuracies and the AUC of a run as one PNG of 1500 x 900 pixels on white.
+
+    Args:
+        run_dir: folder of the run, with its metrics.jsonl.
+        out: the PNG to write; an existing file is overwritten.
+
+    Returns:
+        `out`, as a path.
+    """
     records = read_metrics(Path(run_dir))
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
@@ -144,68 +157,104 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
-    """Mean of the exponential means from the left and from the right, over about `span` records each: no lag."""
+    """Return the values smoothed without lag: the mean of two exponential means, from the left and from the right.
+
+    Args:
+        values: values of consecutive records, [n].
+        span: records over which each exponential mean extends; for a short curve at most a tenth of its length.
+    """
     decay = 1 - 2 / (min(span, max(1.0, len(values) / 10)) + 1)
     return (_exponential_mean(values, decay) + _exponential_mean(values[::-1], decay)[::-1]) / 2
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """The first values are means of what there is, not pulled to zero."""
-    out, weighted, weight = np.empty(len(values)), 0.0, 0.0
+    """Return the exponential mean at every value, [n].
+
+    The weights of the values so far are normalized, so that the first means are not pulled to zero.
+    """
+    means = np.empty(len(values))
+    weighted_sum = 0.0
+    weight_sum = 0.0
     for index, value in enumerate(values):
-        weighted, weight = decay * weighted + value, decay * weight + 1
-        out[index] = weighted / weight
-    return out
+        weighted_sum = decay * weighted_sum + value
+        weight_sum = decay * weight_sum + 1
+        means[index] = weighted_sum / weight_sum
+    return means
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """At most 2 * `num_buckets` + 2 points in order: both ends, and the lowest and the highest of every bucket."""
+    """Return the points of a curve that keep its shape: both ends, and the lowest and highest of every bucket.
+
+    Args:
+        steps: x values, [n], ascending.
+        values: y values, [n], all finite.
+        num_buckets: parts of equal numbers of points.
+
+    Returns:
+        Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets`
+        points is returned whole.
+    """
     if len(values) <= 2 * num_buckets:
         return steps, values
-    keep = {0, len(values) - 1}
+    selected = {0, len(values) - 1}
     for bucket in np.array_split(np.arange(len(values)), num_buckets):
-        keep |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
-    chosen = np.array(sorted(keep))
-    return steps[chosen], values[chosen]
+        bucket_values = values[bucket]
+        selected.add(int(bucket[bucket_values.argmin()]))
+        selected.add(int(bucket[bucket_values.argmax()]))
+    indices = np.array(sorted(selected))
+    return steps[indices], values[indices]
 
 
 def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and finite values of a line."""
-    points = [
-        (r["step"], r[line.field]) for r in records if r.get("kind") == line.kind and r.get(line.field) is not None
-    ]
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    steps, values = np.array(finite, dtype=np.float64).reshape(-1, 2).T
+    """Return the steps and the values of a line, float64 [n] each; records without a finite value are left out."""
+    points = []
+    for record in records:
+        value = record.get(line.field)
+        if record.get("kind") == line.kind and value is not None and math.isfinite(value):
+            points.append((record["step"], value))
+    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps, values
 
 
 def _draw(
     axes: Axes, panel: Panel, records: Sequence[Record], resumes: Sequence[int], colors: dict[str, str] | None = None
 ) -> None:
+    """Draw a panel: dotted lines at `resumes`, the curves, axes and, for two curves or more, a legend.
+
+    `colors` maps the placeholder colors to real ones; None keeps the placeholders.
+    """
+    if colors is None:
+        colors = {}
     for step in resumes:
-        axes.axvline(step, color=(colors or {}).get(_INK, _INK), linewidth=0.6, linestyle=":", alpha=0.5)
+        axes.axvline(step, color=colors.get(_INK, _INK), linewidth=0.6, linestyle=":", alpha=0.5)
     for line in panel.lines:
-        steps, values = _series(records, line)
-        color = (colors or {}).get(line.color, line.color)
-        if not values.size:
-            continue
-        if line.kind == "eval":
-            axes.plot(*thinned(steps, values), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
-            continue
-        if line.raw:
-            quiet = {"alpha": 0.3, "linewidth": 0.7} if line.smooth else {"linewidth": 1.5, "label": line.label}
-            axes.plot(*thinned(steps, values), color=color, **quiet)
-        if line.smooth:
-            axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.5, label=line.label)
+        _draw_line(axes, line, records, colors.get(line.color, line.color))
     axes.set_title(panel.title, loc="left")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _scale(axes, panel.scale)
+    _format_y_axis(axes, panel.scale)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(loc="best")
 
 
-def _scale(axes: Axes, scale: str) -> None:
+def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
+    """Draw one line of a panel; nothing if the records have no value for it."""
+    steps, values = _series(records, line)
+    if not values.size:
+        return
+    if line.kind == "eval":
+        axes.plot(*thinned(steps, values), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
+        return
+    if line.raw and line.smooth:
+        axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.7)
+    elif line.raw:
+        axes.plot(*thinned(steps, values), color=color, linewidth=1.5, label=line.label)
+    if line.smooth:
+        axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.5, label=line.label)
+
+
+def _format_y_axis(axes: Axes, scale: str) -> None:
+    """Set scale, ticks and number format of the y axis; call it after everything is drawn. See `Panel.scale`."""
     if scale == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
@@ -215,21 +264,31 @@ def _scale(axes: Axes, scale: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.2e}".replace("e-0", "e-") if x else "0"))
     elif scale == "log":
         axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        decades = math.log10(high / low)
-        subs = (1.0,) if decades > 2 else (1.0, 2.0, 5.0) if decades > 0.8 else (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        axes.yaxis.set_major_locator(LogLocator(subs=_log_ticks(*axes.get_ylim())))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 
 
+def _log_ticks(low: float, high: float) -> tuple[float, ...]:
+    """Return the ticks within a decade of a log axis from `low` to `high`: more of them on a shorter axis."""
+    decades = math.log10(high / low)
+    if decades > 2:
+        return (1.0,)
+    if decades > 0.8:
+        return (1.0, 2.0, 5.0)
+    return (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)
+
+
 def print_style() -> dict[str, object]:
-    """matplotlib's settings for a PNG on white."""
-    style = {key: _PRINT.get(value, value) if isinstance(value, str) else value for key, value in _style().items()}
+    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`."""
+    style: dict[str, object] = {}
+    for key, value in _style().items():
+        style[key] = _PRINT.get(value, value) if isinstance(value, str) else value
     return style | {"font.size": 9, "axes.titlesize": 10}
 
 
 def _style() -> dict[str, object]:
+    """Return matplotlib's settings for an SVG, with placeholder colors and with text kept as text."""
     return {
         "font.family": "sans-serif",
         "font.size": 8,

@@ -1,4 +1,4 @@
-"""The look of report.html: one style sheet, light and dark by the reader's preference, one column on a phone."""
+"""Style sheet of report.html: light or dark by the reader's preference, one column on a phone."""
 
 STYLE = """
 :root {

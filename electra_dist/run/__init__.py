@@ -1,1 +1,1 @@
-"""What a run tells: metrics, console, FLOPs, plan, report."""
+"""The files of a run folder, and what is written to them: identity, metrics, ledger, log, heartbeats, strikes."""

@@ -1,13 +1,13 @@
-"""What a person sees while a run goes on: one dense line every N steps, a progress bar below them on a terminal.
+"""Console output of a run and its log.txt: one line for each logged step, and a progress bar on a terminal.
 
-Guarantees: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
-fixed width, so lines stand under one another and a golden file can hold one. log.txt gets every line and note with
-the time of day (UTC), on a terminal or not, appended to what earlier starts wrote. Where stdout is no terminal the
-same lines are printed plain and flushed: no bar, no colour, no carriage returns.
+Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
+fixed width, so that lines align. log.txt receives every line and note with date and time (UTC), on a terminal or not,
+appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed: no
+bar, no colour, no carriage returns.
 
 Cost: some 50 us a line; rich redraws the bar ten times a second in a thread of its own.
 
-Where it stops: rank 0 only. Output that other processes write to the same terminal may break the bar's line.
+Limits: rank 0 only. Output that other processes write to the same terminal may break the line of the bar.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from electra_dist.run.records import EvalRecord, StepRecord
 
 
 class Console:
-    """Lines, notes and the bar of one start of a run; `close` ends them."""
+    """Console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Open the log for appending.
+        """Open log.txt for appending, and show the progress bar if `stream` is a terminal.
 
         Args:
-            run_dir: folder of the run.
+            run_dir: folder of the run; created if it is missing.
             total_steps: steps of the whole run.
             start_step: steps that are already done.
-            stream: where a person looks; default stdout.
+            stream: where lines are printed; None: stdout.
+
+        Raises:
+            UserError: log.txt cannot be written.
         """
         self.total_steps = total_steps
         path = Path(run_dir) / LOG_FILE
@@ -45,7 +48,9 @@ class Console:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115  (owned until close)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); mend run_dir or its permissions") from None
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
+            ) from None
         self._stream = stream or sys.stdout
         self._progress = _progress_bar(self._stream) if self._stream.isatty() else None
         if self._progress is not None:
@@ -53,27 +58,28 @@ class Console:
             self._progress.start()
 
     def line(self, record: StepRecord) -> None:
-        """Show a logged step."""
+        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
         self._show(format_line(record, self.total_steps))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Show an evaluation."""
+        """Print the line of an evaluation on held-out rows and write it to log.txt."""
         self._show(format_evaluation(record, self.total_steps))
 
     def note(self, text: str) -> None:
-        """Show a line of text: a start, a checkpoint, a warning."""
+        """Print a line of free text (a start, a checkpoint, a warning) and write it to log.txt."""
         self._show(text)
 
     def close(self) -> None:
-        """Take the bar away and close the log. Calling it twice is fine."""
+        """Remove the progress bar and close log.txt. Calling it twice is fine."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         self._log.close()
 
     def _show(self, text: str) -> None:
+        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         self._log.write(f"{now}  {text}\n")
         self._log.flush()
@@ -84,6 +90,7 @@ class Console:
 
 
 def _progress_bar(stream: TextIO) -> Progress:
+    """Create the progress bar; it needs the field `eta`, and vanishes when it stops."""
     return Progress(
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -97,7 +104,10 @@ def _progress_bar(stream: TextIO) -> Progress:
 
 
 def format_line(record: StepRecord, total_steps: int) -> str:
-    """The line of a logged step: the same columns, each of the same width, in every line of a run."""
+    """Return the line of a logged step, with the same columns and the same widths in every line of a run.
+
+    Values that are not known (`None`, NaN or infinite fractions) are shown as a dash.
+    """
     digits = len(str(total_steps))
     columns = [
         f"{record.step:>{digits}}/{total_steps} {_percent(record.step / total_steps)}",
@@ -116,7 +126,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> str:
-    """The line of an evaluation."""
+    """Return the line of an evaluation on held-out rows: losses, AUC, accuracy, precision and recall."""
     digits = len(str(total_steps))
     return (
         f"{record.step:>{digits}}/{total_steps}  eval  mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}  "
@@ -126,14 +136,25 @@ def format_evaluation(record: EvalRecord, total_steps: int) -> str:
 
 
 def _percent(fraction: float | None) -> str:
+    """Return a fraction as a percentage of five characters; a dash if it is None, NaN or infinite."""
     if fraction is None or not math.isfinite(fraction):
         return "    -"
-    return f"{100 * fraction:4.1f}%" if abs(fraction) < 0.9995 else f"{100 * fraction:4.0f}%"
+    if abs(fraction) < 0.9995:
+        return f"{100 * fraction:4.1f}%"
+    return f"{100 * fraction:4.0f}%"
 
 
 def _norm(norm: float) -> str:
-    return f"{norm:6.3f}" if norm < 99.9995 else f"{norm:6.1f}" if norm < 9999.95 else f"{norm:6.0e}"
+    """Return a gradient norm in at least six characters, with fewer decimals the larger it is."""
+    if norm < 99.9995:
+        return f"{norm:6.3f}"
+    if norm < 9999.95:
+        return f"{norm:6.1f}"
+    return f"{norm:6.0e}"
 
 
 def _gigabytes(size_gb: float | None) -> str:
-    return "     -" if size_gb is None else f"{size_gb:5.1f}G"
+    """Return a size in 1e9 bytes as six characters; a dash if it is not known."""
+    if size_gb is None:
+        return "     -"
+    return f"{size_gb:5.1f}G"

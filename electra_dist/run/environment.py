@@ -1,9 +1,11 @@
-"""What a run ran on: versions, CPU, memory, GPUs; saved as environment.json in the run folder at every start.
+"""The environment of a run: versions, CPU, memory and GPUs, saved as environment.json at every start.
 
-Guarantee: names and sizes only: no host name, user, path, address or environment variable, so that a report can be
-handed on. Cost: some 50 ms with torch already imported.
+Guarantee: the record holds names and sizes only, and no host name, user, path, address or environment variable, so
+that a report may be passed on.
 
-Where it stops: this node; others are taken to be like it.
+Cost: some 50 ms with torch already imported.
+
+Limits: it describes rank 0's node; the other nodes are assumed to be like it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of the packages that compute; those not installed are left out."""
+    """Return the versions of Python, of this package, of `PACKAGES`, and, where there is a GPU, of CUDA and NCCL.
+
+    Packages that are not installed are left out. Imports torch, which takes seconds the first time.
+    """
     found = {"electra-dist": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -37,7 +42,8 @@ def versions() -> dict[str, str]:
 
 
 def _cuda_versions() -> dict[str, str]:
-    import torch  # seconds, unless training has it already
+    """Return the versions of CUDA and NCCL that torch uses; empty without a GPU."""
+    import torch  # takes seconds, unless training has imported it already
 
     if not torch.cuda.is_available():
         return {}
@@ -46,17 +52,21 @@ def _cuda_versions() -> dict[str, str]:
 
 
 def cpu() -> dict[str, Any]:
-    """Model, cores that this process may use, cores in all, memory."""
+    """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux only
     return {
         "model": _cpu_model(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
     }
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The kernel's name of the processor; elsewhere than on Linux (and on some ARM) what Python knows."""
+    """Return the name of the processor from /proc/cpuinfo.
+
+    Where that file is missing or names no model (not Linux, some ARM processors), return what Python knows.
+    """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -66,11 +76,12 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """Driver and GPUs of this node; empty without one."""
+    """Return the driver version, and name and memory (1e9 bytes) of each GPU of this node; empty without NVML."""
     probe = GpuProbe.open()
     if probe is None:
         return {}
-    samples, driver = probe.sample(), probe.driver_version()
+    samples = probe.sample()
+    driver = probe.driver_version()
     probe.close()
     return {
         "driver": driver,
@@ -79,17 +90,29 @@ def gpus() -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
+    """Return a value rounded to one decimal; None stays None."""
     return None if value is None else round(value, 1)
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """All of it, JSON-able."""
+    """Return everything that environment.json holds, as values that JSON can hold.
+
+    Args:
+        world_size: ranks of the whole run.
+    """
     system = f"{platform.system()} {platform.machine()}"
     return {"versions": versions(), "cpu": cpu(), "gpus": gpus(), "system": system, "world_size": world_size}
 
 
 def write_environment(run_dir: Path, world_size: int) -> Path:
-    """Save `environment(world_size)` in the run folder, in place of that of the last start."""
+    """Write environment.json to the run folder, in place of that of the last start; return its path.
+
+    Args:
+        world_size: ranks of the whole run.
+
+    Raises:
+        StoreError: the run folder cannot be written.
+    """
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path) as file:
         file.write(json.dumps(environment(world_size), indent=1).encode() + b"\n")
@@ -97,6 +120,8 @@ def write_environment(run_dir: Path, world_size: int) -> Path:
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """What `write_environment` saved; empty if it did not."""
+    """Return the content of the run folder's environment.json; empty if the file does not exist."""
     path = Path(run_dir) / ENVIRONMENT_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""The run folder: the names of its files, how it is begun, and how it is opened again.
+"""The run folder: the names of its files, how a run begins it, and how commands open it again.
 
 Guarantee: a folder that holds a run is bound to that run's identity (everything that defines its trajectory, and the
-corpus fingerprint); another config or corpus is refused before anything is written. A folder that was moved or copied
-can be opened where it is now. `docs/run-folder.md` lists every file with its writer and its readers.
+corpus fingerprint). Another config or corpus is refused before anything is written. A folder that was moved or copied
+can be opened at its new place. `docs/run-folder.md` lists every file with its writer and its readers.
 
 Cost: opening reads one YAML file. Imports no torch.
 """
@@ -20,20 +20,20 @@ from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.store.files import replacing
 
-# What every start writes before its first step; the same at each.
+# Written by every start before its first step.
 CONFIG_FILE = "config.yaml"
 IDENTITY_FILE = "identity.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_VOCAB_FILE = "vocab.txt"
-# What every start appends to or replaces.
+# Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 LOG_FILE = "log.txt"
 ENVIRONMENT_FILE = "environment.json"
 TENSORBOARD_DIR = "tensorboard"
 HEARTBEAT_DIR = "heartbeats"
-STAGING_DIR = "staging"  # fragments on their way to a store that is not a local folder
-# What is written when there is a reason to.
+STAGING_DIR = "staging"  # checkpoint files on their way to stores, where no store is a local folder
+# Written only in some runs.
 REPORT_FILE = "report.html"
 EXPORT_DIR = "export"
 MICRO_BATCH_FILE = "micro_batch.json"
@@ -41,45 +41,60 @@ SKIPPED_STEPS_FILE = "skipped_steps.json"
 STRIKES_FILE = "strikes.jsonl"
 SLURM_DIR = "slurm"
 JOBS_FILE = f"{SLURM_DIR}/jobs.jsonl"
-MEETING_DIR = "meeting"  # where the supervisors of several nodes agree on a start
-# Files that a person creates.
+MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
+# Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
 
 
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
-    """Return where the counts of a corpus's tokens are kept, for the unigram generator."""
+    """Return the path of the token counts of a corpus, which the unigram generator draws from.
+
+    Args:
+        corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are in the name.
+    """
     return run_dir / f"token_counts-{corpus_fingerprint[:16]}.npy"
 
 
 def supervise_log(run_dir: Path, node: int) -> Path:
-    """Return the log of the supervisor of node number `node`."""
+    """Return the path of the supervisor's log of a node.
+
+    Args:
+        node: number of the node in the run, from 0.
+    """
     return run_dir / f"supervise-{node}.log"
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Return whether a run was begun in `folder`."""
+    """Return whether a run was begun in `folder`, which is the case if it holds a config.yaml."""
     return (folder / CONFIG_FILE).exists()
 
 
 def open_run(folder: Path) -> Config:
-    """Return the resolved config of the run in `folder`, with `run_dir` where the folder is now.
+    """Return the resolved config of the run in `folder`, with `run_dir` set to `folder`, also if the run was moved.
 
     Raises:
-        UserError: no run was begun there, or its config is damaged.
+        UserError: no run was begun in the folder, or its config is damaged.
     """
     if not is_run_folder(folder):
-        raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); name the run_dir of a started run")
+        raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
     return load_config(folder / CONFIG_FILE).model_copy(update={"run_dir": str(folder)})
 
 
 def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
-    """Return what a run folder is bound to: everything that defines the trajectory."""
+    """Return the identity that a run folder is bound to: the corpus, and all config keys that define the trajectory.
+
+    Keys that may change at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not in it.
+    """
     return {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a run folder that cannot be written or that holds another run.
+    """Refuse a run folder that cannot be written or that holds another run. Nothing is created or changed.
+
+    Args:
+        run_dir: the folder, which need not exist.
+        identity: identity of the run that is to start, from `run_identity`.
 
     Raises:
         UserError: names the folder and, for another run, the first key that differs.
@@ -88,24 +103,30 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"run_dir {run_dir}: {existing} is not a writable folder; choose another run_dir")
+        raise UserError(f"run_dir {run_dir}: {existing} is not a writable folder; set another run_dir")
     identity_file = run_dir / IDENTITY_FILE
     if identity_file.exists():
         difference = _first_difference(json.loads(identity_file.read_text()), dict(identity))
         if difference:
             raise UserError(
                 f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
-                f"choose another run_dir, or restore it to go on with that run"
+                f"set another run_dir, or restore the old value to continue that run"
             )
 
 
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:
-    """Write what the folder says of its run: resolved config, identity, tokenizer, vocabulary. Rank 0 only.
+    """Write the files that describe the run: config.yaml, identity.json, tokenizer.json, vocab.txt. Rank 0 only.
+
+    Each file is replaced as a whole. Call `check_run_folder` before, which refuses the folder of another run.
 
     Args:
-        identity: what `run_identity` gives.
-        tokenizer_json: the corpus's tokenizer entry.
-        vocabulary: the corpus's vocab.txt.
+        config: the resolved config.
+        identity: identity of the run, from `run_identity`.
+        tokenizer_json: the tokenizer entry of the corpus manifest, as JSON.
+        vocabulary: content of the corpus's vocab.txt.
+
+    Raises:
+        StoreError: the folder cannot be written.
     """
     contents = {
         CONFIG_FILE: dump_yaml(config).encode(),
@@ -119,11 +140,21 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 
 
 def _first_difference(old: object, new: object, key: str = "") -> str:
-    """Return a line that names the first key, in the old tree's order, whose value differs; empty if none does."""
+    """Return a line about the first key whose value differs, "" if there is none.
+
+    Nested keys are joined by dots. Keys come in the order of `old`, then those that only `new` has.
+
+    Args:
+        key: path of the two values in the whole tree.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(n for n in new if n not in old)]:
-            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
-            if found:
-                return found
+        only_new = [name for name in new if name not in old]
+        for name in [*old, *only_new]:
+            nested_key = f"{key}.{name}" if key else str(name)
+            difference = _first_difference(old.get(name), new.get(name), nested_key)
+            if difference:
+                return difference
         return ""
-    return "" if old == new else f"{key} was {old}, is {new}"
+    if old == new:
+        return ""
+    return f"{key} was {old}, is {new}"

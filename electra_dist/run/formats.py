@@ -1,4 +1,4 @@
-"""Durations and counts as people read them."""
+"""Durations and counts as short text, for consoles, logs and reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 
 
 def format_duration(seconds: float | None) -> str:
-    """At most six characters: 12s, 4m07s, 3h05m, 2d04h, 120d; a dash where it is not known."""
+    """Return a duration in at most six characters: 12s, 4m07s, 3h05m, 2d04h or 120d.
+
+    A dash stands for None, NaN and infinity. A negative duration is shown as 0s.
+    """
     if seconds is None or not math.isfinite(seconds):
         return "-"
     total = max(0, round(seconds))
@@ -18,16 +21,28 @@ def format_duration(seconds: float | None) -> str:
     if minutes < 24 * 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     hours = round(total / 3600)
-    return f"{hours // 24}d{hours % 24:02d}h" if hours < 100 * 24 else f"{hours // 24}d"
+    if hours < 100 * 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    return f"{hours // 24}d"
 
 
 def format_count(number: float) -> str:
-    """Three significant figures and a unit, at most six characters: 812, 9.35k, 1.24M, 33.0B, 419B, 1.84T."""
+    """Return a count with three significant figures and a unit, in at most six characters.
+
+    Examples: 812, 9.35k, 1.24M, 33.0B, 419B, 1.84T (k is 1e3, B is 1e9). A dash stands for NaN and infinity.
+    """
     if not math.isfinite(number):
         return "-"
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= 0.9995 * size:
-            scaled = number / size
-            decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-            return f"{scaled:.{decimals}f}{unit}"
+            return f"{_three_figures(number / size)}{unit}"
+    return f"{number:.0f}"
+
+
+def _three_figures(number: float) -> str:
+    """Return a number with three significant figures, and without decimals from 99.95 on."""
+    if abs(number) < 9.995:
+        return f"{number:.2f}"
+    if abs(number) < 99.95:
+        return f"{number:.1f}"
     return f"{number:.0f}"

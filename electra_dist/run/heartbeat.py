@@ -1,15 +1,15 @@
-"""Heartbeats: each rank says where it is; whoever supervises it sees a hang within a few steps' time.
+"""Heartbeats: each rank records its phase and step, so that a supervisor notices a hang within a few step times.
 
-Guarantees: a rank owns one file, RUN/heartbeats/rank-00000.json, one JSON object of fixed length. A beat overwrites it
-in place by one write, and carries a checksum, so a reader takes a whole record or none. `analysis/hangs.py` decides
+Guarantee: a rank writes one file, RUN/heartbeats/rank-00000.json, one JSON object of fixed length. A beat overwrites
+it in place by one write and carries a checksum, so a reader gets a whole record or none. `analysis/hangs.py` decides
 from these files which ranks hang.
 
 Cost: 10 us a beat, measured on a local disk and in memory alike; no fsync, and no disk block is allocated after the
 first beat. Imports no torch.
 
-Where it stops: a beat proves that the Python thread of the rank went on, not that the GPU did; the loop reads a result
-back at log steps. Other nodes see a beat as late as the shared file system shows it to them (NFS: up to a minute), so
-each node's supervisor should watch its own ranks.
+Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did; the loop reads a result
+back at log steps. Other nodes see a beat only when the shared file system shows it to them (NFS: up to a minute
+later), so each node's supervisor should watch its own ranks.
 """
 
 from __future__ import annotations
@@ -29,90 +29,100 @@ from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.strikes import node_name
 from electra_dist.store.files import writable
 
-RECORD_BYTES = 320
+RECORD_BYTES = 320  # length of every heartbeat file
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
-EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate: nothing is learned from them
-_TRIES, _TRY_AGAIN_S = 5, 0.002  # a torn read is of a write in progress, which takes microseconds
+EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
+_TRIES, _TRY_AGAIN_S = 5, 0.002  # a torn record is a write in progress, which takes microseconds
 
 Phase = Literal["setup", "step", "checkpoint", "eval", "done"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a rank last said. Times are Unix seconds."""
+    """The newest heartbeat of a rank. Times are Unix seconds."""
 
     pid: int
-    host: str
+    host: str  # name of the node, as in strikes.jsonl
     rank: int
-    attempt: int
+    attempt: int  # start of the run, from 1; 0 until it is known
     phase: Phase
     step: int  # optimizer steps done
     time: float  # of this beat
-    phase_since: float
-    step_s: float | None  # median of the newest steps; None during the exempt ones
+    phase_since: float  # first beat of this phase
+    step_s: float | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
 
 
 class Heartbeat:
-    """This rank's file; `close` says "done"."""
+    """Writer of this rank's heartbeat file. Call `beat` at every step, and `close` when the run ends normally."""
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Open the file and beat once, in phase "setup" at step 0. `attempt` may be set later, once it is known.
+        """Open the file and beat once, in phase "setup" at step 0.
+
+        Args:
+            run_dir: folder of the run; created if it is missing.
+            rank: global rank; it names the file.
+            attempt: number of this start of the run; set the attribute `attempt` later if it is not known yet.
 
         Raises:
             StoreError: the run folder cannot be written.
         """
-        path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
         host = json.dumps(node_name()[:64])
-        self._fixed = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '
+        self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '
         self.attempt = attempt
-        self._path, self._step, self._phase = path, 0, ""
-        self._now = self._since = 0.0
+        self._path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
+        self._step = 0
+        self._phase = ""
+        self._last_beat_time = 0.0
+        self._phase_since = 0.0
         self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)
         self._num_timed = 0
-        with writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with writable(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         self.beat("setup", 0)
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Say that the rank is in `phase` with `step` steps done. Call it at every step and change of phase.
+        """Record that the rank is in `phase` with `step` steps done. Call it at every step and every change of phase.
 
-        The time between two beats of phase "step" is learned as that of the steps between them.
+        The step time is learned from the time between two beats in a row of phase "step". Takes 10 us; no fsync.
 
         Raises:
-            StoreError: the disk is full.
+            StoreError: the file cannot be written.
         """
         now = time.time()
         if phase == self._phase == "step" and step > self._step:
             self._num_timed += 1
             if self._num_timed > EXEMPT_STEPS:
-                self._step_times.append((now - self._now) / (step - self._step))
+                self._step_times.append((now - self._last_beat_time) / (step - self._step))
         if phase != self._phase:
-            self._phase, self._since = phase, now
-        self._now, self._step = now, step
+            self._phase = phase
+            self._phase_since = now
+        self._last_beat_time = now
+        self._step = step
         self._line = _encode(
-            f'{self._fixed}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
-            f'"phase_since": {self._since:.6f}, "step_s": {self._learned()}'
+            f'{self._first_fields}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
+            f'"phase_since": {self._phase_since:.6f}, "step_s": {self._median_step_s()}'
         )
         try:
             os.pwrite(self._file, self._line, 0)
         except OSError:
-            with writable(self._path):
+            with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path
                 raise
 
     @property
     def last(self) -> Beat:
-        """What was said last, as others read it."""
+        """Return the newest beat as readers see it, with times rounded to microseconds."""
         beat = _decode(self._line)
         assert beat is not None
         return beat
 
     def close(self) -> None:
-        """Beat "done" at the last step and close. Not called by a rank that crashes."""
+        """Beat once more, in phase "done", and close the file. A rank that crashes must not call it."""
         self.beat("done", self._step)
         os.close(self._file)
 
-    def _learned(self) -> str:
+    def _median_step_s(self) -> str:
+        """Return the median of the newest step times as JSON: seconds, or null before the first one."""
         if not self._step_times:
             return "null"
         newest = sorted(self._step_times)
@@ -120,7 +130,12 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """The last beat of every rank that ever beat, or of some, by rank; of earlier attempts too."""
+    """Return the newest beat of each rank, sorted by rank. Beats of earlier attempts are included.
+
+    Args:
+        run_dir: folder of the run.
+        ranks: ranks to read; None: all that have a file. A rank without a readable file is left out.
+    """
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths = folder.glob("rank-*.json") if ranks is None else (_file(folder, rank) for rank in ranks)
     beats = (_read(path) for path in paths)
@@ -128,11 +143,16 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 
 
 def _file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat file."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def _encode(body: str) -> bytes:
-    """`{"pid": ..., "crc": 123}` padded with spaces to RECORD_BYTES; the checksum is over all before its key."""
+    """Close a record with its checksum and pad it with spaces to `RECORD_BYTES`.
+
+    Args:
+        body: JSON object without its closing brace; the checksum (CRC-32) is that of these bytes.
+    """
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
     assert len(line) == RECORD_BYTES, line
@@ -140,6 +160,7 @@ def _encode(body: str) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
+    """Return the beat of a record; None if its length or its checksum is wrong."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     if len(line) != RECORD_BYTES or not checksum.isdigit() or int(checksum) != zlib.crc32(body):
@@ -149,10 +170,14 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """A rank's beat; None without a file, or for one that stays torn, as a machine that lost power may leave it."""
+    """Return the beat in a heartbeat file, read again a few times while a write is in progress.
+
+    None if there is no file, or if the record stays torn, as after a machine lost power.
+    """
     with contextlib.suppress(FileNotFoundError):
         for _ in range(_TRIES):
-            if beat := _decode(path.read_bytes()):
+            beat = _decode(path.read_bytes())
+            if beat is not None:
                 return beat
             time.sleep(_TRY_AGAIN_S)
     return None

@@ -1,13 +1,13 @@
-"""Append-only files of one JSON object a line: what the metrics and the ledger are written in.
+"""Append-only files with one JSON object per line, the format of metrics.jsonl, ledger.jsonl and others.
 
-Guarantees: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
-torn one at the end, which is dropped when the file is next opened or read. Floats are written by `repr`, so what is
-read back is bit for bit what was written. Every line is strict JSON: NaN and the infinities, which JSON lacks, are the
-strings "NaN", "Infinity" and "-Infinity", and are floats again after `read_records`.
+Guarantee: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
+torn line at the end, which is dropped when the file is next opened or read. Floats are written by `repr`, so reading
+returns them bit for bit. Every line is strict JSON: NaN and the infinities, which JSON lacks, are written as the
+strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for them.
 
-Cost: 5 us a record to encode; `sync` (fsync) is a disk round trip, some milliseconds, and belongs to checkpoints.
+Cost: 5 us a record to encode; `sync` (fsync) is a disk round trip of some milliseconds, meant for checkpoints.
 
-Where it stops: one writer per file. Two processes that append to the same file are not kept apart.
+Limits: one writer per file. Nothing keeps two processes that append to the same file apart.
 """
 
 from __future__ import annotations
@@ -28,88 +28,112 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlFile:
-    """A file of records, opened for appending; a torn last line of an earlier process is cut off first."""
+    """A JSON-lines file that is open for appending, by one process at a time."""
 
     def __init__(self, path: Path) -> None:
+        """Open the file, create it and its folder if they are missing, and cut off a torn last line.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "ab")  # noqa: SIM115  (owned until close)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); mend run_dir or its permissions") from None
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
+            ) from None
         self._cut_torn_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record; after this it outlives the process, after `sync` also the machine."""
+        """Append one record. It survives a kill of the process at once, and a crash of the machine after `sync`."""
         self._file.write(encode(record))
         self._file.flush()
 
     def sync(self) -> None:
-        """Return when all records are on the disk."""
+        """Wait until all records are on the disk (fsync, some milliseconds)."""
         os.fsync(self._file.fileno())
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Put `records` in place of all that was written: a reader sees the old file or the new one."""
+        """Replace the whole content of the file atomically: a reader sees the old records or the new ones.
+
+        Later records are appended to the new file.
+
+        Raises:
+            StoreError: the new file cannot be written; the old one is unchanged.
+        """
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
         self._file.close()
         self._file = open(self.path, "ab")  # noqa: SIM115
 
     def close(self) -> None:
-        """Sync and close. Calling it twice is fine."""
+        """Sync the file and close it. Calling it twice is fine."""
         if not self._file.closed:
             self.sync()
             self._file.close()
 
     def _cut_torn_line(self) -> None:
-        whole = self.path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end != len(whole):
+        """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""
+        content = self.path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end != len(content):
             os.truncate(self.path, end)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """The line of a record, with its newline."""
-    return json.dumps(_strict(record), separators=(", ", ": "), allow_nan=False).encode("ascii") + b"\n"
+    """Return a record as one line of strict JSON in ASCII, with its newline.
+
+    NaN and the infinities become the strings "NaN", "Infinity" and "-Infinity".
+    """
+    return json.dumps(_floats_to_strings(record), separators=(", ", ": "), allow_nan=False).encode("ascii") + b"\n"
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole records of a file, oldest first; none when there is no such file.
+    """Return all whole records of a JSON-lines file, oldest first; an empty list if there is no file.
+
+    A torn last line is left out. The strings "NaN", "Infinity" and "-Infinity" become floats.
 
     Raises:
-        UserError: a whole line is no JSON object, so something other than a torn write has happened to the file.
+        UserError: a whole line is not a JSON object; names the line. A killed writer cannot cause this.
     """
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         return []
     records = []
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):  # after the last newline: nothing or a torn line
+    *lines, _ = text.split(b"\n")  # after the last newline comes nothing, or a torn line
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if not isinstance(record, dict):
             raise UserError(f"{path}:{number}: not a JSON object; the file is damaged: delete this line or the file")
-        records.append(_loose(record))
+        records.append(_strings_to_floats(record))
     return records
 
 
-def _strict(value: Any) -> Any:
+def _floats_to_strings(value: Any) -> Any:
+    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _floats_to_strings(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return [_floats_to_strings(item) for item in value]
     return value
 
 
-def _loose(value: Any) -> Any:
+def _strings_to_floats(value: Any) -> Any:
+    """Return a JSON tree in which the strings of NaN and the infinities are floats again, at every depth."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _loose(item) for key, item in value.items()}
+        return {key: _strings_to_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_loose(item) for item in value]
+        return [_strings_to_floats(item) for item in value]
     return value

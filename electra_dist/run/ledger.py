@@ -1,12 +1,12 @@
-"""ledger.jsonl: where a run stands, and every time that it began and ended.
+"""The ledger of a run, ledger.jsonl: every start, checkpoint and end, as events in order of time.
 
-Guarantee: an event is on the disk (fsync) when `append` returns, so the ledger is at least as new as anything the
-process did afterwards. A torn last line of a killed process is dropped. Events are never rewritten, also not when
-steps are repeated after a crash: the ledger tells what happened, metrics.jsonl what holds.
+Guarantee: an event is on the disk (fsync) when `append` returns, so the ledger is at least as new as anything that the
+process did afterwards. A torn last line of a killed process is dropped. Events are never rewritten, not even when
+steps are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once.
 
 Cost: one fsync an event, some milliseconds; events are rare.
 
-Where it stops: one writer (rank 0). It records; `launcher` decides.
+Limits: one writer (rank 0). The ledger only records; `launcher` decides about restarts.
 """
 
 from __future__ import annotations
@@ -25,36 +25,62 @@ Event = Literal[
 
 
 class Ledger:
-    """Appends events to `run_dir`/ledger.jsonl."""
+    """Writer of ledger.jsonl in a run folder. Only rank 0 has one."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Open the ledger for appending.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Record `event` at `step` (optimizer steps done), with JSON-able details; durable on return."""
+        """Append an event with the current time; it is on the disk on return.
+
+        Args:
+            event: what happened.
+            step: optimizer steps done.
+            details: further fields of the record, of types that JSON can hold.
+        """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
 
     def close(self) -> None:
-        """Close the file. Calling it twice is fine."""
+        """Close the ledger file. Calling it twice is fine."""
         self._file.close()
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """The events of a ledger.jsonl (or of the run folder that holds it), oldest first; none without a file.
+    """Return the events of a ledger, oldest first; an empty list if there is no file.
 
-    `time` is ISO 8601 in UTC: `datetime.fromisoformat` reads it.
+    Each has "time" (ISO 8601 in UTC, for `datetime.fromisoformat`), "event" and "step" (optimizer steps done).
+
+    Args:
+        path: a ledger.jsonl, or the run folder that holds it.
+
+    Raises:
+        UserError: the file is damaged; names the line.
     """
     path = Path(path)
     return read_records(path / LEDGER_FILE if path.is_dir() else path)
 
 
 def read_jobs(run_dir: Path) -> list[Record]:
-    """The lines of RUN/slurm/jobs.jsonl, oldest first; none without a file."""
+    """Return the records of a run's Slurm jobs (slurm/jobs.jsonl), oldest first; an empty list without Slurm.
+
+    Their "event" is "submit", "begin" or "end".
+
+    Raises:
+        UserError: the file is damaged; names the line.
+    """
     return read_records(Path(run_dir) / JOBS_FILE)
 
 
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """The furthest step that was ever saved; 0 before the first. One that is saved again is no progress."""
+    """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
+
+    A caller that compares two values sees progress only if it grows: a step that is saved again does not count.
+    """
     return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)

@@ -1,13 +1,13 @@
-"""metrics.jsonl, the source of truth about a run, and TensorBoard beside it.
+"""The metrics of a run: metrics.jsonl, which reports and commands read, and a copy for TensorBoard.
 
-Guarantees: one strict-JSON record a logged step or evaluation, `kind` "train" or "eval", floats bit for bit. After
-`truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the file of a run that was cut any
-number of times has each step once. `sync` before a checkpoint of step t is committed makes sure that the records of
-steps <= t outlive the machine, too; an evaluation of step t therefore belongs before the checkpoint of step t.
+Guarantee: each logged step or evaluation is one strict-JSON record of `kind` "train" or "eval", with floats bit for
+bit. After `truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the file of a run that
+was interrupted any number of times has each step once. `sync` before the checkpoint of step t is committed makes the
+records of steps <= t survive a crash of the machine; an evaluation of step t must therefore be written before that.
 
-Cost: 20 us a record; TensorBoard's import 1 to 3 s once, only where it is switched on.
+Cost: 20 us a record; importing TensorBoard takes 1 to 3 s once, only where it is switched on.
 
-Where it stops: one writer (rank 0). TensorBoard is a copy for looking at; nothing is read back from it.
+Limits: one writer (rank 0). TensorBoard is a copy for people; nothing is read back from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from electra_dist.run.records import EvalRecord, StepRecord
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-
+# For each kind of record: field -> tag of the TensorBoard curve. Other fields are only in metrics.jsonl.
 _TAGS = {
     "train": {
         "mlm_loss": "loss/mlm",
@@ -62,19 +62,30 @@ _TAGS = {
 
 
 class MetricsWriter:
-    """Appends records to `run_dir`/metrics.jsonl and, if wanted, to `run_dir`/tensorboard."""
+    """Writer of metrics.jsonl in a run folder and, if wanted, of TensorBoard event files. Only rank 0 has one."""
 
     def __init__(self, run_dir: Path, tensorboard: bool) -> None:
+        """Open metrics.jsonl for appending.
+
+        Args:
+            run_dir: folder of the run.
+            tensorboard: whether records are also written to `run_dir`/tensorboard.
+
+        Raises:
+            UserError: metrics.jsonl cannot be written.
+        """
         self._file = JsonlFile(Path(run_dir) / METRICS_FILE)
         self._tensorboard_dir = Path(run_dir) / TENSORBOARD_DIR if tensorboard else None
         self._tensorboard: SummaryWriter | None = None
         self._purge_step: int | None = None
 
     def truncate_after(self, step: int) -> int:
-        """Drop records of steps > `step`: they will be repeated. Call it at every resume, before `write`.
+        """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
+
+        TensorBoard hides the same steps.
 
         Returns:
-            The furthest step that had been recorded (`step` if there is none beyond it): what the cut has cost.
+            The last step that had been recorded, at least `step`; the difference is the number of steps to repeat.
         """
         records = read_records(self._file.path)
         kept = [record for record in records if record["step"] <= step]
@@ -84,7 +95,7 @@ class MetricsWriter:
         return max([step, *(record["step"] for record in records)])
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append one record."""
+        """Append the record of a step or of an evaluation. It survives a crash of the machine only after `sync`."""
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
         self._file.append({"kind": kind, **fields})
@@ -92,21 +103,22 @@ class MetricsWriter:
             self._write_scalars(self._tensorboard_dir, kind, fields)
 
     def sync(self) -> None:
-        """Return when all records are on the disk: call it before a checkpoint is committed."""
+        """Wait until all records are on the disk. Call it before a checkpoint is committed."""
         self._file.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Sync and close both. Calling it twice is fine."""
+        """Sync and close metrics.jsonl and TensorBoard's file. Calling it twice is fine."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
 
     def _write_scalars(self, directory: Path, kind: str, fields: Record) -> None:
+        """Write the finite values of a record to TensorBoard, and open its file at the first call."""
         if self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import; only where wanted
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
             self._tensorboard = SummaryWriter(str(directory), purge_step=self._purge_step)
         for name, tag in _TAGS[kind].items():
@@ -116,9 +128,16 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl (or of the run folder that holds it), oldest first.
+    """Return the records of a metrics.jsonl, oldest first; an empty list if there is no file.
 
-    Each has "kind" ("train" or "eval") and the fields of StepRecord or EvalRecord of the version that wrote it.
+    Each has "kind" ("train" or "eval") and the fields of StepRecord or EvalRecord, as of the version that wrote it: a
+    record of an older version may lack some.
+
+    Args:
+        path: a metrics.jsonl, or the run folder that holds it.
+
+    Raises:
+        UserError: the file is damaged; names the line.
     """
     path = Path(path)
     return read_records(path / METRICS_FILE if path.is_dir() else path)

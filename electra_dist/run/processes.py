@@ -1,4 +1,4 @@
-"""Processes of a run on this node, found by a mark in their environment."""
+"""Find the processes of a run on this node by a mark in their environment. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import contextlib
 import os
 from pathlib import Path
 
-MARK = "ELECTRA_DIST_SUPERVISED"  # run folder and node of the supervisor, in the environment of all it starts
+MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets for all processes that it starts
 
 
 def mark_of(run_dir: Path, node: int) -> str:
-    """What tells this run's processes on this node from all others."""
+    """Return the value of the variable `MARK` for a run's processes on a node: absolute run folder and node number."""
     return f"{Path(run_dir).absolute()}#{node}"
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Processes, other than this one, that were started with this mark."""
-    entry, found = f"{MARK}={mark}".encode(), []
+    """Return the ids of the living processes that were started with this mark, without the calling process.
+
+    Processes of other users, whose environment cannot be read, are left out.
+
+    Args:
+        mark: from `mark_of`.
+    """
+    entry = f"{MARK}={mark}".encode()
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
         with contextlib.suppress(OSError):
-            if entry in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
-                found.append(int(process.name))
-    return [pid for pid in found if is_alive(pid)]
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if entry in environment and pid != os.getpid():
+                pids.append(pid)
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected does not."""
-    return _field(pid, "State")[:1] not in ("", "Z", "X")
+    """Return whether a process exists and is no zombie (dead, but not yet collected by its parent)."""
+    return status_field(pid, "State")[:1] not in ("", "Z", "X")
 
 
-def _field(pid: int, name: str) -> str:
-    """A line of /proc/PID/status; "" of a process that is gone."""
+def status_field(pid: int, name: str) -> str:
+    """Return the value of a line of /proc/PID/status; "" if the process is gone or the line is missing."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

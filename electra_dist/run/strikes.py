@@ -1,13 +1,14 @@
-"""strikes.jsonl: nodes that were found at fault, living with the run; what the next submission leaves out.
+"""Strikes against faulty nodes: strikes.jsonl in the run folder, from which the next submission excludes nodes.
 
-Guarantees: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add at once: each takes
-a lock on the file, cuts off what a killed writer left half written, and appends one line by one write of at most
-PIPE_BUF bytes. `excluded_nodes` is a pure function: strikes expire, so that a mended node comes back by itself.
+Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add strikes at once: each
+takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
+most PIPE_BUF bytes. `excluded_nodes` is a pure function. Strikes expire, so that a repaired node is used again without
+any action.
 
 Cost: one fsync a strike; strikes are rare. Imports no torch.
 
-Where it stops: it names nodes and does not touch the scheduler. On a shared file system without locks the write is
-still one append, but a line that a killed machine left torn is not repaired and must be deleted by hand.
+Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
+still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
 """
 
 from __future__ import annotations
@@ -27,28 +28,30 @@ from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.jsonl import encode, read_records
 from electra_dist.store.files import writable
 
-EXPIRES_S = 24 * 3600.0
+EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
 _REASON_CHARS, _NAME_CHARS = 300, 64  # a character is at most 6 bytes of JSON: a line stays within PIPE_BUF (4096)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """One reason not to use a node."""
+    """One finding against a node: which device failed, why, and who noticed it."""
 
     time: float  # Unix seconds
-    node: str  # the name that the scheduler and the host file know it by
+    node: str  # its name for the scheduler and in the host file
     device: str  # "GPU 3", or "" for the node as a whole
     reason: str
-    by: str  # who found it: "preflight", "supervise", ...
+    by: str  # the part that found it: "preflight", "supervise", ...
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node's name: Slurm's, which `sbatch --exclude` understands, else the host's."""
+    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def add_strike(run_dir: Path, strike: Strike) -> None:
-    """Append a strike to `run_dir`/strikes.jsonl; durable on return. Long or odd texts are shortened to one line.
+    """Append a strike to the run's strikes.jsonl; it is on the disk on return. Safe from several nodes at once.
+
+    Texts are shortened to one line: 300 characters for the reason, 64 for each other field.
 
     Raises:
         StoreError: the run folder cannot be written.
@@ -72,10 +75,10 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:
-    """All strikes of a run, oldest first; none without a file.
+    """Return all strikes of a run, oldest first, also expired ones; an empty list if there is no file.
 
     Raises:
-        UserError: names the line that is no strike.
+        UserError: a line is not a strike; names the line.
     """
     path = Path(run_dir) / STRIKES_FILE
     strikes = []
@@ -83,20 +86,29 @@ def read_strikes(run_dir: Path) -> list[Strike]:
         try:
             strikes.append(Strike(**record))
         except TypeError:
-            raise UserError(f"{path}:{number}: not a strike; delete this line or the file") from None
+            raise UserError(
+                f"{path}:{number}: not a strike (time, node, device, reason, by); delete this line or the file"
+            ) from None
     return strikes
 
 
 def excluded_nodes(
     strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
 ) -> list[str]:
-    """Sorted names of the nodes with at least `threshold` strikes younger than `expires_s` at Unix time `now`."""
+    """Return the sorted names of the nodes that must not be used at Unix time `now`.
+
+    Args:
+        strikes: all strikes of a run, in any order.
+        now: Unix time in seconds.
+        expires_s: age in seconds at which a strike no longer counts.
+        threshold: strikes that exclude a node.
+    """
     counts = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
     return sorted(node for node, count in counts.items() if count >= threshold)
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the file is ours alone until it is closed; False where the file system has no locks."""
+    """Wait for the exclusive lock of an open file, held until it is closed; return False if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -105,10 +117,14 @@ def _lock(descriptor: int) -> bool:
 
 
 def _cut_torn_line(descriptor: int) -> None:
+    """Truncate an open file after its last newline. A line has at most PIPE_BUF bytes, so only the end is read."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
-    os.ftruncate(descriptor, size - (len(tail) - tail.rfind(b"\n") - 1))
+    whole_lines_bytes = tail.rfind(b"\n") + 1
+    torn_bytes = len(tail) - whole_lines_bytes
+    os.ftruncate(descriptor, size - torn_bytes)
 
 
 def _plain(text: str, max_chars: int) -> str:
+    """Return a text on one line, with single spaces, cut to `max_chars` characters."""
     return " ".join(text.split())[:max_chars]

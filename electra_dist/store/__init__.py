@@ -1,1 +1,1 @@
-"""Where bytes live: a local folder or s3://bucket/prefix behind one interface."""
+"""Read and write objects in a local folder or under s3://bucket/prefix through one interface."""

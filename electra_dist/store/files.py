@@ -1,7 +1,7 @@
-"""Local files: atomic replacement, digests, and the system's errors as one line each.
+"""Replace local files atomically, compute their digests, and report the operating system's errors in one line.
 
-Guarantee: `replacing` is the only way in which this project replaces a file that another process may read: the reader
-sees the old bytes or the new ones, and after a crash the file is one of the two.
+Guarantee: every file that another process may read is replaced through `replacing`. A reader sees the old bytes or the
+new ones, and after a crash the file holds one of the two.
 """
 
 from __future__ import annotations
@@ -17,23 +17,28 @@ from typing import IO
 
 from electra_dist.errors import StoreError, StoreMissing
 
-TEMPORARY_SUFFIX = ".tmp"  # `.NAME.<random>.tmp`: never listed
+TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is that of an unfinished write."""
+    """Return whether a file name, without its folder, is that of an unfinished write."""
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path`, synced, when the block ends well, and vanishes when it does not.
+    """Open a temporary file for writing that becomes `path` when the `with` block ends without an exception.
+
+    The file and its folder are synced to the disk first. If the block raises, the temporary file is deleted and `path`
+    stays as it was. Missing folders are created.
 
     Args:
-        only_new: never replace; a taken name raises FileExistsError.
+        path: Final name of the file.
+        only_new: Never replace an existing file.
 
     Raises:
-        StoreError: the disk is full, read-only or refuses the write.
+        StoreError: The disk is full or read-only, or refuses the write.
+        FileExistsError: `only_new` is set and `path` exists.
     """
     with writable(path):
         make_folder(path.parent)
@@ -44,7 +49,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
                 out.flush()
                 os.fsync(out.fileno())
             if only_new:
-                os.link(temporary, path)
+                os.link(temporary, path)  # Unlike a rename, a hard link fails if the name is taken.
             else:
                 os.replace(temporary, path)
             sync_folder(path.parent)
@@ -53,13 +58,13 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
 
 
 def file_sha256(path: Path) -> str:
-    """Digest of a local file, read once."""
+    """Return the SHA-256 of a local file in hexadecimal; reads the whole file."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, each synced into the one that it is in."""
+    """Create a folder and its missing parents, and sync each new entry to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -67,7 +72,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the folder's entries are on the disk."""
+    """Wait until the entries of a folder (created, renamed and deleted names) are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -77,24 +82,34 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns what the system says about reading `path` into a StoreError of one line."""
+    """Turn an OSError of the `with` block, which reads `path`, into a StoreError of one line with the next step.
+
+    Raises:
+        StoreMissing: There is no such file, or it is a folder.
+        StoreError: The file cannot be read for another reason.
+    """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise StoreMissing(f"{path}: no such file; check the path, or build what should be there") from None
+        raise StoreMissing(f"{path}: no such file; check the path, or build or restore the file") from None
     except IsADirectoryError:
         raise StoreMissing(f"{path}: a folder, not a file; check the path") from None
     except PermissionError:
         raise StoreError(f"{path}: not readable; give this user the right to read it") from None
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise StoreError(f"{path}: too many open files; raise `ulimit -n`") from None
+            raise StoreError(f"{path}: too many open files; raise the limit with `ulimit -n`") from None
         raise StoreError(f"{path}: cannot be read ({error.strerror}); check the disk, then start again") from None
 
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turns what the system says about writing `path` into a StoreError of one line; lets FileExistsError through."""
+    """Turn an OSError of the `with` block, which writes `path`, into a StoreError of one line with the next step.
+
+    Raises:
+        FileExistsError: `path` exists; passed on unchanged, because `replacing` with `only_new` reports it so.
+        StoreError: The file cannot be written.
+    """
     try:
         yield
     except FileExistsError:

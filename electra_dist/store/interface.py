@@ -1,9 +1,9 @@
-"""The interface of a store: what a local folder and an S3 prefix have in common.
+"""Define the interface of a store, which a local folder and an S3 prefix both implement.
 
-Guarantee: a write is seen whole or not at all, also by a reader that looks while the writer is killed; of several
-racing `write_new` calls for one key exactly one returns True. A key cannot name anything outside the store's folder.
-A user's mistake (missing bucket, no permission, disk full) is one line with the URL and the next step; no error text
-holds a credential.
+Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several racing `write_new`
+calls for one key, exactly one returns True. A key cannot name anything outside the store. A user's mistake (missing
+bucket, no permission, full disk) raises an error of one line with the URL and the next step. No error text holds a
+credential.
 """
 
 from __future__ import annotations
@@ -16,42 +16,66 @@ from electra_dist.errors import StoreError
 
 
 class Store(ABC):
-    """A folder of objects. Keys are relative, '/'-separated paths. Safe to use from several threads."""
+    """Folder of objects, local or on S3, each a sequence of bytes under a key.
 
-    url: str
+    Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may raise
+    StoreError (access refused, disk full), and over S3 also StoreExhausted after all retries.
+    """
+
+    url: str  # the folder or the s3:// URL, for messages; without credentials
     retries: int = 0  # requests repeated since the store was opened
-    retry_wait_s: float = 0.0  # seconds slept before them
+    retry_wait_s: float = 0.0  # seconds slept before these requests
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
-        """The file behind `key`, which need not exist; None when the store is not a local folder."""
+        """Return the path of the file that holds an object, or None if the store is not a local folder.
+
+        The file need not exist.
+
+        Raises:
+            StoreError: The key is not a valid relative path; see `check_key`.
+        """
 
     @abstractmethod
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """All bytes of an object.
+        """Return all bytes of an object.
 
         Args:
-            must_exist: the object is known to exist, so "not found" is tried again a few times before it is believed.
+            must_exist: The caller knows that the object exists (a manifest names it). A store that answers "not found"
+                is then asked a few more times before the error is raised.
 
         Raises:
-            StoreMissing: there is no such object.
+            StoreMissing: There is no object with this key.
+            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
         """
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Bytes [start, start + length) of an object, writable; fewer only where it ends before. See `read`."""
+        """Return the bytes [start, start + length) of an object in new, writable memory.
+
+        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`.
+        `must_exist` and errors are as in `read`.
+        """
 
     @abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
+        """Return whether there is an object with this key; a prefix or folder of objects does not count."""
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Bytes of an object. Raises StoreMissing if there is none."""
+        """Return the size of an object in bytes.
+
+        Raises:
+            StoreMissing: There is no object with this key.
+        """
 
     @abstractmethod
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a local file, synced and renamed into place. See `read` for `must_exist` and errors."""
+        """Copy an object to a local file.
+
+        The file appears under its name only when it is complete and synced to the disk; an existing file is replaced.
+        `must_exist` and errors are as in `read`.
+        """
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
@@ -59,35 +83,52 @@ class Store(ABC):
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object only if the key is free; False if it is taken. Of racing writers exactly one wins."""
+        """Create an object if its key is free, and return whether this call created it.
+
+        Of several writers that race for one key, in any process on any machine, exactly one receives True. An existing
+        object is never changed.
+        """
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object from a local file of any size, as atomic as `write`."""
+        """Create or replace an object from a local file of any size, as atomically as `write`."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Sorted keys that begin with `prefix` (a plain string prefix, as in S3)."""
+        """Return the sorted keys that begin with `prefix`.
+
+        The prefix is a plain string, as in S3: "step-1" also matches "step-10/a". Unfinished writes are not listed.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens if there is none."""
+        """Delete an object; a key without an object is no error."""
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Remove what killed writers left, unseen, of keys that begin with `prefix` and are `doomed`; how many."""
+        """Delete the unfinished writes of killed processes, which `list` does not show, and return their number.
+
+        Args:
+            prefix: Only writes of keys that begin with this string are considered.
+            doomed: Called with the key of each; only writes for which it returns True are deleted. It must not select
+                the key of a write that may still be going on.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
 
 
 def check_key(key: str) -> str:
-    """`key` itself, if it names something below the folder.
+    """Return `key` unchanged if it is a relative path that stays below the folder of a store.
 
     Raises:
-        StoreError: absolute, empty, with an empty, `.` or `..` part, a backslash or a control character.
+        StoreError: The key is empty or absolute, has an empty, `.` or `..` part, or holds a backslash or a control
+            character.
     """
-    parts = key.split("/")
-    if any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or c in "\\\x7f" for c in key):
-        raise StoreError(f"key {key!r}: not a relative path below its folder; the file that names it is damaged")
+    has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
+    has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
+    if has_bad_part or has_bad_character:
+        raise StoreError(
+            f"key {key!r}: not a relative path below its folder; restore or rebuild the file that names this key"
+        )
     return key

@@ -1,16 +1,17 @@
-"""When to try a failed request again: exponential back-off with full jitter, a deadline and a budget for each store.
+"""Decide when a failed request is tried again: exponential back-off with jitter, a deadline and a budget per store.
 
-Guarantee: an operation ends. It gives up after `tries` failures in a row without a byte of progress, after
+Guarantee: an operation ends. It gives up after `tries` consecutive failures without a byte of progress, after
 `deadline_s` without progress, or when the store's budget of retries is used up, whichever comes first. Every retry and
-every second waited is counted (`retries`, `wait_s`), so that a run can show what its storage costs it.
+every second waited is counted (`retries`, `wait_s`), so that a run can report what its storage costs it.
 
-How: wait k is uniform in [0, min(max_wait_s, first_wait_s * 2**k)] ("full jitter"), so that a thousand ranks that
-failed together do not come back together. The budget is a bucket: a retry takes one token, an operation that succeeds
-puts `REFUND` back. It stops what the other two limits cannot see: storage that always yields a little and never ends.
+How: the wait before retry k = 0, 1, ... is uniform in [0, min(max_wait_s, first_wait_s * 2**k)] ("full jitter"), so
+that a thousand ranks that failed together do not retry together. The budget is a token bucket: a retry takes one
+token, and an operation that succeeds returns `REFUND` tokens. The budget ends what the other two limits cannot: reads
+from a storage that always delivers a few bytes and never completes.
 
-Cost: nothing while requests succeed. With the defaults an outage is waited out for about three minutes.
+Cost: nothing while requests succeed. With the defaults, an operation survives an outage of about three minutes.
 
-Where it stops: which errors deserve a retry is the store's knowledge (`s3.py`).
+Limits: `s3_errors.py` decides which errors are retried.
 """
 
 from __future__ import annotations
@@ -25,44 +26,56 @@ from typing import NoReturn
 from electra_dist.errors import StoreExhausted
 
 CHECK = "check the object and the storage service, then start again"
-REFUND = 10  # tokens that one successful operation returns: more than ten retries per operation drain the bucket
+REFUND = 10  # Tokens that a successful operation returns; more than ten retries per operation drain the bucket.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How patient a store is. Times in seconds."""
+    """Limits on the retries of one store; times in seconds."""
 
-    tries: int = 30  # failures in a row without progress
+    tries: int = 30  # consecutive failures without progress after which an operation gives up
     first_wait_s: float = 0.1
     max_wait_s: float = 15.0
     deadline_s: float = 600.0  # since the operation began or last made progress
-    budget: int = 10_000  # retries in hand for a whole store
+    budget: int = 10_000  # retries of all operations of a store together
     connect_timeout_s: float = 10.0
-    read_timeout_s: float = 20.0  # silence on a connection that ends an attempt
+    read_timeout_s: float = 20.0  # a connection that is silent for this long counts as failed
 
 
 class RetryAccount:
-    """Counters and budget of one store, shared by its threads."""
+    """Counters and retry budget of one store; its threads share it."""
 
     def __init__(self, policy: RetryPolicy) -> None:
+        """Start with a full budget and counters at 0."""
         self.policy = policy
         self.retries = 0
         self.wait_s = 0.0
         self._tokens = policy.budget
         self._lock = threading.Lock()
-        self._random = random.Random()  # own generator: the waits must not move the global one that a model may use
+        self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
-    def begin(self, what: str) -> Backoff:
-        """The back-off of one operation; `what` names the object in its error."""
-        return Backoff(self, what)
+    def begin(self, object_name: str) -> Backoff:
+        """Return the back-off of one new operation.
+
+        Args:
+            object_name: URL of the object, for the error if the operation gives up.
+        """
+        return Backoff(self, object_name)
 
     def succeeded(self) -> None:
-        """Note an operation that ended well."""
+        """Record that an operation succeeded, which returns tokens to the budget. Thread-safe."""
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
 
-    def take(self, longest_wait_s: float) -> float | None:
-        """A jittered wait of at most `longest_wait_s`, paid for with one token; None when the bucket is empty."""
+    def charge_retry(self, longest_wait_s: float) -> float | None:
+        """Take one token for a retry and return the seconds to wait before it. Thread-safe.
+
+        Args:
+            longest_wait_s: The wait is uniform in [0, longest_wait_s].
+
+        Returns:
+            None if the budget is used up; nothing is counted then.
+        """
         with self._lock:
             if self._tokens == 0:
                 return None
@@ -74,42 +87,46 @@ class RetryAccount:
 
 
 class Backoff:
-    """The failures of one operation. One owner, one thread."""
+    """Failures of one operation, and the waits between its attempts; used by one thread."""
 
-    def __init__(self, account: RetryAccount, what: str) -> None:
+    def __init__(self, account: RetryAccount, object_name: str) -> None:
+        """Start the deadline of the operation."""
         self._account = account
-        self._what = what
+        self._object_name = object_name
         self._failures: Counter[str] = Counter()  # by reason, since the last progress
-        self._since = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def progress(self) -> None:
-        """Note that bytes arrived: the failures before no longer count."""
+        """Record that new bytes arrived: earlier failures no longer count, and the deadline starts again."""
         self._failures.clear()
-        self._since = time.monotonic()
+        self._last_progress = time.monotonic()
 
-    def failed(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
-        """Wait before the next attempt.
+    def wait_after_failure(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
+        """Record a failed attempt and sleep until the next one.
 
         Args:
-            reason: the failure in a few words, for the error.
-            tries: failures for this reason to bear, where that is fewer than the policy's for all reasons.
-            advice: the user's next step, for the error.
+            reason: The failure in a few words, for the error.
+            tries: Failures with this reason after which to give up, where that is fewer than the policy allows for all
+                reasons together; None for the policy's limit.
+            advice: The user's next step, for the error.
 
         Raises:
-            StoreExhausted: nothing is left to try; names the object, the last failure and the next step.
+            StoreExhausted: A limit is reached; the message names the object, the last failure and the next step.
         """
         policy = self._account.policy
         self._failures[reason] += 1
-        failures = self._failures.total()
-        elapsed_s = time.monotonic() - self._since
-        if failures >= policy.tries or self._failures[reason] >= (tries or policy.tries):
-            self._give_up(f"failed {failures} times in a row", reason, advice)
+        num_failures = self._failures.total()
+        elapsed_s = time.monotonic() - self._last_progress
+        if num_failures >= policy.tries or self._failures[reason] >= (tries or policy.tries):
+            self._give_up(f"failed {num_failures} times in a row", reason, advice)
         if elapsed_s >= policy.deadline_s:
             self._give_up(f"no progress in {elapsed_s:.0f} s", reason, advice)
-        wait_s = self._account.take(min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (failures - 1)))
+        longest_wait_s = min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (num_failures - 1))
+        wait_s = self._account.charge_retry(longest_wait_s)
         if wait_s is None:
             self._give_up(f"the store's budget of {policy.budget} retries is used up", reason, advice)
         time.sleep(wait_s)
 
     def _give_up(self, limit: str, reason: str, advice: str) -> NoReturn:
-        raise StoreExhausted(f"{self._what}: {limit}, last: {reason}; {advice}") from None
+        """Raise StoreExhausted with the limit that was reached, the last failure and the next step."""
+        raise StoreExhausted(f"{self._object_name}: {limit}, last: {reason}; {advice}") from None

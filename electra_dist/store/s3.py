@@ -1,18 +1,19 @@
-"""s3://bucket/prefix through boto3, at AWS or any endpoint: downloads that resume, commits that one racer wins.
+"""Implement a store on s3://bucket/prefix through boto3, at AWS or at any S3-compatible service.
 
-Guarantee: a download is the bytes of one version of the object. A broken body is continued from the last good byte by
-a ranged GET with If-Match on the ETag; if the object was replaced meanwhile, the download starts again from zero.
-`write_new` is PUT with If-None-Match: *; a racer whose own answer was lost on the way recognises its object by a
-random tag in the object's metadata. Uploads carry Content-MD5, so the service refuses bytes that were damaged on the
-way. What is retried and what fails at once: `s3_errors.py`; how patiently: `retry.py`.
+Guarantee: a download holds the bytes of one version of the object. After a broken body, a ranged GET with If-Match on
+the ETag continues from the last good byte; if the object was replaced in the meantime, the download starts again from
+byte 0. `write_new` is a PUT with If-None-Match: *. If the answer to that PUT is lost and a retry finds the key taken,
+a random tag in the object's metadata shows whether the object is the writer's own. Uploads carry Content-MD5, so the
+service refuses bytes that were changed in transit.
 
-How: boto3's retries are off (they do not cover bodies, and would multiply with ours). Size and existence are asked by
-a GET of one byte, because the answer to a HEAD cannot say which of bucket, key or right is missing. Expired
-credentials are read again from their source, a few times, before they are believed.
+How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
+`s3_errors.py` decides what is retried. Size and existence come from a GET of one byte, because the answer to a HEAD
+does not show whether the bucket, the key or the permission is missing. Expired credentials are read again from their
+source a few times before the operation gives up.
 
 Cost: one request per object when nothing fails; `benchmarks/first_batch.py --s3` measures it in use.
 
-Where it stops: the service must be strongly consistent and know conditional PUT (AWS since 2024, Ceph, MinIO).
+Limits: the service must be strongly consistent and support conditional PUT (AWS since 2024, Ceph, MinIO).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from electra_dist.errors import StoreMissing, UserError
@@ -47,19 +48,37 @@ except ModuleNotFoundError as error:
     raise UserError("s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'") from None
 
 _Answer = TypeVar("_Answer")
-_MULTIPART_FROM = 64 << 20
-_PART = 16 << 20
-_MAX_PARTS = 9_000  # S3 allows 10,000
+_MULTIPART_FROM = 64 << 20  # Files of at least this many bytes are uploaded in parts.
+_PART = 16 << 20  # Least size of a part in bytes.
+_MAX_PARTS = 9_000  # S3 allows 10,000.
 _UPLOAD_THREADS = 4
+_WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
+
+
+class _ObjectInfo(NamedTuple):
+    """What `S3Store._probe` learns about an object."""
+
+    size: int  # in bytes
+    writer_tag: str | None
 
 
 class S3Store(Store):
-    """Objects below s3://bucket/prefix. Fork-safe: each process makes its own client on first use."""
+    """Store below s3://bucket/prefix; a process that forks can go on using it.
+
+    Each process makes its own client at its first request.
+    """
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
+        """Parse and check the URLs; nothing is requested yet.
+
+        Raises:
+            UserError: A URL is malformed or holds credentials.
+        """
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         if "@" in bucket or ":" in bucket:
-            raise UserError("s3:// URL with a colon or @ in it: keep credentials out of URLs, use AWS_* variables")
+            raise UserError(
+                "s3:// URL with a colon or @ in its bucket: keep credentials out of URLs; set them as AWS_* variables"
+            )
         prefix = prefix.strip("/")
         if not bucket:
             raise UserError(f"{url}: no bucket; give s3://bucket/prefix")
@@ -72,39 +91,39 @@ class S3Store(Store):
         self._endpoint_text = _check_endpoint(endpoint_url)
         self._policy = policy
         self._account = RetryAccount(policy)
-        self._answered = False
+        self._answered = False  # Whether the service has answered any request of this store.
         self._client_lock = threading.Lock()
-        self._client_of: tuple[int, Any] | None = None  # process id, client
+        self._client_of: tuple[int, Any] | None = None  # (process id, client)
 
     @property
     def retries(self) -> int:  # type: ignore[override]
-        """Requests repeated since the store was opened."""
+        """Return the number of requests that were repeated since the store was opened."""
         return self._account.retries
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Seconds slept before them."""
+        """Return the seconds slept before repeated requests since the store was opened."""
         return self._account.wait_s
 
     def local_path(self, key: str) -> None:
-        """See `Store`."""
+        """Check the key and return None: an object on S3 has no local path."""
         check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """See `Store`."""
+        """Download all bytes of an object into memory."""
         sink = io.BytesIO()
         self._download(key, sink, must_exist)
         return sink.getvalue()
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """See `Store`."""
+        """Download the bytes [start, start + length) of an object, fewer if it ends earlier, into new memory."""
         sink = io.BytesIO()
         if length:
             self._download(key, sink, must_exist, Span(start, start + length))
         return sink.getbuffer()
 
     def exists(self, key: str) -> bool:
-        """See `Store`."""
+        """Return whether there is an object with this key; costs one GET of one byte."""
         try:
             self._probe(key)
         except StoreMissing:
@@ -112,198 +131,257 @@ class S3Store(Store):
         return True
 
     def size(self, key: str) -> int:
-        """See `Store`."""
-        return self._probe(key)[0]
+        """Return the size of an object in bytes, or raise StoreMissing; costs one GET of one byte."""
+        return self._probe(key).size
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """See `Store`."""
+        """Download an object to a local file, which appears only when it is complete and synced."""
         with replacing(destination) as out:
             self._download(key, out, must_exist)
 
     def write(self, key: str, data: bytes) -> None:
-        """See `Store`."""
-        put = {**self._names(key), "Body": data, "ContentMD5": _md5(data)}
+        """Create or replace an object with one PUT."""
+        put = {**self._object(key), "Body": data, "ContentMD5": _md5(data)}
         self._call(key, lambda s3: s3.put_object(**put))
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """See `Store`."""
+        """Create an object with a conditional PUT; return False if another writer has created it."""
         tag = secrets.token_hex(16)
-        put = {**self._names(key), "Body": data, "ContentMD5": _md5(data), "Metadata": {"writer": tag}}
+        put = {**self._object(key), "Body": data, "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}}
         try:
             self._call(key, lambda s3: s3.put_object(**put, IfNoneMatch="*"))
         except Taken:
-            return self._probe(key)[1] == tag  # ours after all: the object was stored, its answer lost
+            # The object may be this call's own: an earlier attempt stored it, and only its answer was lost.
+            return self._probe(key).writer_tag == tag
         return True
 
     def upload(self, path: Path, key: str) -> None:
-        """See `Store`. Large files go up in parts, four at a time, each retried by itself.
+        """Create or replace an object from a local file.
 
-        The parts of an upload that was killed stay, unseen, until `discard_unfinished` removes them.
+        A file of 64 MiB or more is uploaded in parts, four at a time, each retried independently. If the process is
+        killed, the parts stay on S3, invisible to `list`, until `discard_unfinished` deletes them.
         """
         size = path.stat().st_size
         if size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
             return
         tag = secrets.token_hex(16)
-        begin = {**self._names(key), "Metadata": {"writer": tag}}
+        begin = {**self._object(key), "Metadata": {_WRITER_TAG: tag}}
         upload_id = self._call(key, lambda s3: s3.create_multipart_upload(**begin))["UploadId"]
-        names = {**self._names(key), "UploadId": upload_id}
+        upload = {**self._object(key), "UploadId": upload_id}
         try:
-            parts = {"Parts": self._upload_parts(path, size, key, names)}
-            try:
-                self._call(key, lambda s3: s3.complete_multipart_upload(**names, MultipartUpload=parts))
-            except StoreMissing:  # no such upload: did an earlier attempt complete it, and its answer was lost?
-                if self._probe(key)[1] != tag:
-                    raise
+            parts = self._upload_parts(path, size, key, upload)
+            self._complete_upload(key, upload, parts, tag)
         except BaseException:
-            with contextlib.suppress(*FAILURES):  # left-over parts cost storage, not correctness
-                self._client().abort_multipart_upload(**names)
+            with contextlib.suppress(*FAILURES):  # Parts that remain cost storage, not correctness.
+                self._client().abort_multipart_upload(**upload)
             raise
 
     def list(self, prefix: str = "") -> list[str]:
-        """See `Store`."""
+        """Return the sorted keys that begin with `prefix`; costs one request for each thousand keys."""
         keys: list[str] = []
         page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             answer = self._call("", lambda s3: s3.list_objects_v2(**page))
-            found = [entry["Key"].removeprefix(self._prefix) for entry in answer.get("Contents", [])]
-            keys += [key for key in found if not key.endswith("/")]  # "folders" that consoles make
-            more = answer["IsTruncated"]
-            if more:
+            keys_of_page = [entry["Key"].removeprefix(self._prefix) for entry in answer.get("Contents", [])]
+            keys += [key for key in keys_of_page if not key.endswith("/")]  # Web consoles create "folder" objects.
+            has_more = answer["IsTruncated"]
+            if has_more:
                 page["ContinuationToken"] = answer["NextContinuationToken"]
         return sorted(keys)
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
-        self._call(key, lambda s3: s3.delete_object(**self._names(key)))
+        """Delete an object; a key without an object is no error."""
+        self._call(key, lambda s3: s3.delete_object(**self._object(key)))
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """See `Store`. Parts of uploads that were never completed."""
-        asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        found = 0
+        """Delete the parts of multipart uploads that were never completed and whose key `doomed` selects."""
+        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        num_deleted = 0
         while True:
-            answer = self._call("", lambda s3: s3.list_multipart_uploads(**asked))
+            answer = self._call("", lambda s3: s3.list_multipart_uploads(**page))
             for upload in answer.get("Uploads", []):
                 key = upload["Key"].removeprefix(self._prefix)
                 if doomed(key):
                     self._abort_upload(key, upload["UploadId"])
-                    found += 1
+                    num_deleted += 1
             if not answer.get("IsTruncated"):
-                return found
-            asked.update(KeyMarker=answer["NextKeyMarker"], UploadIdMarker=answer["NextUploadIdMarker"])
+                return num_deleted
+            page.update(KeyMarker=answer["NextKeyMarker"], UploadIdMarker=answer["NextUploadIdMarker"])
 
     def _abort_upload(self, key: str, upload_id: str) -> None:
-        names = {**self._names(key), "UploadId": upload_id}
-        with contextlib.suppress(StoreMissing):  # somebody else was quicker
-            self._call(key, lambda s3: s3.abort_multipart_upload(**names))
+        """Delete the parts of an unfinished multipart upload; it may already be gone."""
+        upload = {**self._object(key), "UploadId": upload_id}
+        with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
+            self._call(key, lambda s3: s3.abort_multipart_upload(**upload))
 
-    def _upload_parts(self, path: Path, size: int, key: str, names: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        part_size = max(_PART, -(-size // _MAX_PARTS))
+    def _upload_parts(self, path: Path, size: int, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """Upload a file of `size` bytes in parts, in parallel; return number and ETag of each part, in order.
+
+        The parts are larger than `_PART` if the file would otherwise have more than `_MAX_PARTS` parts.
+        """
+        part_size = max(_PART, _ceil_div(size, _MAX_PARTS))
+        num_parts = _ceil_div(size, part_size)
 
         def upload_part(number: int) -> dict[str, Any]:
             with path.open("rb") as stream:
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
-            send = {**names, "PartNumber": number, "Body": data, "ContentMD5": _md5(data)}
-            return {"PartNumber": number, "ETag": self._call(key, lambda s3: s3.upload_part(**send))["ETag"]}
+            put = {**upload, "PartNumber": number, "Body": data, "ContentMD5": _md5(data)}
+            return {"PartNumber": number, "ETag": self._call(key, lambda s3: s3.upload_part(**put))["ETag"]}
 
         with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
-            return list(pool.map(upload_part, range(1, -(-size // part_size) + 1)))
+            return list(pool.map(upload_part, range(1, num_parts + 1)))
 
-    def _probe(self, key: str) -> tuple[int, str | None]:
-        """Size and writer's tag of an object, by reading one byte of it."""
+    def _complete_upload(self, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str) -> None:
+        """Combine the uploaded parts into the object that becomes visible under its key.
+
+        Args:
+            upload: Bucket, key and id of the upload.
+            parts: Number and ETag of each part.
+            tag: Tag of this writer in the object's metadata.
+        """
         try:
-            answer = self._call(key, lambda s3: s3.get_object(**self._names(key), Range="bytes=0-0"))
-        except EmptyRange:
-            answer = self._call(key, lambda s3: s3.get_object(**self._names(key)))
+            self._call(key, lambda s3: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}))
+        except StoreMissing:
+            # "No such upload": an earlier attempt may have completed it, and only its answer was lost.
+            if self._probe(key).writer_tag != tag:
+                raise
+
+    def _probe(self, key: str) -> _ObjectInfo:
+        """Return the size of an object and its writer's tag, by a GET of one byte.
+
+        Raises:
+            StoreMissing: There is no such object.
+        """
+        try:
+            answer = self._call(key, lambda s3: s3.get_object(**self._object(key), Range="bytes=0-0"))
+        except EmptyRange:  # The object is empty.
+            answer = self._call(key, lambda s3: s3.get_object(**self._object(key)))
         answer["Body"].close()
-        total = answer.get("ContentRange", "").rpartition("/")[2]
-        return int(total or answer["ContentLength"]), answer["Metadata"].get("writer")
+        total = answer.get("ContentRange", "").rpartition("/")[2]  # "bytes 0-0/1234"
+        return _ObjectInfo(int(total or answer["ContentLength"]), answer["Metadata"].get(_WRITER_TAG))
 
     def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
-        """Write the object, or a span of it, to an empty, seekable `sink`, resuming after every fault."""
-        backoff = self._account.begin(self._where(key))
+        """Write an object, or a span of it, to an empty, seekable file, resuming after every fault.
+
+        Raises:
+            StoreMissing: There is no such object.
+            StoreExhausted: All retries failed.
+        """
+        backoff = self._account.begin(self._describe(key))
         download = Download(sink, backoff.progress, span)
         while not download.complete:
             try:
-                with self._judged(key, must_exist):
-                    download.receive(self._client().get_object(**self._names(key), **download.conditions()))
-            except (Taken, EmptyRange) as answer:
-                if isinstance(answer, EmptyRange) and download.ends_before_span:
+                with self._classified(key, must_exist):
+                    download.receive(self._client().get_object(**self._object(key), **download.conditions()))
+            except EmptyRange:
+                if download.ends_before_span:
                     break
-                download.restart()
-                backoff.failed("the object was replaced during the download")
-            except Again as again:
-                self._wait(again, backoff)
+                _begin_again(download, backoff)
+            except Taken:
+                _begin_again(download, backoff)
+            except Again as failure:
+                self._wait(failure, backoff)
         self._account.succeeded()
 
     def _call(self, key: str, request: Callable[[Any], _Answer]) -> _Answer:
-        """`request` with retries."""
-        backoff = self._account.begin(self._where(key))
+        """Return the answer to a request, which is repeated while its failures are worth another attempt.
+
+        Args:
+            key: Key of the object, for messages; "" for the store itself.
+            request: Receives the boto3 client and sends the request.
+        """
+        backoff = self._account.begin(self._describe(key))
         while True:
             try:
-                with self._judged(key):
+                with self._classified(key):
                     answer = request(self._client())
-            except Again as again:
-                self._wait(again, backoff)
+            except Again as failure:
+                self._wait(failure, backoff)
             else:
                 self._account.succeeded()
                 return answer
 
     @contextlib.contextmanager
-    def _judged(self, key: str, must_exist: bool = False) -> Iterator[None]:
+    def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
+        """Turn a failure of the request in the `with` block into the exception that `classify` chooses."""
         try:
             yield
         except FAILURES as error:
             # `from None`: boto's text and traceback may quote a signed request.
             raise classify(
-                error, self._where(key), self._bucket, answered=self._answered, must_exist=must_exist
+                error, self._describe(key), self._bucket, answered=self._answered, must_exist=must_exist
             ) from None
         self._answered = True
 
-    def _wait(self, again: Again, backoff: Backoff) -> None:
-        if again.renew:
+    def _wait(self, failure: Again, backoff: Backoff) -> None:
+        """Sleep before the next attempt; with `renew`, the next client reads the credentials again."""
+        if failure.renew:
             self._client_of = None
-        backoff.failed(again.reason, again.tries, again.advice)
+        backoff.wait_after_failure(failure.reason, failure.tries, failure.advice)
 
     def _client(self) -> Any:
+        """Return this process's boto3 client, made at its first use. Thread-safe."""
         with self._client_lock:
             if self._client_of is None or self._client_of[0] != os.getpid():
                 self._client_of = (os.getpid(), _make_client(self._endpoint_url, self._policy))
             return self._client_of[1]
 
-    def _names(self, key: str) -> dict[str, str]:
+    def _object(self, key: str) -> dict[str, str]:
+        """Return the arguments that name an object in a request."""
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
-    def _where(self, key: str) -> str:
+    def _describe(self, key: str) -> str:
+        """Return the URL of an object, with the endpoint if it is not AWS's, for messages."""
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 
+def _begin_again(download: Download, backoff: Backoff) -> None:
+    """Restart a download whose object was replaced by another version, after a wait."""
+    download.restart()
+    backoff.wait_after_failure("the object was replaced during the download")
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    """Return number / divisor, rounded up."""
+    return -(-number // divisor)
+
+
 def _md5(data: bytes) -> str:
+    """Return the base64 MD5 of `data`, as the header Content-MD5 wants it."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _check_endpoint(endpoint_url: str | None) -> str:
-    """` at host:port` for messages, without anything secret that the URL may hold."""
+    """Return " at host:port" for messages, or "" without an endpoint.
+
+    Raises:
+        UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it
+            may hold credentials.
+    """
     if endpoint_url is None:
         return ""
     parts = urlsplit(endpoint_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError("endpoint_url: not an http:// or https:// URL; give for example http://10.0.0.1:9000")
     if "@" in parts.netloc or parts.query:
-        raise UserError("endpoint_url: holds more than a host and a port; keep credentials in AWS_* variables")
+        raise UserError(
+            "endpoint_url: holds more than a host and a port; keep credentials in AWS_* variables and remove the rest"
+        )
     return f" at {parts.netloc}"
 
 
 def _make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
+    """Return a new boto3 S3 client without retries of its own; it reads the credentials from their source."""
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=policy.connect_timeout_s,
         read_timeout=policy.read_timeout_s,
         max_pool_connections=64,
         tcp_keepalive=True,
-        # CRC32 trailers and checks are refused by older services; Content-MD5 and our digests do their work.
+        # Older services refuse CRC32 trailers and checks. Content-MD5 and the readers' digests replace them.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path" if endpoint_url else "auto"},

@@ -1,14 +1,16 @@
-"""An S3 object, or a span of one, on its way into a file: continued from the last good byte.
+"""Download an S3 object, or a span of it, into a file, continuing after each fault from the last good byte.
 
-An object that was replaced meanwhile is begun again.
+If the object is replaced in the meantime, the download begins again.
 
-Guarantee: when `complete` is true the sink holds the bytes of exactly one version (ETag) of the object, in the length
-that the service announced (of a span that reaches beyond the object's end: what there is of it). Bytes had before a
-restart do not count as progress, so an object that is replaced all the time ends in an error and not in a loop.
+Guarantee: when `complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
+that the service announced. A span that reaches beyond the object's end gives the bytes up to the end. Bytes that were
+already received before a restart do not count as progress, so an object that is replaced again and again ends in an
+error and not in an endless loop.
 
 Cost: a broken connection loses at most one chunk (128 KiB).
 
-Where it stops: bytes that were flipped on the way have the right length; `data/cache.py` finds them by digest.
+Limits: bytes that were changed in transit have the right length and are not noticed; the readers verify digests
+(`data/cache.py`).
 """
 
 from __future__ import annotations
@@ -23,51 +25,74 @@ _CHUNK = 128 << 10
 
 
 class Span(NamedTuple):
-    """Bytes [start, end) of an object."""
+    """Range of bytes [start, end) of an object; an end of None is the end of the object."""
 
     start: int
     end: int | None
 
 
 class Download:
-    """An object or a span of it on its way into a file: which version, how far."""
+    """State of one download: the version of the object and the number of bytes received.
+
+    The caller repeats a GET with `conditions()` and passes each answer to `receive` until `complete`.
+    """
 
     def __init__(self, sink: IO[bytes], progress: Callable[[], None], span: Span | None = None) -> None:
+        """Prepare a download; nothing is requested yet.
+
+        Args:
+            sink: Empty, seekable file for the bytes.
+            progress: Called whenever a byte is received that was never received before.
+            span: The part of the object to download; None for all of it.
+        """
         self._sink = sink
         self._progress = progress
         self._ranged = span is not None
         self._start, self._end = span or Span(0, None)
         self._etag = ""
-        self._total = -1
-        self._furthest = 0  # also before a restart: bytes had before are no progress
+        self._total = -1  # Bytes that the complete download has; -1 before the first answer.
+        self._furthest = 0  # Most bytes ever received, also before a restart.
 
     @property
     def complete(self) -> bool:
-        """Whether all bytes are there."""
+        """Return whether all bytes of the object, or of the span, are in the file."""
         return self._sink.tell() == self._total
 
     @property
     def ends_before_span(self) -> bool:
-        """Given that the service has no byte of what was asked for: whether that is because the object is short."""
+        """Return whether the answer "no byte in this range" (EmptyRange) means that the object ends before the span.
+
+        It does so at the first request. Later, after some bytes were received, the object must have been replaced.
+        """
         return self._ranged and self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """What to ask for: all of it, or the rest of the same version."""
-        done = self._sink.tell()
-        if not (done or self._ranged):
+        """Return the arguments of the next GET: the missing range, and the version if bytes were already received."""
+        num_received = self._sink.tell()
+        if not (num_received or self._ranged):
             return {}
         last = "" if self._end is None else self._end - 1
-        return {"Range": f"bytes={self._start + done}-{last}"} | ({"IfMatch": self._etag} if done else {})
+        conditions = {"Range": f"bytes={self._start + num_received}-{last}"}
+        if num_received:
+            conditions["IfMatch"] = self._etag
+        return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
-        """Write the body as far as it comes. Raises Taken if it is of another version."""
-        done = self._sink.tell()
+        """Write the body of a GET's answer to the file, as far as it comes.
+
+        Raises:
+            Taken: The answer is of another version or begins at another byte; call `restart`.
+            Again: The body ended early; the bytes received so far are kept.
+        """
+        num_received = self._sink.tell()
         with contextlib.closing(answer["Body"]) as body:
-            if done and answer["ETag"] != self._etag:
+            if num_received and answer["ETag"] != self._etag:
                 raise Taken
-            if (done or self._ranged) and not _starts_at(answer, self._start + done):
+            is_ranged_request = num_received > 0 or self._ranged
+            if is_ranged_request and not _starts_at(answer, self._start + num_received):
                 raise Taken
-            self._etag, self._total = answer["ETag"], done + answer["ContentLength"]
+            self._etag = answer["ETag"]
+            self._total = num_received + answer["ContentLength"]
             while chunk := body.read(_CHUNK):
                 self._sink.write(chunk)
                 if self._sink.tell() > self._furthest:
@@ -77,11 +102,13 @@ class Download:
             raise Again(f"the body ended at byte {self._sink.tell()} of {self._total}")
 
     def restart(self) -> None:
-        """Forget everything but how far it once came."""
-        self._etag, self._total = "", -1
+        """Delete all received bytes and forget the version, so that the next GET asks for the current one."""
+        self._etag = ""
+        self._total = -1
         self._sink.seek(0)
         self._sink.truncate()
 
 
 def _starts_at(answer: dict[str, Any], first: int) -> bool:
+    """Return whether the answer to a ranged GET begins at byte `first`; a service that ignores Range begins at 0."""
     return str(answer.get("ContentRange", "")).startswith(f"bytes {first}-")

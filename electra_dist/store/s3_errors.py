@@ -1,9 +1,9 @@
-"""What a failed S3 request means: try again, ask for the credentials again, or tell the user and stop.
+"""Classify a failed S3 request: try again, read the credentials again, or stop with an error for the user.
 
 Guarantee: only an error's class, code and HTTP status are read. The service's own text never reaches a message or an
 exception chain, because it may quote a key, a token or a signed URL.
 
-Where it stops: a status of 400 to 499 that is not in the tables is final; one of 500 and above is retried.
+Limits: a status of 400 to 499 that is not in the tables is final; one of 500 and above is retried.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from electra_dist.store.retry import CHECK
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
-_TRIES_MISSING = 5  # "not found" for an object that a manifest promises
+_TRIES_MISSING = 5  # "Not found" for an object that a manifest names.
 _TRIES_CREDENTIALS = 4
-_TRIES_UNREACHED = 8  # about ten seconds: a service that has never answered is more likely mistyped than down
+_TRIES_UNREACHED = 8  # About ten seconds: the URL of a service that has never answered is probably mistyped.
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "UnrecognizedClientException"}
@@ -42,37 +42,47 @@ _UNREACHED = (
 
 
 class Taken(Exception):
-    """412: the key is taken, or the object is no longer the version asked for."""
+    """Answer 412 to a conditional request: the key is taken, or the object has been replaced by another version."""
 
 
 class EmptyRange(Exception):
-    """416: no byte in the range asked for."""
+    """Answer 416 to a ranged request: the object has no byte in that range."""
 
 
 class Again(Exception):
-    """A failure that deserves another attempt."""
+    """Failure of a request that should be tried again."""
 
     def __init__(self, reason: str, *, tries: int | None = None, renew: bool = False, advice: str = CHECK) -> None:
-        self.reason = reason  # in a few words, for the error if all attempts fail
-        self.tries = tries  # failures in a row to bear; None: as the policy says
-        self.renew = renew  # read the credentials from their source before the next attempt
-        self.advice = advice  # the user's next step if all attempts fail
+        """Describe the failure.
+
+        Args:
+            reason: The failure in a few words, for the error if all attempts fail.
+            tries: Consecutive failures after which to give up; None for the limit of the RetryPolicy.
+            renew: Whether the credentials must be read from their source before the next attempt.
+            advice: The user's next step if all attempts fail.
+        """
+        self.reason = reason
+        self.tries = tries
+        self.renew = renew
+        self.advice = advice
 
 
 def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
-    """The exception that `error` should be to the caller.
+    """Return the exception that the caller of a failed request should raise.
 
     Args:
-        where: URL and endpoint, for a message.
-        answered: the service has answered before.
-        must_exist: the object is known to exist.
+        error: One of `FAILURES`.
+        where: URL of the object and the endpoint, for a message.
+        bucket: Name of the bucket, for a message.
+        answered: Whether the service has answered any earlier request of this store.
+        must_exist: Whether the object is known to exist, so that "not found" is tried again.
 
     Returns:
-        Again: try again. StoreError (StoreMissing): nothing to try; one line with the next step. Taken, EmptyRange:
-        answers, rather than failures, to a conditional or ranged request.
+        Again if the request should be repeated. StoreError or StoreMissing, with a message of one line, if repeating
+        is useless. Taken or EmptyRange if the failure is a regular answer to a conditional or ranged request.
     """
     if isinstance(error, boto_errors.ClientError):
-        return _judge_answer(error, where, bucket, must_exist=must_exist)
+        return _classify_answer(error, where, bucket, must_exist=must_exist)
     if isinstance(error, _NO_CREDENTIALS):
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
         if not answered:
@@ -82,7 +92,7 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         tries = None if answered else _TRIES_UNREACHED
         return Again("the service cannot be reached", tries=tries, advice="check the endpoint URL and the network")
     if isinstance(error, boto_errors.ParamValidationError):
-        return StoreError(f"{where}: not a valid bucket or key name; mend the URL")
+        return StoreError(f"{where}: not a valid bucket or key name; correct the URL")
     if isinstance(error, (boto_errors.HTTPClientError, urllib3.exceptions.HTTPError, ResponseParserError)):
         return Again(f"broken connection or answer ({type(error).__name__})")
     if isinstance(error, boto_errors.IncompleteReadError):
@@ -90,11 +100,12 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
     return StoreError(f"{where}: {type(error).__name__}; check the AWS configuration of this node")
 
 
-def _judge_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:
+def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:
+    """Classify an error that the service itself answered with, by its code and HTTP status; see `classify`."""
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "NoSuchBucket":
-        return StoreError(f"{where}: no such bucket; create bucket {bucket} or mend the URL")
+        return StoreError(f"{where}: no such bucket; create bucket {bucket} or correct the URL")
     if code == "PreconditionFailed" or status == 412:
         return Taken()
     if code == "InvalidRange" or status == 416:
@@ -102,19 +113,24 @@ def _judge_answer(error: boto_errors.ClientError, where: str, bucket: str, *, mu
     if status == 404:
         if must_exist:
             return Again("no such object", tries=_TRIES_MISSING, advice="restore the object or build its folder again")
-        return StoreMissing(f"{where}: no such object; check the URL, or build what should be there")
+        return StoreMissing(f"{where}: no such object; check the URL, or build or restore the object")
     if code in _EXPIRED:
-        return Again("the credentials have expired", tries=_TRIES_CREDENTIALS, renew=True, advice="renew them")
+        return Again(
+            "the credentials have expired", tries=_TRIES_CREDENTIALS, renew=True, advice="renew them, then start again"
+        )
     if code in _WRONG_CREDENTIALS:
         return StoreError(f"{where}: credentials not accepted ({code}); correct AWS_* or the profile")
     if code in _OTHER_REGION or status == 301:
-        return StoreError(f"{where}: the bucket is in another region; set AWS_REGION to it")
+        return StoreError(f"{where}: the bucket is in another region; set AWS_REGION to the bucket's region")
     if code == "RequestTimeTooSkewed":
-        return StoreError(f"{where}: this machine's clock is wrong; set it (chrony, ntpd)")
+        return StoreError(f"{where}: this machine's clock is wrong; set the clock (chrony, ntpd)")
     if code in _REFUSED or status == 403:
-        return StoreError(f"{where}: access refused; give these credentials the right to it")
+        return StoreError(f"{where}: access refused; give these credentials the right to read and write this URL")
     if code == "NotImplemented" or status == 501:
-        return StoreError(f"{where}: the service lacks an operation that is needed (conditional PUT?)")
+        return StoreError(
+            f"{where}: the service lacks an operation that is needed (conditional PUT?); use a service that has it, "
+            f"such as AWS, Ceph or MinIO in a current version"
+        )
     if status >= 500 or status in (408, 409, 429) or code in _REPEATABLE:
         return Again(f"{status} {code}")
     return StoreError(f"{where}: refused with {status} {code}; check URL, endpoint and credentials")

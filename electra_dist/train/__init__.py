@@ -1,1 +1,1 @@
-"""The loop, the DeepSpeed engine, the optimizer and the schedule."""
+"""One pretraining run: its inputs, the step loop, the step, the guard, checkpoints, evaluation and reports."""

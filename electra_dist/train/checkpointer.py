@@ -1,6 +1,6 @@
-"""The run's memory: ties the engine's state to the checkpoint store.
+"""Save and restore a run: connects the state of the engine to the checkpoint store.
 
-Where it stops: what is kept and verified is `checkpoint/`'s; when to save is the loop's.
+Limits: `checkpoint/` decides what is kept and verifies what is read; the step loop decides when to save.
 """
 
 from __future__ import annotations
@@ -34,29 +34,38 @@ from electra_dist.train.step import StepResult
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Where the run stands, beside its weights. The loop's own."""
+    """What the step loop knows about the progress of a run, beside weights and moments. Equal on all ranks."""
 
     step: int  # steps done or skipped
-    receipt: Receipt
+    receipt: Receipt  # of all rows trained on so far
     guard: Guard
     skips: SkipList
     eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
 
     def updated(self, result: StepResult) -> None:
-        """A step has updated the weights."""
+        """Account for a step that has updated the weights: add its rows to the receipt and its loss to the guard.
+
+        It does not change `step`, which the loop sets for skipped and stopped steps, too.
+        """
         self.receipt += result.receipt
         self.guard.accept(result.loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """What a checkpoint remembers, or the beginning."""
+        """Return the state that a checkpoint holds, or the initial state if there is no checkpoint.
+
+        Args:
+            restored: state of the restored checkpoint; None at the beginning of a run.
+            config: settings of the guard, which gets back its window of recent losses.
+            skips: the skip list of the run, which is not part of a checkpoint.
+        """
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
         receipt = Receipt(restored.rows_seen, restored.rows_digest)
         return cls(step=restored.step, receipt=receipt, guard=Guard(config, restored.recent_losses), skips=skips)
 
     def state_fields(self) -> dict[str, Any]:
-        """The fields of RunState that change from step to step."""
+        """Return the fields of `RunState` that change from step to step, for a checkpoint at this step."""
         return {
             "step": self.step,
             "rows_seen": self.receipt.rows,
@@ -68,17 +77,27 @@ class TrainState:
 
 
 class Checkpointer:
-    """Restores at start, saves on demand. `close()` waits for the save in flight."""
+    """Restores a run from its newest good checkpoint, and saves checkpoints in the background.
+
+    Call `restore` once, then `save` at any step, and `close` at the end, which waits for the save in flight.
+    """
 
     def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
-        """Takes the run's next attempt number. Collective.
+        """Open the checkpoint targets and take the next attempt number of the run. Collective.
 
         Args:
-            skipped: all steps that this run passes over; a checkpoint that did not is not its own.
+            config: the resolved config of the run.
+            engine: the engine whose state is saved and restored.
+            corpus_fingerprint: digest of the corpus; a checkpoint of another corpus is refused.
+            skipped: all steps that this run skips. A checkpoint that did not skip the same steps is not used.
+
+        Raises:
+            UserError: a target holds checkpoints of another run, or cannot be written.
         """
         self._config = config
         self._engine = engine
-        self._module, self._optimizer = engine.deepspeed.module, engine.optimizer
+        self._module = engine.deepspeed.module
+        self._optimizer = engine.optimizer
         self._targets = open_targets(config)
         run = {"identity_sha256": config.identity_sha256(), "corpus_fingerprint": corpus_fingerprint}
         attempt = from_rank_0(lambda: begin_attempt(self._targets, run))
@@ -91,7 +110,7 @@ class Checkpointer:
             zero_stage=config.engine.zero_stage,
             shapes=parameter_shapes(self._module),
             shared=shared_names(self._module),
-            versions=_versions(),
+            versions=_recorded_versions(),
             skipped=tuple(sorted(skipped)),
         )
         staging = Path(config.run_dir) / STAGING_DIR
@@ -99,65 +118,101 @@ class Checkpointer:
 
     @property
     def attempt(self) -> int:
-        """Which start of the run this is, from 1."""
+        """Number of this start of the run, from 1; a rollback counts as a start."""
         return self._state.attempt
 
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
-        """Load the newest good checkpoint into the engine, or the initial weights if there is none; and say what was
-        set aside. Collective.
+        """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
         Args:
-            pristine: the engine still holds the initial weights, unless a damaged checkpoint was half read.
+            pristine: whether the engine still holds the initial weights. They are then rebuilt only if a damaged
+                checkpoint was partly read over them.
+
+        Returns:
+            The state of the loaded checkpoint, None if there is none; and one line of text for each damaged
+            checkpoint that was set aside.
+
+        Raises:
+            StoreError: a checkpoint cannot be read, and no other target has it.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
-        found, set_aside = load_newest(self._targets, fragments, self._state)
-        if found is None and pristine and not set_aside:
-            return found, set_aside
-        if found is None:
+        restored, set_aside = load_newest(self._targets, fragments, self._state)
+        if restored is None:
+            has_initial_weights = pristine and not set_aside
+            if has_initial_weights:
+                return None, set_aside
             self._initialise(fragments)
         publish(self._optimizer)
-        return found, set_aside
+        return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Back to the beginning: after a rollback, and where a damaged checkpoint was half read."""
+        """Overwrite masters with the initial weights and moments with zeros, as at the beginning of the run.
+
+        It is needed after a rollback to step 0, and where a damaged checkpoint was partly read. `publish` must follow.
+
+        Args:
+            fragments: the fragments that this rank holds.
+        """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_source(towers, self._config.train)
-        dtype = next(self._module.parameters()).dtype  # the engine's masters began as its parameters: rounded
-        start = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
+        # The engine's masters began as copies of its parameters, hence rounded to their dtype.
+        dtype = next(self._module.parameters()).dtype
+        initial = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
         for fragment in fragments:
             for kind, view in fragment.views.items():
                 if kind == "master":
-                    view.copy_(start[fragment.name].narrow(0, fragment.start, fragment.numel))
+                    view.copy_(initial[fragment.name].narrow(0, fragment.start, fragment.numel))
                 else:
                     view.zero_()
 
     def save(self, train_state: TrainState) -> SaveTiming:
-        """Start saving the state after `train_state.step` steps. Collective."""
+        """Start saving the state after `train_state.step` steps; return when it is copied to host memory. Collective.
+
+        Writing and committing go on in a thread. A save that is still in flight is waited for first.
+
+        Returns:
+            The seconds that this call waited for the previous save, and those of the copy.
+
+        Raises:
+            BaseException: the previous save has failed; its error is raised again.
+        """
         state = self._state.model_copy(update=train_state.state_fields())
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     @property
     def retries(self) -> int:
-        """Store requests repeated so far."""
+        """Requests to the checkpoint targets that were repeated so far, on this rank."""
         return sum(target.retries for target in self._targets)
 
     @property
     def retry_wait_s(self) -> float:
-        """Seconds waited before them."""
+        """Seconds waited so far before repeating requests to the checkpoint targets, on this rank."""
         return sum(target.retry_wait_s for target in self._targets)
 
     def committed_steps(self) -> list[int]:
-        """Steps of the checkpoints there are, ascending; the same on all ranks. Collective."""
-        return from_rank_0(lambda: sorted({step for target in self._targets for step, _, _ in committed(target)}))
+        """Return the steps of all committed checkpoints on any target, ascending; equal on all ranks. Collective."""
+
+        def list_steps() -> list[int]:
+            """Return the committed steps that the targets list."""
+            return sorted({step for target in self._targets for step, _, _ in committed(target)})
+
+        return from_rank_0(list_steps)
 
     def close(self) -> None:
-        """Wait until everything saved is committed."""
+        """Wait until every started save is committed, and release the host buffer.
+
+        Raises:
+            BaseException: the last save has failed; its error is raised again.
+        """
         self.writer.close()
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions that a manifest records: of this package, Python, torch and DeepSpeed."""
-    found = versions()
-    return {"electra_dist": found["electra-dist"], **{name: found[name] for name in ("python", "torch", "deepspeed")}}
+def _recorded_versions() -> dict[str, str]:
+    """Return the versions that a checkpoint's manifest records: this package, Python, torch and DeepSpeed."""
+    installed = versions()
+    recorded = {"electra_dist": installed["electra-dist"]}
+    for name in ("python", "torch", "deepspeed"):
+        recorded[name] = installed[name]
+    return recorded

@@ -1,10 +1,11 @@
-"""Where a start's time goes, in seconds: what the ledger's `setup_s` and `spent_s` hold and goodput is made of.
+"""Measure where the time of a start goes, in seconds, for the ledger's `setup_s` and `spent_s` and for goodput.
 
-    setup_s   import: process start to here; build: inputs, process group, model, engine; restore: checkpoint
+    setup_s   import: process start to the first line of the run; build: inputs, process group, model, engine;
+              restore: checkpoint
     spent_s   since the first step began: first (the first step: compilation, warm-up), step (all other steps),
               data (waiting for rows, within them), stall (checkpoint copies and waits), eval
 
-Rank 0's wall clock; nothing waits for the device.
+It is the wall clock of rank 0; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -17,41 +18,60 @@ import psutil
 
 
 class Clock:
-    """One per start or rollback."""
+    """The times of one start or rollback of a run: what its setup took, and what its steps have taken so far.
+
+    Only the thread of the step loop may use it.
+    """
 
     def __init__(self, setup_s: dict[str, float]) -> None:
+        """Keep the seconds of the setup, and begin to count the time of steps at 0.
+
+        Args:
+            setup_s: seconds of each part of the setup: "import", "build" and "restore"; after a rollback "restore"
+                only.
+        """
         self.setup_s = setup_s
         self._spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
-        self._stepped = False
+        self._is_first_step_done = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, its wait for data included."""
+        """Measure a `with` block as one step, its wait for data included.
+
+        The first step is counted apart from the others, because it compiles and warms up. A block that raises is not
+        counted.
+        """
         begin = time.perf_counter()
         yield
-        self._spent["step" if self._stepped else "first"] += time.perf_counter() - begin
-        self._stepped = True
+        self._spent["step" if self._is_first_step_done else "first"] += time.perf_counter() - begin
+        self._is_first_step_done = True
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation."""
+        """Measure a `with` block as an evaluation. A block that raises is not counted."""
         begin = time.perf_counter()
         yield
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """A save held the loop up."""
+        """Add the seconds for which a save has held up the step loop."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:
-        """How long the loader has been waited for in all."""
+        """Set the total seconds that the loop has waited for the loader since this start; it is not added up."""
         self._spent["data"] = total_s
 
     def spent_s(self) -> dict[str, float]:
-        """Everything so far, rounded to milliseconds."""
+        """Return the seconds spent so far, rounded to milliseconds: first, step, data, stall and eval.
+
+        "data" is part of "first" and "step"; the others do not overlap.
+        """
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 
 
 def seconds_since_process_start() -> float:
-    """Interpreter, imports and all else that came before."""
+    """Return the seconds since the operating system started this process, by the wall clock.
+
+    Called at the beginning of a run, this is the time that the interpreter and the imports have taken.
+    """
     return time.time() - psutil.Process().create_time()

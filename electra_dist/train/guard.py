@@ -1,18 +1,18 @@
-"""The guard: which steps are not worth an update, and when the run must go back.
+"""The guard: decides which steps do not update the weights, and when the run goes back to a checkpoint.
 
 Guarantee: a step whose loss or gradient norm is not finite, or whose loss is a spike, is stopped before the optimizer,
-on all ranks alike (they judge the same all-reduced numbers). A stopped step is written down in the run folder before
-the run goes on, and is from then on a skipped step: its rows are not used and nothing is updated. So a run that the
-guard stopped equals, bit for bit, a run that was told to skip these steps from the start (`train.skip_steps`).
+on all ranks alike (they judge the same all-reduced numbers). A stopped step is recorded in the run folder before the
+run goes on, and is from then on a skipped step: its rows are not used and nothing is updated. So a run that the guard
+stopped equals, bit for bit, a run whose config skips these steps from the start (`train.skip_steps`).
 
-After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint and skips `skip_before` steps before the
-first of them as well: a state that has gone bad is left behind, and so are the rows that drove it there. (Going back
-without skipping more would only repeat what happened: steps are exact.)
+After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint and also skips `skip_before` steps before
+the first of them: this discards a state that has gone bad, and the rows that led to it. (Going back without skipping
+more would only repeat what happened, because steps are exact.)
 
-A spike: more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted steps; nothing
-is judged before the window is full. The window is part of a checkpoint.
+A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
+steps; no spike is detected before the window is full. The window is part of a checkpoint.
 
-Where it stops: one bad update that does not show in its own loss is seen when it shows.
+Limits: a single bad update that does not show in its own loss is noticed only when a later loss shows it.
 """
 
 from __future__ import annotations
@@ -25,45 +25,70 @@ import numpy as np
 
 from electra_dist.config import GuardConfig
 
-_FLAT = 1e-3  # of the mean: least standard deviation, so that a flat curve makes no spike of its noise
+_LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordinary noise is no spike
 
 
 class Guard:
-    """Judges the loss of each step. Pure but for its window."""
+    """Judges the loss of each step by a window of recent losses.
+
+    Given the same config and the same accepted losses it decides alike, so every rank has its own.
+    """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
+        """Create a guard with an empty window, or with the window of a checkpoint.
+
+        Args:
+            config: size of the window and height of a spike.
+            recent_losses: accepted losses, oldest first; only the last `config.window` are kept.
+        """
         self._config = config
         self._losses = deque(recent_losses, maxlen=config.window)
 
     @property
     def recent_losses(self) -> tuple[float, ...]:
-        """The window, oldest first."""
+        """The accepted losses in the window, oldest first, to be saved in a checkpoint."""
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
-        """What is wrong with a step of this loss; empty if nothing is."""
+        """Return why a step with this loss must not update the weights; an empty string if it may.
+
+        A loss that is not finite is always a fault. A spike is a fault once the window is full, unless
+        `guard.spike_sigma` is 0. The window does not change; `accept` adds to it.
+
+        Args:
+            loss: loss of the step over the global batch.
+        """
         if not math.isfinite(loss):
             return f"loss is {loss}"
-        if self._config.spike_sigma and len(self._losses) == self._config.window:
-            mean = float(np.mean(self._losses))
-            sigma = max(float(np.std(self._losses)), _FLAT * abs(mean))
-            height = (loss - mean) / sigma
-            if height > self._config.spike_sigma:
-                return (
-                    f"loss {loss:.4f} is {height:.1f} sigma above {mean:.4f}, the mean of the last {len(self._losses)}"
-                )
+        is_window_full = len(self._losses) == self._config.window
+        if not self._config.spike_sigma or not is_window_full:
+            return ""
+        mean = float(np.mean(self._losses))
+        sigma = max(float(np.std(self._losses)), _LEAST_SIGMA * abs(mean))
+        height = (loss - mean) / sigma
+        if height > self._config.spike_sigma:
+            return (
+                f"loss {loss:.4f} is {height:.1f} sigma above {mean:.4f}, the mean of the last {len(self._losses)} "
+                f"accepted steps"
+            )
         return ""
 
     def accept(self, loss: float) -> None:
-        """Take the loss of an updated step into the window."""
+        """Add the loss of a step that has updated the weights to the window; the oldest loss drops out."""
         self._losses.append(loss)
 
 
 def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[int]) -> int:
-    """Where the steps that a rollback skips begin, given the steps of the checkpoints there are.
+    """Return the first of the steps that a rollback skips; they reach to the last stopped step.
 
-    It is `skip_before` steps before the first stopped one, if a checkpoint is old enough to go back to; else the
-    oldest checkpoint that is not younger than the trouble, so that a short memory does not cost the whole run.
+    It is `skip_before` steps before the first stopped one (at least 0), if there is a checkpoint at or before that
+    step, or no usable checkpoint at all. Otherwise it is the step of the oldest checkpoint that is not younger than
+    the first stopped step: fewer steps are skipped then, but the run does not start again from step 0.
+
+    Args:
+        first_stopped: the first stopped step of the streak.
+        skip_before: `guard.skip_before`.
+        checkpoints: steps of the committed checkpoints, in any order.
     """
     wanted = max(0, first_stopped - skip_before)
     usable = [step for step in checkpoints if step <= first_stopped]

@@ -1,4 +1,4 @@
-"""What rank 0 tells: one dense line, metrics.jsonl, TensorBoard, the ledger. Others have no Reporter.
+"""Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard, the ledger. Other ranks do not report.
 
 A record holds the values of its own step, not of an interval: a run cut anywhere writes the same records as an uncut
 one.
@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -27,6 +27,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.run.console import Console
 from electra_dist.run.environment import write_environment
+from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.records import EvalRecord, StepRecord
@@ -36,52 +37,132 @@ from electra_dist.train.step import StepResult
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
 
 
+class _LogPoint(NamedTuple):
+    """When the last log line was written, for rates since then."""
+
+    step: int  # steps done
+    time: float  # of time.perf_counter, in seconds
+    waited_s: float  # total seconds waited for rows
+
+
 class Reporter:
-    """Rank 0's voice: `began` once, then `step`, `evaluation`, `saving`, `committed`; `close` at the end."""
+    """Writes the log lines, metrics and ledger events of one start of a run. Rank 0 only.
+
+    Call `began` once, then the method of each event, and `close` at the end. Only `committed` may be called from
+    another thread than the others.
+    """
 
     def __init__(self, config: Config, engine: Engine, corpus: CorpusManifest, restored: RunState | None) -> None:
-        """Open everything and cut off the records of steps that will be repeated."""
-        self._config, self._engine = config, engine
+        """Open all outputs, and delete the metrics of steps that will be repeated.
+
+        Args:
+            config: the resolved config of the run.
+            engine: read for the device and the name of the optimizer.
+            corpus: manifest of the corpus.
+            restored: state of the restored checkpoint; None at the beginning of a run.
+
+        Raises:
+            UserError: a file of the run folder cannot be written.
+        """
+        self._config = config
+        self._engine = engine
         self._run_dir = run_dir = Path(config.run_dir)
         start_step = restored.step if restored else 0
-        self._ledger, self._ledger_lock = Ledger(run_dir), threading.Lock()
+        self._ledger = Ledger(run_dir)
+        self._ledger_lock = threading.Lock()  # the step loop and the checkpoint thread both append
         self._console = Console(run_dir, config.train.num_steps, start_step)
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
-        self._repeated = max(0, self._metrics.truncate_after(start_step) - start_step)
+        furthest_step = self._metrics.truncate_after(start_step)
+        self._repeated = max(0, furthest_step - start_step)
         write_environment(run_dir, dist.get_world_size())
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
-        on_gpu = engine.device.type == "cuda"
-        self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision) if on_gpu else None
-        self._last = (start_step, time.perf_counter(), 0.0)  # step, time, seconds waited for data
-        self._greet(corpus)
+        self._peak = None  # FLOP/s of one GPU, if they are known
+        if engine.device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision)
+        self._last = _LogPoint(start_step, time.perf_counter(), 0.0)
+        self._note_setup(corpus)
 
     def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
-        """Where this start begins, and how long that took."""
+        """Record the beginning of this start, and of each checkpoint that was set aside.
+
+        Args:
+            attempt: number of this start of the run.
+            restored: state of the restored checkpoint; None at the beginning of a run.
+            set_aside: one line of text for each damaged checkpoint.
+            setup_s: seconds of each part of the setup.
+        """
+        step = restored.step if restored else 0
         for line in set_aside:
             self.note(line)
-            self._record("set_aside", restored.step if restored else 0, reason=line)
-        step = restored.step if restored else 0
-        ranks = dist.get_world_size()
-        details = {"attempt": attempt, "ranks": ranks, "repeated": self._repeated}
-        setup_s = {name: round(seconds, 3) for name, seconds in setup_s.items()}
-        self._record("resume" if restored else "start", step, **details, setup_s=setup_s)
-        if restored and step >= self._config.train.num_steps:
+            self._record("set_aside", step, reason=line)
+        self._record(
+            "resume" if restored else "start",
+            step,
+            attempt=attempt,
+            ranks=dist.get_world_size(),
+            repeated=self._repeated,
+            setup_s={name: round(seconds, 3) for name, seconds in setup_s.items()},
+        )
+        if restored is None:
+            return
+        if step >= self._config.train.num_steps:
             self.note(f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do")
-        elif restored:
-            said = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
-            self.note(f"{said}; saved by attempt {restored.attempt}, this is attempt {attempt}")
+            return
+        summary = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
+        self.note(f"{summary}; saved by attempt {restored.attempt}, this is attempt {attempt}")
 
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """A log step: print the line, write the record."""
-        sums = result.sums
-        last_step, last_time, last_waited = self._last
+        """Report a logged step: print its line and write its record.
+
+        Args:
+            done: optimizer steps done, this one included.
+            result: results of the step.
+            lr: learning rate of the step.
+            waited_s: total seconds that rank 0 has waited for rows since this start.
+            receipt: receipt of all rows trained on so far.
+            look: readings of the GPUs, and the slow ranks.
+        """
         now = time.perf_counter()
-        step_s = (now - last_time) / max(1, done - last_step)
-        self._last = (done, now, waited_s)
+        elapsed_s = now - self._last.time
+        step_s = elapsed_s / max(1, done - self._last.step)
+        data_wait = min(1.0, (waited_s - self._last.waited_s) / max(elapsed_s, 1e-9))
+        self._last = _LogPoint(done, now, waited_s)
+        record = self._step_record(done, result, lr, step_s, data_wait, receipt, look)
+        if look.slow_ranks:
+            self.note(
+                f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
+                f"check their nodes with python -m launcher.preflight --config {self._run_dir / CONFIG_FILE}"
+            )
+        self._metrics.write(record)
+        self._console.line(record)
+
+    def _step_record(
+        self,
+        done: int,
+        result: StepResult,
+        lr: float,
+        step_s: float,
+        data_wait: float,
+        receipt: Receipt,
+        look: RankObservation,
+    ) -> StepRecord:
+        """Return the record of a logged step.
+
+        Args:
+            done: optimizer steps done, this one included.
+            result: results of the step.
+            lr: learning rate of the step.
+            step_s: mean seconds per step since the last log line.
+            data_wait: part of the time since the last log line that rank 0 waited for rows, in [0, 1].
+            receipt: receipt of all rows trained on so far.
+            look: readings of the GPUs, and the slow ranks.
+        """
+        sums = result.sums
+        gpu = look.gpu
         tokens_per_s = sums.tokens / step_s
-        record = StepRecord(
+        return StepRecord(
             step=done,
             loss=result.loss,
             mlm_loss=sums.mlm_loss_sum / max(sums.mlm_weight, 1.0),
@@ -95,7 +176,7 @@ class Reporter:
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
             mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak),
-            data_wait=min(1.0, (waited_s - last_waited) / max(now - last_time, 1e-9)),
+            data_wait=data_wait,
             memory_gb=self._memory_gb(),
             eta_s=step_s * (self._config.train.num_steps - done),
             tokens_seen=round(receipt.rows * self._tokens_per_row),
@@ -105,84 +186,135 @@ class Reporter:
             store_retries=result.flags.retries,
             store_wait_s=result.flags.retry_wait_ms / 1000,
             refetches=result.flags.refetches,
-            gpu_temperature_c=look.gpu.gpu_temperature_c if look.gpu else None,
-            gpu_power_w=look.gpu.gpu_power_w if look.gpu else None,
-            gpu_sm_clock_mhz=look.gpu.gpu_sm_clock_mhz if look.gpu else None,
-            gpu_throttle=list(look.gpu.gpu_throttle) if look.gpu else [],
+            gpu_temperature_c=gpu.gpu_temperature_c if gpu else None,
+            gpu_power_w=gpu.gpu_power_w if gpu else None,
+            gpu_sm_clock_mhz=gpu.gpu_sm_clock_mhz if gpu else None,
+            gpu_throttle=list(gpu.gpu_throttle) if gpu else [],
             slow_ranks=look.slow_ranks,
         )
-        if look.slow_ranks:
-            self.note(f"step {done:,}: slower than the others for three looks: ranks {look.slow_ranks}")
-        self._metrics.write(record)
-        self._console.line(record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """A held-out evaluation; its time is not step time."""
+        """Report an evaluation on held-out rows; its time does not count as the time of a step."""
         self._metrics.write(record)
         self._console.evaluation(record)
-        self._last = (record.step, time.perf_counter(), self._last[2])
+        self._last = _LogPoint(record.step, time.perf_counter(), self._last.waited_s)
 
     def saving(self) -> None:
-        """A save begins: the records of its steps must outlive the machine before it is committed."""
+        """Sync the metrics to the disk before a save begins.
+
+        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk.
+        """
         self._metrics.sync()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
-        """A checkpoint exists. Called from the writing thread, which the loop joins before it closes anything."""
-        details = {"stall_s": timing.stall_s, "wait_s": timing.wait_s, "write_s": write_s, "spent_s": spent_s}
-        self._record("checkpoint", state.step, attempt=state.attempt, **details)
+        """Record a committed checkpoint in the ledger. The checkpoint thread calls it.
+
+        The step loop joins that thread before it closes the reporter.
+
+        Args:
+            state: state of the checkpoint.
+            timing: seconds for which the save has held up the step loop.
+            write_s: seconds that writing and committing took in the background.
+            spent_s: seconds by activity up to the save, as of `Clock.spent_s`.
+        """
+        self._record(
+            "checkpoint",
+            state.step,
+            attempt=state.attempt,
+            stall_s=timing.stall_s,
+            wait_s=timing.wait_s,
+            write_s=write_s,
+            spent_s=spent_s,
+        )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """The guard let no update happen in `step` (from 0)."""
+        """Record a step that the guard has stopped.
+
+        Args:
+            step: number of the step, from 0.
+            fault: why the guard stopped it.
+            suspect: the row whose loss stands out, with its shard; empty if no single row does.
+        """
         self._record("stopped_step", step, fault=fault, suspect=suspect)
-        where = f"; a row stands out: {suspect}" if suspect else "; no single row stands out"
-        self.note(f"step {step:,} stopped before the optimizer: {fault}{where}")
+        cause = f"one row stands out: {suspect}" if suspect else "no single row stands out"
+        self.note(f"step {step:,} was stopped before its update and is skipped from now on: {fault}; {cause}")
 
     def rolled_back(self, first: int, stopped: list[int]) -> None:
-        """The run goes back; steps from `first` to the last stopped one are skipped."""
-        self._record("rollback", stopped[-1], skip_from=first, skip_to=stopped[-1])
-        self.note(f"{len(stopped)} steps stopped in a row: going back, skipping steps {first:,} to {stopped[-1]:,}")
+        """Record that the run goes back to a checkpoint.
+
+        Args:
+            first: first step that is skipped from now on.
+            stopped: the stopped steps in a row, ascending; the last of them is the last that is skipped.
+        """
+        last = stopped[-1]
+        self._record("rollback", last, skip_from=first, skip_to=last)
+        self.note(
+            f"{len(stopped)} steps in a row were stopped: going back to a checkpoint and skipping steps {first:,} to "
+            f"{last:,}"
+        )
 
     def stopped(self, done: int, reason: str) -> None:
-        """The run was told to stop and has saved."""
-        self.note(f"stopped after step {done:,}: {reason}; saved, the same command goes on from here")
+        """Log that the run has saved and stops on request, after `done` steps; the ledger gets it in `close`."""
+        self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:
-        """A line of prose."""
+        """Write a line of text to the console and to log.txt."""
         self._console.note(text)
 
     def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
-        """Record how it ended after `step` steps, and flush everything."""
+        """Record how this start of the run has ended, and close all outputs.
+
+        Args:
+            ending: how it ended; a rollback has its own event already.
+            step: optimizer steps done.
+            why: reason of a stop; empty for other endings.
+            spent_s: seconds by activity, as of `Clock.spent_s`.
+        """
         if ending != "rollback":
-            self._record(ending, step, **({"why": why} if why else {}), spent_s=spent_s)
+            details: dict[str, Any] = {"why": why} if why else {}
+            self._record(ending, step, **details, spent_s=spent_s)
         self._console.close()
         self._metrics.close()
         self._ledger.close()
 
-    def _greet(self, corpus: CorpusManifest) -> None:
-        config, engine = self._config, self._engine
+    def _note_setup(self, corpus: CorpusManifest) -> None:
+        """Write the two lines that describe the run and its corpus."""
+        config = self._config
+        engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)
+        steps_per_epoch = corpus.num_rows / config.train.global_batch
         self.note(
             f"run {config.run_dir} | {dist.get_world_size()} x {engine.device.type} | ZeRO-{config.engine.zero_stage} "
             f"{config.train.precision} | optimizer {engine.optimizer_name} | kernels {backend}"
         )
         self.note(
             f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
-            f"tokens | {corpus.num_rows / config.train.global_batch:,.0f} steps an epoch | {corpus.fingerprint[:12]}"
+            f"tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
         )
 
     def _record(self, event: Event, step: int, **details: Any) -> None:
+        """Append an event to the ledger, durably; safe to call from the checkpoint thread.
+
+        Args:
+            event: kind of the event.
+            step: optimizer steps done.
+            **details: further fields of the event, which JSON can hold.
+        """
         with self._ledger_lock:
             self._ledger.append(event, step, **details)
 
     def _flops_per_token(self, done: int) -> float:
+        """Return the training FLOPs per token of both towers in the last of `done` steps."""
         config = self._config
         return token_flops(config.model, config.data.seq_len, config.objective, done - 1).total
 
     def _memory_gb(self) -> float:
+        """Return the peak device memory of this rank, or on a CPU its present host memory, in 1e9 bytes."""
         if self._engine.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 1e9
         return psutil.Process().memory_info().rss / 1e9
 
 
 def _ratio(part: float, whole: float) -> float:
+    """Return `part` / `whole`; NaN if `whole` is 0, as for the accuracy on tokens that a batch does not have."""
     return part / whole if whole else math.nan

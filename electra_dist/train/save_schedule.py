@@ -1,4 +1,4 @@
-"""When the next checkpoint is due. All ranks agree; what is computed does not depend on it."""
+"""Decide when the next checkpoint is due. All ranks agree; the schedule does not change what a run computes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,52 @@ from electra_dist.run.ledger import read_ledger
 
 
 class SaveSchedule:
-    """`checkpoint.every_steps` as it stands, or for `auto` the interval that the run's own ledger says is best, looked
-    up again after each save. Steps that are to be kept for ever are always saved."""
+    """The steps after which a run saves a checkpoint.
+
+    With a number in `checkpoint.every_steps` they are its multiples. With `auto` they follow from the last save and
+    an interval that rank 0 computes from the ledger of the run, again after each save. The steps of
+    `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
+    """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
-        """Collective for `auto`.
+        """Begin the schedule at a start of the run. Collective for `every_steps: auto`.
 
         Args:
-            step: steps done.
+            config: gives the interval and the steps that are always saved.
+            run_dir: folder of the run, which holds the ledger.
+            step: optimizer steps done so far; the automatic interval counts from it.
         """
-        self._config, self._run_dir = config, Path(run_dir)
-        self.every_steps = 0
+        self._config = config
+        self._run_dir = Path(run_dir)
+        self.every_steps = 0  # steps between checkpoints at present
         self.saved(step)
 
     def saved(self, step: int) -> bool:
-        """There is a save at `step`: plan the next. Collective for `auto`. True if the interval has changed."""
-        before = self.every_steps
-        self.every_steps = self._automatic() if self._config.every_steps == "auto" else self._config.every_steps
-        self._last = step
-        return self.every_steps != before
+        """Take note of a save at `step`, and with `every_steps: auto` compute the interval again.
+
+        Collective for `auto`; all ranks get the interval of rank 0.
+
+        Returns:
+            Whether the interval has changed.
+        """
+        previous = self.every_steps
+        if self._config.every_steps == "auto":
+            self.every_steps = from_rank_0(lambda: automatic_steps(read_ledger(self._run_dir)))
+        else:
+            self.every_steps = self._config.every_steps
+        self._last_saved = step
+        return self.every_steps != previous
 
     def due(self, step: int) -> bool:
-        """Whether `step`, just done, is to be saved."""
-        kept = self._config.keep_every_steps
-        if (kept and step % kept == 0) or step in self._config.keep_steps:
+        """Return whether to save now that `step` optimizer steps are done.
+
+        A fixed interval is counted from step 0, an automatic one from the last save. Nothing changes until `saved`.
+        """
+        keep_every_steps = self._config.keep_every_steps
+        if keep_every_steps and step % keep_every_steps == 0:
+            return True
+        if step in self._config.keep_steps:
             return True
         if self._config.every_steps == "auto":
-            return step >= self._last + self.every_steps
+            return step >= self._last_saved + self.every_steps
         return step % self.every_steps == 0
-
-    def _automatic(self) -> int:
-        return from_rank_0(lambda: automatic_steps(read_ledger(self._run_dir)))

@@ -1,4 +1,4 @@
-"""The steps that a run skips."""
+"""The list of steps that a run skips, kept in the run folder."""
 
 from __future__ import annotations
 
@@ -12,50 +12,79 @@ from electra_dist.store.files import replacing
 
 
 class SkipList:
-    """Steps to pass over: what the config says and what the guard stopped, kept in the run folder."""
+    """The steps that a run skips: those of `train.skip_steps`, and those that the guard has stopped or rolled back.
+
+    Every rank has its own and changes it alike; rank 0 also writes it to the run folder, so that a restart skips the
+    same steps.
+    """
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
-        """Read the run folder's list.
+        """Read the list of the run folder, if there is one, and add the configured steps.
+
+        Args:
+            run_dir: folder of the run.
+            configured: steps of `train.skip_steps`, from 0.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file in the run folder is damaged.
         """
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
-        self.rollbacks = 0
-        self.streak: list[int] = []  # the last steps that were stopped in a row
-        self._stopped: set[int] = set()
+        self.rollbacks = 0  # of the run so far
+        self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
+        self._stopped: set[int] = set()  # those that are not from the config
         if self._file.exists():
             try:
                 tree = json.loads(self._file.read_text())
-                self._stopped, self.rollbacks = {int(s) for s in tree["steps"]}, int(tree["rollbacks"])
-                self.streak = [int(s) for s in tree["streak"]]
+                self._stopped = {int(step) for step in tree["steps"]}
+                self.rollbacks = int(tree["rollbacks"])
+                self.streak = [int(step) for step in tree["streak"]]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"{self._file}: not readable; restore it from ledger.jsonl (events stopped_step and rollback)"
+                    f"{self._file} is not readable as JSON with the keys steps, rollbacks and streak; restore it from "
+                    f"the events stopped_step and rollback in ledger.jsonl"
                 ) from None
             self.steps |= self._stopped
 
     def stop(self, step: int) -> None:
-        """The guard stopped `step`. Every rank calls it; rank 0 calls `write` next."""
-        self.streak = [*self.streak, step] if self.streak and self.streak[-1] == step - 1 else [step]
+        """Skip a step that the guard has stopped, and add it to the streak or begin a new one.
+
+        Every rank calls it at the same step; rank 0 calls `write` afterwards.
+
+        Args:
+            step: the stopped step, from 0.
+        """
+        follows_streak = bool(self.streak) and self.streak[-1] == step - 1
+        self.streak = [*self.streak, step] if follows_streak else [step]
         self._skip([step])
 
     def roll_back(self, first: int) -> None:
-        """Skip everything from `first` to the end of the streak. Every rank calls it; rank 0 calls `write` next."""
-        self._skip(range(first, self.streak[-1] + 1))
-        self.streak, self.rollbacks = [], self.rollbacks + 1
+        """Skip all steps from `first` to the end of the streak, count a rollback, and clear the streak.
+
+        Every rank calls it; rank 0 calls `write` afterwards. There must be a streak.
+
+        Args:
+            first: the first step to skip, from 0.
+        """
+        last = self.streak[-1]
+        self._skip(range(first, last + 1))
+        self.streak = []
+        self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
+        """Add steps that the guard decided to skip."""
         self._stopped |= set(steps)
         self.steps |= self._stopped
 
     def write(self) -> None:
-        """Make the list outlive the process. Rank 0 only."""
+        """Replace the file in the run folder by the present list, durably. Rank 0 only.
+
+        Steps of `train.skip_steps` are not written, because the config holds them.
+        """
         tree = {"steps": sorted(self._stopped), "rollbacks": self.rollbacks, "streak": self.streak}
         with replacing(self._file) as file:
             file.write(json.dumps(tree).encode() + b"\n")
 
     def below(self, step: int) -> tuple[int, ...]:
-        """The skipped steps before `step`, ascending."""
-        return tuple(sorted(s for s in self.steps if s < step))
+        """Return the skipped steps before `step`, ascending; a checkpoint of that step records them."""
+        return tuple(sorted(skipped for skipped in self.steps if skipped < step))

@@ -1,11 +1,12 @@
-"""How often each token is in the corpus, for the unigram generator.
+"""Count how often each token occurs in the corpus, for the unigram generator.
 
-Guarantee: exact counts of every id in every row, the same on all ranks; they depend on the corpus alone. They are the
-manifest's (`totals.token_counts`) where the builder left them; else the ranks share the shards, read each once, and
-keep the sum in the run folder under the corpus's fingerprint.
+Guarantee: exact counts of every id in every row, the same on all ranks; they depend on the corpus alone.
+
+How: the counts of the manifest (`totals.token_counts`) are used if the builder wrote them there. Otherwise the ranks
+share the shards, read each once, and keep the sum in the run folder under the corpus's fingerprint.
 
 Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
-cache that training uses; 3 ns a token on each rank.
+cache that training uses; 3 ns per token on each rank.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from electra_dist.train.inputs import OpenCorpus
 def unigram_counts(
     corpus: OpenCorpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]
 ) -> np.ndarray:
-    """Return how often each id is in the corpus, int64 [V]. Collective; the run folder must exist.
+    """Return how often each id occurs in the corpus, int64 [V], [PAD] included. Collective.
+
+    The counts are taken from the manifest or from an earlier start of the run. Otherwise the ranks count them, which
+    reads the whole corpus once, and rank 0 writes them to the run folder.
 
     Args:
-        open_cache: opens this node's cache of the corpus; called only where the rows must be counted.
+        corpus: the opened corpus.
+        vocab_size: number V of ids.
+        run_dir: folder of the run, created if the tokens have to be counted.
+        open_cache: opens this node's cache of the corpus; called only if the tokens have to be counted.
     """
-    given = corpus.manifest.totals.get("token_counts")
-    if given is not None:
-        return np.asarray(given, np.int64)
+    counts_of_builder = corpus.manifest.totals.get("token_counts")
+    if counts_of_builder is not None:
+        return np.asarray(counts_of_builder, np.int64)
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
-    kept = from_rank_0(lambda: np.load(file) if file.exists() else None)
-    if kept is not None:
-        return kept
+    counts_of_earlier_start = from_rank_0(lambda: np.load(file) if file.exists() else None)
+    if counts_of_earlier_start is not None:
+        return counts_of_earlier_start
     cache = open_cache()
-    mine = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
-    total = torch.from_numpy(count_tokens(cache, mine, vocab_size)).to(local_device())
+    shards_of_rank = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
+    total = torch.from_numpy(count_tokens(cache, shards_of_rank, vocab_size)).to(local_device())
     cache.close()
     dist.all_reduce(total)
     count_V: np.ndarray = total.cpu().numpy()
@@ -53,10 +60,19 @@ def unigram_counts(
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[V] int64 over all rows of some shards, [PAD] included."""
+    """Return how often each id occurs in all rows of some shards, int64 [V], [PAD] included.
+
+    One shard is open at a time; each is dropped from the cache after it is counted.
+
+    Args:
+        cache: cache of the corpus.
+        shards: numbers of the shards, in the order of the manifest.
+        vocab_size: number V of ids.
+    """
     count_V = np.zeros(vocab_size, np.int64)
     for number in shards:
-        rows = cache.open(number).rows(np.arange(cache.manifest.shards[number].rows))
+        num_rows = cache.manifest.shards[number].rows
+        rows = cache.open(number).rows(np.arange(num_rows))
         count_V += np.bincount(rows.reshape(-1), minlength=vocab_size)
         cache.keep_only([])
     return count_V

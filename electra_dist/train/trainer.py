@@ -1,6 +1,6 @@
-"""A round: from a restored checkpoint until the target, a stop, or the decision to go back. The step loop is here.
+"""The step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
 
-Guarantee: step t sees what (resolved config, corpus, seed, t) say and nothing else, so a run that was killed at any
+Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. The only data state in
 a checkpoint is the integer t. All ranks take every decision alike: they judge the same all-reduced numbers.
 """
@@ -44,10 +44,15 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
+_LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
-    """From a restored checkpoint until the target, a stop, or a rollback."""
+    """One round of a run: restores a checkpoint and trains to the last step, a stop, or a rollback.
+
+    A round is used once: create it, then call `run`. After a rollback the caller creates a new one with the same
+    engine. All ranks do so together.
+    """
 
     def __init__(
         self,
@@ -61,23 +66,37 @@ class Trainer:
         build_s: dict[str, float] | None,
         notes: Sequence[str] = (),
     ) -> None:
-        """Restore. Collective.
+        """Restore the newest good checkpoint into the engine and, on rank 0, open the outputs. Collective.
 
         Args:
-            build_s: seconds of the start so far; None after a rollback, when nothing had to be built.
-            notes: what there is to say of how the run was built.
+            config: the resolved config of the run.
+            inputs: the opened corpora.
+            engine: holds the model and the optimizer.
+            special: ids of the special tokens.
+            skips: steps to skip; the guard adds to it.
+            stop: requests to stop or save that this rank receives.
+            monitor: heartbeat and health of this rank.
+            build_s: seconds of each part of the start so far; None after a rollback, when nothing had to be built.
+            notes: lines for the log that describe how the run was built.
+
+        Raises:
+            UserError: a checkpoint target or the run folder cannot be used.
         """
         begin = time.perf_counter()
-        self.config, self.inputs, self.engine, self.special = config, inputs, engine, special
-        self.stop, self.monitor = stop, monitor
+        self.config = config
+        self.inputs = inputs
+        self.engine = engine
+        self.special = special
+        self.stop = stop
+        self.monitor = monitor
         corpus = inputs.corpus.manifest
         self.checkpointer = Checkpointer(config, engine, corpus.fingerprint, skips.steps)
         monitor.began(self.checkpointer.attempt)
         self.restored, set_aside = self.checkpointer.restore(pristine=build_s is not None)
         self.state = TrainState.after(self.restored, config.guard, skips)
         self.clock = Clock({**(build_s or {}), "restore": time.perf_counter() - begin})
-        self._spent_at: dict[int, dict[str, float]] = {}  # by step of the saves in flight
-        self.reporter = None
+        self._spent_at_save: dict[int, dict[str, float]] = {}  # step of a save in flight -> seconds spent until then
+        self.reporter: Reporter | None = None  # rank 0 only
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, engine, corpus, self.restored)
             self.reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s)
@@ -87,8 +106,16 @@ class Trainer:
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def run(self) -> int | None:
-        """An exit code, or None: go back to a checkpoint."""
-        ending: Ending = "crash"
+        """Train until this round ends, and record in the ledger how it ended. Collective.
+
+        Returns:
+            An exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint: the caller then
+            creates the next round.
+
+        Raises:
+            UserError: the run diverges, or an input cannot be read any more.
+        """
+        ending: Ending = "crash"  # unless the code below ends without an exception
         try:
             code: int | None = EXIT_DONE
             if self.state.step < self.config.train.num_steps:
@@ -101,7 +128,16 @@ class Trainer:
                 self.reporter.close(ending, self.state.step, why, self.clock.spent_s())
 
     def _train(self) -> int | None:
-        config, state, num_steps = self.config, self.state, self.config.train.num_steps
+        """Run the step loop from the restored step on. Collective.
+
+        A skipped or stopped step counts as done: its evaluation and its save take place as after any other step.
+
+        Returns:
+            An exit code, or None for a rollback.
+        """
+        config = self.config
+        state = self.state
+        num_steps = config.train.num_steps
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(contextlib.closing(self._open_loader(stack)))
             evaluator = self._open_evaluator(stack)
@@ -109,12 +145,17 @@ class Trainer:
             stages = Stages(self.engine, config.objective)
             stack.enter_context(contextlib.closing(self.checkpointer))
             for step in range(state.step, num_steps):
-                begin, flags = time.perf_counter(), RankFlags()
-                done, last = step + 1, step + 1 == num_steps
+                begin = time.perf_counter()
+                done = step + 1
+                is_last = done == num_steps
+                flags = RankFlags()  # of a skipped step, which has no all-reduce: no requests
                 self.monitor.beat("step", step)
-                state.step, state.eval_rtd_loss = done, None
-                if stages.enter(step):
-                    state.guard = Guard(config.guard)  # another loss: the window is of the first stage's
+                state.step = done
+                state.eval_rtd_loss = None
+                second_stage_begins = stages.enter(step)
+                if second_stage_begins:
+                    # The window holds losses of the first stage, which the new loss must not be compared with.
+                    state.guard = Guard(config.guard)
                 if step not in state.skips.steps:
                     lr = learning_rate(step, num_steps, config.optimizer)
                     with self.clock.step():
@@ -129,25 +170,34 @@ class Trainer:
                             return None
                     else:
                         state.updated(result)
-                        if last or _due(done, config.log.every_steps):
+                        if is_last or _is_due(done, config.log.every_steps):
                             self._log(result, lr, loader.wait_s, train_step.forward_s())
-                if evaluator and (last or _due(done, config.log.eval_every_steps)):
+                if evaluator and (is_last or _is_due(done, config.log.eval_every_steps)):
                     self._evaluate(evaluator)
                 self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
                 if flags.sick:
-                    return EXIT_UNHEALTHY
-                if last or flags.stop or flags.save or self.schedule.due(done):
+                    return EXIT_UNHEALTHY  # without a save: the state of a faulty GPU is not to be trusted
+                if is_last or flags.stop or flags.save or self.schedule.due(done):
                     self._save()
-                if flags.stop and not last:
+                if flags.stop and not is_last:
                     return self._stop()
             return EXIT_DONE
 
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
+        """Look at the GPUs and the speed of all ranks, and report the step. Collective.
+
+        Args:
+            result: results of the step.
+            lr: learning rate of the step.
+            waited_s: total seconds that this rank has waited for rows.
+            forward_s: seconds of this rank's first forward of the step.
+        """
         look = self.monitor.look(forward_s)
         if self.reporter:
             self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, look)
 
     def _evaluate(self, evaluator: Evaluator) -> None:
+        """Evaluate on the held-out rows, report it, and keep the RTD loss for the next checkpoint. Collective."""
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
@@ -156,37 +206,54 @@ class Trainer:
             self.reporter.evaluation(evaluation)
 
     def _flags(self, loader: RowLoader) -> RankFlags:
+        """Return the requests that this rank has received so far, and its counters of repeated requests to stores."""
         store = self.inputs.corpus.store
+        retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
         return RankFlags(
             stop=self.stop.wants_stop(),
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
             retries=store.retries + self.checkpointer.retries,
-            retry_wait_ms=round(1000 * (store.retry_wait_s + self.checkpointer.retry_wait_s)),
+            retry_wait_ms=round(1000 * retry_wait_s),
             refetches=loader.refetches,
         )
 
     def _save(self) -> None:
+        """Start saving the present state; wait for the previous save and for the copy to host memory. Collective."""
         self.monitor.beat("checkpoint", self.state.step)
-        self._spent_at[self.state.step] = self.clock.spent_s()
+        self._spent_at_save[self.state.step] = self.clock.spent_s()
         if self.reporter:
             self.reporter.saving()
             self.stop.saved()
         timing = self.checkpointer.save(self.state)
         self.clock.stalled(timing.wait_s + timing.stall_s)
-        if self.reporter and timing.wait_s > 1.0:
-            self.reporter.note(f"waited {timing.wait_s:.1f} s for the previous checkpoint to be written")
-        if self.schedule.saved(self.state.step) and self.reporter:
-            self.reporter.note(f"checkpoints every {self.schedule.every_steps:,} steps from here on")
+        if self.reporter and timing.wait_s > _LONG_WAIT_S:
+            self.reporter.note(
+                f"waited {timing.wait_s:.1f} s for the previous checkpoint to be written; if this repeats, raise "
+                f"checkpoint.every_steps or set it to auto"
+            )
+        has_changed = self.schedule.saved(self.state.step)
+        if has_changed and self.reporter:
+            self.reporter.note(f"checkpoint.every_steps auto: a checkpoint every {self.schedule.every_steps:,} steps")
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
-        """Rank 0's writing thread has committed a checkpoint."""
+        """Record a committed checkpoint. Rank 0's checkpoint thread calls it.
+
+        Args:
+            state: state of the checkpoint.
+            timing: seconds for which the save has held up the step loop.
+            seconds: time from the start of writing to the commit.
+        """
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
-            self.reporter.committed(state, timing, seconds, self._spent_at.pop(state.step))
+            self.reporter.committed(state, timing, seconds, self._spent_at_save.pop(state.step))
 
     def _stop(self) -> int:
-        """The emergency save is the save that was just begun, waited for."""
+        """Wait until the save of this step is committed, then end the run on request. Collective.
+
+        Returns:
+            The exit code of a stop.
+        """
         self.checkpointer.close()
         if self.reporter:
             self.stop.stopped()
@@ -194,32 +261,51 @@ class Trainer:
         return EXIT_STOPPED
 
     def _stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """The guard stopped a step: find the row, write the step down, say so."""
-        suspects = self._suspects(batch, train_step.row_losses(batch))
+        """Add a step that the guard has stopped to the skip list, and report it with the row that stands out.
+
+        Collective. The list is on the disk before the run goes on, so that a restart skips the step, too.
+
+        Args:
+            train_step: computes the loss of each row.
+            batch: this rank's rows of the stopped step.
+            fault: why the guard stopped it.
+        """
+        suspect = self._find_suspect(batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.state.skips.write()
-            self.reporter.stopped_step(batch.step, fault, suspects)
+            self.reporter.stopped_step(batch.step, fault, suspect)
 
-    def _suspects(self, batch: RowBatch, losses: list[float]) -> str:
-        everyone = gather((losses, batch.row_ids.tolist()))
-        all_losses = [loss for part, _ in everyone for loss in part]
-        row_ids = [row for _, part in everyone for row in part]
-        found = outlier(all_losses)
-        if found is None:
+    def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
+        """Return the name and the loss of the row of the step that stands out, or an empty string. Collective.
+
+        Args:
+            batch: this rank's rows of the step.
+            losses: the loss of each of them.
+        """
+        losses_and_ids_by_rank = gather((losses, batch.row_ids.tolist()))
+        all_losses = [loss for rank_losses, _ in losses_and_ids_by_rank for loss in rank_losses]
+        all_row_ids = [row_id for _, rank_row_ids in losses_and_ids_by_rank for row_id in rank_row_ids]
+        suspect = outlier(all_losses)
+        if suspect is None:
             return ""
-        name = self.inputs.corpus.manifest.row_name(row_ids[found])
-        return f"{name} (loss {all_losses[found]:.4g}, median of the step's rows {np.nanmedian(all_losses):.4g})"
+        name = self.inputs.corpus.manifest.row_name(all_row_ids[suspect])
+        return f"{name} (loss {all_losses[suspect]:.4g}, median of the step's rows {np.nanmedian(all_losses):.4g})"
 
     def _roll_back(self) -> None:
-        """Decide what is skipped; the next round goes back."""
+        """Skip the stopped steps and some before them; the next round restores an earlier checkpoint. Collective.
+
+        Raises:
+            UserError: the run has already gone back `guard.max_rollbacks` times.
+        """
         self.checkpointer.close()
-        guard, skips = self.config.guard, self.state.skips
+        guard = self.config.guard
+        skips = self.state.skips
         stopped = skips.streak
         if skips.rollbacks == guard.max_rollbacks:
             raise UserError(
                 f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks; lower "
-                f"optimizer.lr, look at the rows that ledger.jsonl names, or raise guard.max_rollbacks"
+                f"optimizer.lr in a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
             )
         first = first_to_skip(stopped[0], guard.skip_before, self.checkpointer.committed_steps())
         skips.roll_back(first)
@@ -228,12 +314,20 @@ class Trainer:
             self.reporter.rolled_back(first, stopped)
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
+        """Return a cache of a corpus, which is closed together with `stack`."""
         cache = corpus.open_cache(self.config.data, self.config.cache_folder)
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
-        config, corpus = self.config, self.inputs.corpus
-        order = RowOrder([s.rows for s in corpus.manifest.shards], config.seed, config.data.shuffle_window_shards)
+        """Return the loader of this rank's rows from the restored step on; it begins to read ahead.
+
+        Args:
+            stack: closes the loader's cache; the caller closes the loader.
+        """
+        config = self.config
+        corpus = self.inputs.corpus
+        rows_per_shard = [shard.rows for shard in corpus.manifest.shards]
+        order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
         return RowLoader(
             self._open_cache(corpus, stack),
             order,
@@ -245,6 +339,7 @@ class Trainer:
         )
 
     def _open_evaluator(self, stack: contextlib.ExitStack) -> Evaluator | None:
+        """Return the evaluator on the held-out corpus, whose cache `stack` closes; None if there is none."""
         if self.inputs.heldout is None:
             return None
         return Evaluator(
@@ -256,5 +351,6 @@ class Trainer:
         )
 
 
-def _due(done: int, every: int) -> bool:
+def _is_due(done: int, every: int) -> bool:
+    """Return whether something that happens every `every` steps is due after `done` steps; never for 0."""
     return every > 0 and done % every == 0

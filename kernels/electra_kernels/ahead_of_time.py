@@ -1,4 +1,4 @@
-"""Entry point: `python -m electra_kernels.ahead_of_time` compiles all Triton kernels without a GPU."""
+"""Entry point of `python -m electra_kernels.ahead_of_time`, which compiles all Triton kernels without a GPU."""
 
 from electra_kernels.triton.ahead_of_time import main
 

@@ -1,16 +1,17 @@
 """Discriminator tail: bias, GELU, dot product with the output vector, sigmoid cross-entropy, and the step's counts.
 
-Guarantee: everything after the dense layer's matrix product in one pass over its output, in fp32, with loss, logits
-and the four counts of the confusion table; backward in one more pass that keeps no activation but that output. GELU
-is the exact one (erf). Positions of mask 0 add nothing to any sum and get no gradient.
+Guarantee: everything after the matrix product of the dense layer is one pass over its output, in fp32. It returns
+loss, logits and the four counts of the confusion table. Backward is one more pass, and the dense output is the only
+activation of size T * H that is kept for it. GELU is the exact one (erf). Positions with mask 0 add nothing to any sum
+and have no gradient.
 
 How: a is the dense output plus bias; z = out_weight . gelu(a) + out_bias; loss = softplus(z) - label * z. Backward
-forms a again. The Triton kernel gives each program a strip of rows and keeps the parameters' gradients in registers,
-so they are summed in a fixed order, without atomics.
+computes a again. The Triton kernel gives each program a strip of rows and keeps the gradients of the parameters in
+registers, so they are summed in a fixed order, without atomics.
 
-Cost at T = 32768, H = 1024 in bf16: 67 MB forward, 134 MB backward: 0.05 ms at 4.3 TB/s.
+Cost at T = 32768, H = 1024 in bf16: 67 MB forward, 134 MB backward; that is 0.05 ms at 4.3 TB/s.
 
-Where it stops: the dense layer's matrix product stays with cuBLAS.
+Limits: the matrix product of the dense layer is not part of this operation; cuBLAS computes it.
 
 Shapes: T tokens, H hidden.
 """
@@ -27,7 +28,20 @@ from electra_kernels.backend import resolve
 
 
 class RtdOutput(NamedTuple):
-    """Sums over the T tokens; only `loss_sum` carries a gradient. Everything but the logits is a scalar."""
+    """Loss, logits and confusion counts of replaced-token detection over T tokens.
+
+    Every sum is a scalar weighted by the mask. Only `loss_sum` carries a gradient. A token counts as predicted
+    "replaced" where its logit is above 0.
+
+    Attributes:
+        loss_sum: Sum of the losses. Divide by `mask_sum` for the mean.
+        mask_sum: Sum of the mask, the number of real tokens for a mask of 0 and 1.
+        logits_T: Logit of each token for "was replaced".
+        replaced_correct: Replaced tokens that are predicted replaced.
+        replaced_count: Replaced tokens.
+        original_correct: Original tokens that are predicted original.
+        original_count: Original tokens.
+    """
 
     loss_sum: torch.Tensor
     mask_sum: torch.Tensor
@@ -48,20 +62,25 @@ def rtd_loss(
     *,
     backend: str = "auto",
 ) -> RtdOutput:
-    """Replaced-token detection from the dense layer's output.
+    """Compute the loss of replaced-token detection from the dense layer's output.
+
+    The loss is the sigmoid cross-entropy of out_weight . gelu(dense + bias) + out_bias (ELECTRA, Clark et al.
+    2020, section 2). It is differentiable in the first four arguments.
 
     Args:
-        dense_TH: the dense layer's matrix product WITHOUT its bias, any floating precision.
-        bias_H: that bias.
-        out_weight_H: weights of the output unit.
-        out_bias: bias of the output unit, one element.
-        label_T: bool or number, non-zero where the token was replaced.
+        dense_TH: Matrix product of the dense layer WITHOUT its bias, any floating precision.
+        bias_H: Bias of the dense layer.
+        out_weight_H: Weights of the output unit.
+        out_bias: Bias of the output unit, one element.
+        label_T: bool or number: 1 where the token was replaced, 0 elsewhere.
         mask_T: bool or number, the weight of each token in the loss; 0 on padding.
-        backend: see `backend.resolve`.
+        backend: See `backend.resolve`.
 
     Returns:
-        fp32 (fp64 for fp64 input) sums. A token counts as called replaced where its logit is above 0; the counts are
-        weighted by `mask_T`.
+        Sums and logits in fp32, or in fp64 for fp64 input; the counts are weighted by `mask_T`.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `dense_TH`.
     """
     compute = torch.promote_types(dense_TH.dtype, torch.float32)
     label_T, mask_T = label_T.to(compute), mask_T.to(compute)
@@ -86,7 +105,19 @@ def rtd_losses_reference(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: masked loss and logit of every token, [T] each, in `label_T`'s precision."""
+    """Return masked loss and logit of every token in plain PyTorch; this is the definition of the operation.
+
+    Args:
+        dense_TH: Matrix product of the dense layer without its bias, any floating precision.
+        bias_H: Bias of the dense layer.
+        out_weight_H: Weights of the output unit.
+        out_bias: Bias of the output unit, a scalar.
+        label_T: 1 where the token was replaced, 0 elsewhere. Its dtype, fp32 or fp64, is that of the computation.
+        mask_T: Weight of each token in the loss, in the dtype of `label_T`.
+
+    Returns:
+        Loss times mask, and logit, [T] each, in the dtype of `label_T`.
+    """
     compute = label_T.dtype
     activation_TH = F.gelu(dense_TH.to(compute) + bias_H.to(compute))
     logits_T = activation_TH @ out_weight_H.to(compute) + out_bias.to(compute)
@@ -95,10 +126,14 @@ def rtd_losses_reference(
 
 
 class _RtdLosses(torch.autograd.Function):
-    """Both passes by a module that has `forward_pass` and `backward_pass`: Triton's or CUDA's."""
+    """Autograd function of the fused tail, for the Triton kernels and for the CUDA library.
+
+    Its last argument is the module that has the functions `forward_pass` and `backward_pass`.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return masked loss and logit of every token, fp32; the arguments are six tensors and the module."""
         *tensors, passes = arguments
         dense_TH, bias_H, out_weight_H, out_bias = (tensor.contiguous() for tensor in tensors[:4])
         label_T, mask_T = (tensor.float().contiguous() for tensor in tensors[4:])
@@ -111,19 +146,22 @@ class _RtdLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the dense output, its bias, the output weight and the output bias."""
         grads = ctx.passes.backward_pass(*ctx.saved_tensors, upstream_T.float().contiguous())
-        return *grads, None, None, None
+        return *grads, None, None, None  # label, mask and module have no gradient
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    called_T = logits_T > 0
-    replaced_T, original_T = label_T * mask_T, (1 - label_T) * mask_T
+    """Return the sums over the tokens: loss, mask, and the confusion counts weighted by the mask."""
+    predicted_replaced_T = logits_T > 0
+    replaced_T = label_T * mask_T
+    original_T = (1 - label_T) * mask_T
     return RtdOutput(
         loss_sum=loss_T.sum(),
         mask_sum=mask_T.sum(),
         logits_T=logits_T,
-        replaced_correct=(replaced_T * called_T).sum(),
+        replaced_correct=(replaced_T * predicted_replaced_T).sum(),
         replaced_count=replaced_T.sum(),
-        original_correct=(original_T * ~called_T).sum(),
+        original_correct=(original_T * ~predicted_replaced_T).sum(),
         original_count=original_T.sum(),
     )

@@ -1,20 +1,20 @@
 """Dropout, residual addition and LayerNorm in one pass, with dropout that is a function of (seed, step, row, place).
 
 Guarantee: `layer_norm(residual + dropout(x))` in fp32, rounded once. Which elements are dropped depends on the seed,
-the step, the global row, the site (which sub-layer of which tower) and the position and column in the row, and not on
-batch split, rank or restart, unlike torch's dropout, whose stream runs through the whole micro-batch. Backward draws
-the same bits again, so no mask is stored.
+the step, the global row, the site (which sub-layer of which tower), and the position and column in the row. It does
+not depend on batch split, rank or restart; torch's dropout does, because one random stream runs through the whole
+micro-batch. Backward draws the same bits again, so no mask is stored.
 
-Why it is here (bytes moved for each element in bf16, forward and backward): eager torch 30 (dropout 5 and 5, add 6,
-LayerNorm 4 and 10), torch.compile 22 (9 and 13: it stores a byte of mask, and sums the parameters' gradients in a
-second read), this 16 (6 and 10). Backward forms the sum before the norm from both inputs again; keeping them costs the
-memory of that sum, because the sub-layer keeps its residual anyway. Bias + GELU is NOT here: the bias rides in the
-product's epilogue, GELU then reads and writes each element once, and so does torch's own kernel; nothing is left to
-save without a product of our own.
+Why it is fused, in bytes moved for each element in bf16, forward and backward together: eager torch moves 30 (dropout
+5 and 5, add 6, LayerNorm 4 and 10); torch.compile moves 22 (9 and 13), because it stores a byte of mask and sums the
+gradients of the parameters in a second read; this operation moves 16 (6 and 10). Backward computes the sum before the
+norm again from both inputs. Keeping both costs no more memory than keeping that sum, because the sub-layer keeps its
+residual in any case. Bias + GELU is NOT fused: the bias is part of the epilogue of the matrix product, and GELU then
+reads and writes each element once, as torch's own kernel does. To save more would need our own matrix product.
 
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an element for the bits.
 
-Where it stops: H a multiple of 4; site * S * H below 2**34.
+Limits: H is a multiple of 4; site * S * H is below 2**34.
 
 Shapes: B rows, S tokens, H hidden.
 """
@@ -43,17 +43,23 @@ def dropout_add_norm(
     row_B: torch.Tensor,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """LayerNorm of `residual + dropout(x)`, as [B, S, H] in `x_BSH`'s precision.
+    """Return LayerNorm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
+
+    The computation is in fp32 (fp64 for fp64 input) and rounded once. It is differentiable in the first four
+    arguments, once.
 
     Args:
-        x_BSH: output of a sub-layer.
-        residual_BSH: its input, of the same shape and precision.
-        weight_H: scale of the LayerNorm.
-        bias_H: shift of the LayerNorm.
-        eps: added to the variance.
-        dropout: probability and key; probability 0 in evaluation.
-        row_B: int64 row numbers within the global batch.
-        backend: see `backend.resolve`.
+        x_BSH: Output of a sub-layer. H must be a multiple of 4 where elements are dropped.
+        residual_BSH: Input of the sub-layer, of the same shape and dtype.
+        weight_H: Scale of the LayerNorm.
+        bias_H: Shift of the LayerNorm.
+        eps: Added to the variance.
+        dropout: Probability and key. Pass probability 0 in evaluation.
+        row_B: int64 row numbers within the global batch, not within the rank.
+        backend: See `backend.resolve`; "cuda" means "auto".
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
     """
     if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
         return _DropoutAddNorm.apply(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
@@ -69,7 +75,10 @@ def dropout_add_norm_reference(
     eps: float,
     dropout: DropoutKey,
 ) -> torch.Tensor:
-    """The definition of `dropout_add_norm`."""
+    """Return LayerNorm(residual + dropout(x)) in plain PyTorch; this is the definition of `dropout_add_norm`.
+
+    Arguments and result are those of `dropout_add_norm`. Autograd differentiates it.
+    """
     compute = torch.promote_types(x_BSH.dtype, torch.float32)
     summed_BSH = x_BSH.to(compute)
     if dropout.probability:
@@ -80,15 +89,29 @@ def dropout_add_norm_reference(
 
 
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
-    """0 where an element is dropped and 1 / (1 - probability) elsewhere, fp32 [B, S, H]."""
-    size = shape[1] * shape[2]
-    first = dropout.site * size
-    kept = keep_grid(dropout.seed, Purpose.DROPOUT, dropout.step, row_B, size, first, dropout.probability)
-    return kept.view(shape)
+    """Return the factors of dropout: 0 where an element is dropped, 1 / (1 - probability) elsewhere.
+
+    Args:
+        shape: [B, S, H], with S * H a multiple of 4.
+        row_B: int64 row numbers within the global batch.
+        dropout: Probability and key.
+
+    Returns:
+        fp32 [B, S, H], on the device of `row_B`.
+    """
+    elements_per_row = shape[1] * shape[2]
+    first_element = dropout.site * elements_per_row
+    factors = keep_grid(
+        dropout.seed, Purpose.DROPOUT, dropout.step, row_B, elements_per_row, first_element, dropout.probability
+    )
+    return factors.view(shape)
 
 
 class _DropoutAddNorm(torch.autograd.Function):
-    """The Triton kernels; what is kept for backward are the inputs, and each token's mean and variance."""
+    """Autograd function of the Triton kernels of `dropout_add_norm`.
+
+    For backward, it keeps the inputs, and the mean and variance of each token.
+    """
 
     @staticmethod
     def forward(
@@ -101,6 +124,7 @@ class _DropoutAddNorm(torch.autograd.Function):
         eps: float,
         dropout: DropoutKey,
     ) -> torch.Tensor:
+        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`."""
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
         x_BSH, residual_BSH, row_B = x_BSH.contiguous(), residual_BSH.contiguous(), row_B.contiguous()
@@ -112,10 +136,11 @@ class _DropoutAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x, the residual, the weight and the bias; the dropped elements are drawn again."""
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
         x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B = ctx.saved_tensors
         grads = backward_pass(
             grad_BSH.contiguous(), x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B, ctx.dropout
         )
-        return *grads, None, None, None
+        return *grads, None, None, None  # rows, eps and key have no gradient

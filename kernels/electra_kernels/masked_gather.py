@@ -1,12 +1,13 @@
-"""Masked gather: the hidden states of a fixed number of slots per row.
+"""Masked gather: collects the hidden states of a fixed number of slots per row.
 
-Guarantee: shapes depend on nothing but the arguments' shapes, and nothing waits for the device. Empty slots point
-anywhere (at 0, as a rule) and have no gradient because their weight in the loss is 0. Backward adds the gradients of
-slots that share a position, in fp32 and in slot order, so that it is right and the same in every run.
+Guarantee: the shapes depend on the arguments' shapes only, and nothing waits for the device. An empty slot may point
+at any position (0 as a rule) and has no gradient, because its weight in the loss is 0. Backward adds the gradients of
+slots that share a position, in fp32 and in slot order, so that its result is correct and the same in every run.
 
-How: forward is an index_select. Backward is the reference's index_add, or one Triton program per position, which
-looks for its slots among the row's N positions and writes its row once: no atomics, and no separate zero fill. Cost
-at 64 x 512 x 256 bf16 and N = 128: 8 MB forward, 25 MB backward.
+How: forward is an index_select. Backward is an index_add in the reference. In Triton it is one program per position,
+which looks for its slots among the row's N positions and writes its row once, without atomics or a separate zero fill.
+
+Cost at 64 x 512 x 256 bf16 and N = 128: 8 MB forward, 25 MB backward.
 
 Shapes: B rows, S positions, N slots per row, M = B * N, H hidden.
 """
@@ -22,18 +23,32 @@ from electra_kernels.backend import resolve_without_cuda
 
 
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The hidden states at `positions_BN`, as [M, H] with M = B * N; row b's slots are rows b * N to b * N + N - 1.
+    """Return the hidden states at `positions_BN`, [B * N, H]; slot n of row b is row b * N + n of the result.
+
+    It is differentiable in `hidden_BSH`, once.
 
     Args:
-        hidden_BSH: floating point, any precision.
-        positions_BN: int64 in [0, S).
-        backend: see `backend.resolve`.
+        hidden_BSH: Floating point, any precision.
+        positions_BN: int64 in [0, S). Several slots may share a position. Empty slots need a valid position, too.
+        backend: See `backend.resolve`; "cuda" means "auto". It concerns the backward pass only.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `hidden_BSH`.
     """
     return _GatherMasked.apply(hidden_BSH, positions_BN, resolve_without_cuda(backend, hidden_BSH.device.type))
 
 
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The gradient of the gather: [B, S, H], each slot's row added at its position, summed in fp32 at least."""
+    """Return the gradient of `gather_masked` in plain PyTorch; this is its definition.
+
+    Args:
+        grad_MH: Gradient of each slot, [B * N, H].
+        positions_BN: int64 in [0, seq_len), the position of each slot.
+        seq_len: S, the number of positions in a row.
+
+    Returns:
+        [B, S, H] in the dtype of `grad_MH`: the gradients of the slots, added at their positions in fp32 or fp64.
+    """
     accumulate = torch.promote_types(grad_MH.dtype, torch.float32)
     flat = torch.zeros(len(positions_BN) * seq_len, grad_MH.shape[1], dtype=accumulate, device=grad_MH.device)
     flat.index_add_(0, _flat_positions(positions_BN, seq_len), grad_MH.to(accumulate))
@@ -41,20 +56,26 @@ def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq
 
 
 def _flat_positions(positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return the row number of each slot in the hidden states flattened to [B * S, H], int64 [B * N]."""
     offsets_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
     return (positions_BN + offsets_B1).reshape(-1)
 
 
 class _GatherMasked(torch.autograd.Function):
+    """Autograd function of `gather_masked`; it keeps only the positions for backward."""
+
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return the hidden states at the positions, [B * N, H]; `backend` is a resolved name."""
         ctx.save_for_backward(positions_BN)
-        ctx.seq_len, ctx.backend = hidden_BSH.shape[1], backend
+        ctx.seq_len = hidden_BSH.shape[1]
+        ctx.backend = backend
         return hidden_BSH.flatten(0, 1).index_select(0, _flat_positions(positions_BN, ctx.seq_len))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of the hidden states, [B, S, H]; positions and backend have none."""
         (positions_BN,) = ctx.saved_tensors
         if ctx.backend == "triton":
             from electra_kernels.triton.masked_gather import scatter_add

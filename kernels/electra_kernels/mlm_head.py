@@ -1,27 +1,27 @@
-"""The generator's head: tied decoder, cross-entropy, replacement sample and gradients in one pass.
+"""Head of the generator: tied decoder, cross-entropy, replacement sample and gradients in one pass.
 
-Guarantee: loss, samples and all gradients of `softmax(x W^T + bias)` without logits of the whole batch ever existing:
-they live one chunk of 4096 rows at a time. Gradients are made in forward, while a chunk is at hand, and multiplied by
-the upstream scalar in backward. Gradients of weight and bias are summed over chunks in fp32. Padded vocabulary rows
-are neither in the softmax nor drawn. Rows of weight 0 add nothing, whatever they hold. Nothing waits for the device.
+Guarantee: loss, samples and all gradients of `softmax(x W^T + bias)`, while the logits of only one chunk (4096 rows by
+default) exist at a time. Gradients are computed in forward, while the logits of a chunk exist, and multiplied by the
+upstream scalar in backward. Gradients of weight and bias are summed over chunks in fp32. Padded vocabulary rows are
+neither in the softmax nor drawn. Rows of weight 0 add nothing, whatever they hold. Nothing waits for the device.
 
-How: per chunk one matrix product for the logits, one row pass (bias, log-sum-exp, loss, Gumbel-max sample, and
+How: each chunk takes one matrix product for the logits, one row pass (bias, log-sum-exp, loss, Gumbel-max sample, and
 (softmax - onehot) * weight in place of the logits), and two matrix products for dX and dW. The row pass is the
-reference below or the Triton kernel of `triton/mlm_head.py`; the products are the vendor's in either case, because a
-kernel of ours with a computed left operand meets a miscompile on Hopper and recomputing logits would cost a fourth
-product to save a quarter GB. For the same reason evaluation without gradients keeps one (smaller) chunk of logits
-rather than none.
+reference in this file or the Triton kernel of `triton/mlm_head.py`. The matrix products are the vendor's in either
+case: our own kernel with a computed left operand can be miscompiled on Hopper, and recomputing logits would cost a
+fourth product to save a quarter GB. For the same reason, evaluation without gradients also stores one (smaller) chunk
+of logits.
 
-Samples: `sampling.py` says what they depend on. On a CPU the products run in fp32 whatever the precision
-(low-precision ones are six times slower there), and a chunk of fewer than 8 rows is padded to 8, from where on each
-row of the product is the same bit for bit in any split of the rows (seen with MKL). Chunk size and row split then
-change no sample at all. On a GPU a last chunk of another size may get another cuBLAS kernel, which can move a
-near-tie.
+Samples: `sampling.py` documents what they depend on. On a CPU, the products run in fp32 for any input precision,
+because low-precision products are six times slower there. A chunk of fewer than 8 rows is padded to 8, because from 8
+rows on each row of the product is the same bit for bit in any split of the rows (observed with MKL). Chunk size and
+row split then change no sample. On a GPU, a last chunk of another size may get another cuBLAS kernel, which can change
+the sample where two candidates are almost equal.
 
-Cost at M = 8192, D = 1024, V = 30592 in bf16: 1.54 TFLOP, 1.5 GB of traffic in row passes; extra peak one chunk of
-logits (0.25 GB) plus dW in fp32 (0.125 GB). On a CPU in fp32: 0.5 + 0.125 GB.
+Cost at M = 8192, D = 1024, V = 30592 in bf16: 1.54 TFLOP, 1.5 GB of traffic in row passes; the extra peak is one chunk
+of logits (0.25 GB) plus dW in fp32 (0.125 GB). On a CPU in fp32: 0.5 + 0.125 GB.
 
-Where it stops: one backward pass, no second derivatives; torch 2.8 or newer for low precision on a GPU.
+Limits: one backward pass, no second derivatives; torch 2.8 or newer for low precision on a GPU.
 
 Shapes: M masked rows, D features, V padded vocabulary.
 """
@@ -40,12 +40,22 @@ from electra_kernels.native import host
 from electra_kernels.op_types import RowOptions, RowStats
 from electra_kernels.sampling import block_rows, sample_reference
 
-_LEAST_ROWS_CPU = 8
-_CHUNK_WITHOUT_GRADIENT = 1024
+_LEAST_ROWS_CPU = 8  # from this number on, a row of MKL's product does not depend on the other rows
+_CHUNK_WITHOUT_GRADIENT = 1024  # rows
 
 
 class MlmHeadOutput(NamedTuple):
-    """Scalars in fp32 (fp64 for fp64 input) and the samples; only `loss_sum` carries a gradient."""
+    """Loss, accuracy counts and samples of the masked-token head.
+
+    Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights. Only `loss_sum` carries a gradient.
+
+    Attributes:
+        loss_sum: Weighted sum of the cross-entropies. Divide by `weight_sum` for the mean.
+        weight_sum: Sum of the weights, the number of masked tokens for weights of 0 and 1.
+        sampled_M: Token drawn for each row, int64.
+        correct_sum: Weighted count of rows whose most likely token is the true one.
+        sampled_correct_sum: Weighted count of rows whose drawn token is the true one.
+    """
 
     loss_sum: torch.Tensor
     weight_sum: torch.Tensor
@@ -70,31 +80,39 @@ def mlm_head_loss_and_sample(
     chunk: int = 4096,
     backend: str = "auto",
 ) -> MlmHeadOutput:
-    """Weighted loss sum of the masked-token head, differentiable in x, weight and bias, and a sample for each row.
+    """Compute the weighted loss sum of the masked-token head and draw a token for each row.
+
+    The loss is differentiable in x, weight and bias, once. Its gradients are computed in this call and kept until
+    backward; under torch.no_grad, none is computed.
 
     Args:
-        x_MD: features; taken in `weight_VD`'s precision.
-        weight_VD: token table, padded rows at the end (a multiple of 8 rows keeps the GPU's loads wide).
-        bias_V: bias of V or of `vocab_size` entries; -inf forbids a token.
+        x_MD: Features, converted to the dtype of `weight_VD`.
+        weight_VD: Token table with padded rows at the end; a multiple of 8 rows keeps the GPU's loads wide.
+        bias_V: Bias with V or with `vocab_size` entries; -inf forbids a token.
         target_M: int64 true tokens in [0, vocab_size), also where the weight is 0.
-        weight_M: weight of each row in the loss, >= 0.
-        seed: the run's seed.
-        step: global step, in [0, 2**32).
+        weight_M: Weight of each row in the loss, at least 0.
+        seed: Seed of the run.
+        step: Global step, in [0, 2**32).
         row_M: int64, number of each masked row within the global batch, in [0, 2**32).
-        vocab_size: tokens that exist.
-        temperature: divides the logits before sampling, never in the loss.
-        disallow_correct: never draw the true token.
-        chunk: rows of logits that exist at a time.
-        backend: see `backend.resolve`.
+        vocab_size: Number of tokens that exist, at most V.
+        temperature: Divisor of the logits before sampling. The loss does not use it.
+        disallow_correct: Whether the true token is excluded from sampling.
+        chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
+        backend: See `backend.resolve`; "cuda" means "auto".
+
+    Returns:
+        Loss, counts and samples; see `MlmHeadOutput`.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `x_MD`.
     """
-    differentiable = any(t.requires_grad for t in (x_MD, weight_VD, bias_V))
-    options = RowOptions(
-        seed, step, vocab_size, temperature, disallow_correct, torch.is_grad_enabled() and differentiable
-    )
+    differentiable = any(tensor.requires_grad for tensor in (x_MD, weight_VD, bias_V))
+    with_gradient = torch.is_grad_enabled() and differentiable
+    options = RowOptions(seed, step, vocab_size, temperature, disallow_correct, with_gradient)
     if not options.with_gradient:
         chunk = min(chunk, _CHUNK_WITHOUT_GRADIENT)
     weight_M = weight_M.to(torch.promote_types(weight_VD.dtype, torch.float32))
-    loss_M, best_M, sampled_M = _MlmHead.apply(
+    loss_sum, best_M, sampled_M = _MlmHead.apply(
         x_MD.to(weight_VD.dtype),
         weight_VD,
         bias_V[:vocab_size],
@@ -106,7 +124,7 @@ def mlm_head_loss_and_sample(
         resolve_without_cuda(backend, x_MD.device.type),
     )
     return MlmHeadOutput(
-        loss_sum=loss_M,
+        loss_sum=loss_sum,
         weight_sum=weight_M.sum(),
         sampled_M=sampled_M,
         correct_sum=((best_M == target_M) * weight_M).sum(),
@@ -122,13 +140,34 @@ def row_pass_reference(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """The definition of the row pass: reads a chunk of logits and, with a gradient, overwrites it by dlogits.
+    """Compute loss, most likely token and sample of each row of a chunk of logits, by the C library or by torch.
 
-    Computes in the precision of `weight_M` (fp32, or fp64), block by block of rows.
+    fp32 logits on a CPU take the C library where it is built; it agrees with torch to fp32 rounding. All others take
+    `_row_pass_torch`.
+
+    Args:
+        logits_MV: Logits without bias, padded columns at the end. With `options.with_gradient`, they are overwritten
+            by their gradient, (softmax - onehot) * weight, with 0 in the padded columns.
+        bias_V: Bias of the `options.vocab_size` tokens that exist.
+        target_M: int64 true tokens.
+        weight_M: Weight of each row, fp32 or fp64; its dtype is that of the computation.
+        row_M: int64, number of each row within the global batch.
+        options: Seed, step and switches.
     """
     if host.row_pass and logits_MV.device.type == "cpu" and logits_MV.dtype == weight_M.dtype == torch.float32:
-        key, how = (options.seed, int(Purpose.SAMPLE), options.step), options[3:]
-        return RowStats(*host.row_pass(logits_MV, bias_V, target_M, weight_M, row_M, key, *how))
+        key = (options.seed, int(Purpose.SAMPLE), options.step)
+        stats = host.row_pass(
+            logits_MV,
+            bias_V,
+            target_M,
+            weight_M,
+            row_M,
+            key,
+            options.temperature,
+            options.disallow_correct,
+            options.with_gradient,
+        )
+        return RowStats(*stats)
     return _row_pass_torch(logits_MV, bias_V, target_M, weight_M, row_M, options)
 
 
@@ -140,14 +179,20 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """The definition itself, in torch."""
-    height = block_rows(logits_MV)
+    """Run the row pass in torch, block by block of rows; this is the definition of the row pass.
+
+    Arguments and result are those of `row_pass_reference`. The blocks bound the size of the temporaries.
+    """
+    rows_per_block = block_rows(logits_MV)
     stats = RowStats(torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M))
-    for begin in range(0, len(logits_MV), height):
-        b = slice(begin, begin + height)
-        # Copied at once: small results kept between large temporaries would cut the heap into holes (1 GB in a chunk).
-        for whole, part in zip(stats, _row_block(logits_MV[b], bias_V, target_M[b], weight_M[b], row_M[b], options)):
-            whole[b] = part
+    for begin in range(0, len(logits_MV), rows_per_block):
+        rows = slice(begin, begin + rows_per_block)
+        # The results are copied at once and have no name of their own: small results that live between large
+        # temporaries would fragment the heap (1 GB in a chunk).
+        for whole, part in zip(
+            stats, _row_block(logits_MV[rows], bias_V, target_M[rows], weight_M[rows], row_M[rows], options)
+        ):
+            whole[rows] = part
     return stats
 
 
@@ -159,6 +204,7 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
+    """Compute the row pass of one block of rows; see `row_pass_reference` for arguments and result."""
     z_MV = logits_MV[:, : options.vocab_size].to(weight_M.dtype) + bias_V.to(weight_M.dtype)
     forbidden_M = target_M if options.disallow_correct else None
     sampled_M = sample_reference(z_MV, options.seed, options.step, row_M, options.temperature, forbidden_M)
@@ -169,7 +215,8 @@ def _row_block(
     sum_M = exp_MV.sum(1)
     loss_M = sum_M.log() + (top_M - z_target_M)
     if options.with_gradient:
-        # softmax - onehot is formed before it is rounded to the logits' precision: a confident row keeps its gradient.
+        # softmax - onehot is computed before the rounding to the logits' dtype, so that a confident row keeps its
+        # gradient.
         softmax_MV = exp_MV.div_(sum_M[:, None])
         softmax_MV.scatter_add_(1, target_M1, -torch.ones_like(z_target_M)[:, None])
         logits_MV[:, : options.vocab_size] = softmax_MV.mul_(weight_M[:, None])
@@ -178,7 +225,7 @@ def _row_block(
 
 
 class _MlmHead(torch.autograd.Function):
-    """Sum of weighted losses, most likely tokens and samples; the gradients are made in forward and kept."""
+    """Autograd function of the masked-token head; it computes the gradients in forward and keeps them."""
 
     @staticmethod
     def forward(
@@ -193,6 +240,11 @@ class _MlmHead(torch.autograd.Function):
         chunk: int,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each.
+
+        The arguments are those of `mlm_head_loss_and_sample`; `bias_V` has `vocab_size` entries and `backend` is a
+        resolved name.
+        """
         on_cpu = x_MD.device.type == "cpu"
         compute = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
         accumulate = weight_M.dtype
@@ -210,24 +262,29 @@ class _MlmHead(torch.autograd.Function):
             logits_MV = _logits(x_MD[rows], table_VD, buffer, on_cpu)
             stats.append(row_pass(logits_MV, bias_V, target_M[rows], weight_M[rows], row_M[rows], options))
             if options.with_gradient:
-                torch.mm(logits_MV, table_VD, out=grad_x_MD[rows])
-                _add_product(grad_weight_VD, logits_MV.t(), x_MD[rows])
-                grad_bias_V += logits_MV.sum(0, dtype=accumulate)
+                grad_logits_MV = logits_MV  # overwritten by the row pass
+                torch.mm(grad_logits_MV, table_VD, out=grad_x_MD[rows])
+                _add_product(grad_weight_VD, grad_logits_MV.t(), x_MD[rows])
+                grad_bias_V += grad_logits_MV.sum(0, dtype=accumulate)
         loss_M, best_M, sampled_M = (torch.cat(column) for column in zip(*stats))
         if options.with_gradient:
             ctx.save_for_backward(grad_x_MD, grad_weight_VD, grad_bias_V[: len(bias_V)])
         ctx.mark_non_differentiable(best_M, sampled_M)
-        return torch.where(weight_M > 0, loss_M * weight_M, 0).sum(), best_M, sampled_M
+        # Rows of weight 0 are left out, not multiplied: their loss may be inf or nan.
+        loss_sum = torch.where(weight_M > 0, loss_M * weight_M, 0).sum()
+        return loss_sum, best_M, sampled_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x, weight and bias: those kept by forward, times the upstream scalar."""
         # Autograd casts each gradient to the precision of its input.
         grads = [grad * grad_loss for grad in ctx.saved_tensors]
         return (*grads, None, None, None, None, None, None)
 
 
 def _row_pass(backend: str) -> Any:
+    """Return the row pass of a resolved backend: the function of the Triton kernel or `row_pass_reference`."""
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
 
@@ -236,7 +293,10 @@ def _row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """x W^T in the buffer's first rows; on a CPU from at least 8 rows, so that a row's bits ignore its neighbours."""
+    """Return x W^T, written to the first rows of `buffer`.
+
+    On a CPU, x is padded with zeros to 8 rows, so that the bits of a row do not depend on the number of rows.
+    """
     num_rows = len(x_MD)
     if on_cpu and num_rows < _LEAST_ROWS_CPU:
         x_MD = torch.cat([x_MD, x_MD.new_zeros(_LEAST_ROWS_CPU - num_rows, x_MD.shape[1])])
@@ -245,7 +305,10 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
 
 
 def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
-    """sum += a b with the sum, and the products' own accumulation, in the sum's precision."""
+    """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum.
+
+    Without an in-place form for low-precision factors (torch 2.8), the product takes a second matrix like the sum.
+    """
     if a_VM.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VM, b_MD)
     elif _can_add_low_precision_products(a_VM.device, a_VM.dtype):
@@ -256,10 +319,14 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
 
 @functools.cache
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a low-precision product to an fp32 matrix in place; 2.8 needs a second matrix."""
-    a, total = torch.zeros(8, 8, device=device, dtype=dtype), torch.zeros(8, 8, device=device)
+    """Return whether this torch can add a product of `dtype` matrices to an fp32 matrix in place; 2.8 cannot.
+
+    It tries a product of 8 x 8 zeros once for each device and dtype.
+    """
+    factor = torch.zeros(8, 8, device=device, dtype=dtype)
+    total = torch.zeros(8, 8, device=device)
     try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except RuntimeError:
         return False
     return True

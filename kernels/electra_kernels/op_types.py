@@ -1,4 +1,4 @@
-"""Arguments and results that operations and their kernels share."""
+"""Argument and result types that the operations share with their kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import torch
 
 
 class RowOptions(NamedTuple):
-    """What the row pass needs besides tensors."""
+    """Scalar arguments of the row pass of the masked-token head, the same for every row of a step.
+
+    Attributes:
+        seed: Seed of the run, the key of the sampling noise.
+        step: Global step, in [0, 2**32).
+        vocab_size: Number of tokens that exist; columns of the logits from there on are padding.
+        temperature: Divisor of the logits before sampling. The loss does not use it.
+        disallow_correct: Whether the true token of a row is excluded from sampling.
+        with_gradient: Whether the gradient of the logits overwrites the logits.
+    """
 
     seed: int
     step: int
@@ -19,7 +28,13 @@ class RowOptions(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What the row pass finds in each row: unweighted loss, most likely token, drawn token."""
+    """Results of the row pass of the masked-token head, one element for each of M rows.
+
+    Attributes:
+        loss_M: Cross-entropy of the true token, not multiplied by the row's weight.
+        best_M: Most likely token, int64.
+        sampled_M: Token drawn from the softmax, int64.
+    """
 
     loss_M: torch.Tensor
     best_M: torch.Tensor
@@ -27,9 +42,16 @@ class RowStats(NamedTuple):
 
 
 class DropoutKey(NamedTuple):
-    """What the dropped elements depend on, besides their row and place in it."""
+    """Dropout probability, and the key from which the dropped elements follow together with row and column.
 
-    probability: float  # of an element to be dropped; 0 draws nothing
+    Attributes:
+        probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
+        seed: Seed of the run.
+        step: Global step, in [0, 2**32).
+        site: Number of the place in the model that drops. Each place needs its own number.
+    """
+
+    probability: float
     seed: int
     step: int
-    site: int  # a number of its own for each place in the model that drops
+    site: int

@@ -1,4 +1,4 @@
-"""The last sum of a backward pass: parameter gradients of strips of tokens, one strip a program, added together."""
+"""Final sum of a backward pass: adds the parameter gradients that the programs of a kernel computed separately."""
 
 from __future__ import annotations
 
@@ -6,5 +6,15 @@ import torch
 
 
 def sum_of_strips(partial_PH: torch.Tensor) -> torch.Tensor:
-    """Partial sums added in fp64, as fp32: one rounding for any number P of strips; 8 MB are read at P = H = 1024."""
+    """Return the sum over the P programs of a kernel, added in fp64 and rounded once to fp32.
+
+    Each program handles one strip of tokens, and row p of `partial_PH` holds the gradient of strip p. The sum has no
+    atomics. For two parameters with P = H = 1024, it reads 8 MB.
+
+    Args:
+        partial_PH: fp32 [P, H], or [P] for a single parameter.
+
+    Returns:
+        fp32 [H], or a scalar.
+    """
     return partial_PH.sum(0, dtype=torch.float64).float()

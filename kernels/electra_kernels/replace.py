@@ -1,9 +1,10 @@
-"""Replace and label: the generator's samples put into the rows, and which tokens changed by it.
+"""Replace and label: writes the generator's samples into the rows and labels the tokens that changed.
 
-Guarantee: a position with no slot of positive weight keeps its id; one slot puts its sample there; several slots on
-one position (only `objective.masking: reference` makes them) put the floor of the mean of their samples there, as the
-reference code does (Google's `scatter_update`; its author's issue 41). No result depends on the order of slots. A
-sample that equals the original is labelled original. Shapes are static and nothing waits for the device.
+Guarantee: a position without a slot of positive weight keeps its id. A position with one slot gets that slot's sample.
+A position with several slots, which only `objective.masking: reference` produces, gets the floor of the mean of their
+samples, as in the reference code (`scatter_update` of Google's ELECTRA, and its author's issue 41). No result depends
+on the order of slots. A sample that equals the original is labelled original. Shapes are static and nothing waits for
+the device.
 
 Cost at 64 x 512, N = 128: 0.7 MB of traffic; one launch with Triton.
 
@@ -25,17 +26,22 @@ def replace_and_label(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The corrupted rows and the discriminator's labels.
+    """Return the rows with the sampled tokens in place, and the labels for the discriminator.
+
+    Where several slots of a row share a position, it gets the floor of the mean of their samples.
 
     Args:
         ids_BS: int64, the original rows.
-        positions_BN: int64 in [0, S).
-        weight_BN: floating point; slots of weight 0 write nothing.
-        sampled_BN: int64 token ids, of B * N elements in any shape.
-        backend: see `backend.resolve`.
+        positions_BN: int64 in [0, S), the position of each slot.
+        weight_BN: Floating point; slots of weight 0 write nothing.
+        sampled_BN: int64 token ids, B * N elements in any shape.
+        backend: See `backend.resolve`; "cuda" means "auto".
 
     Returns:
-        corrupted_BS like `ids_BS`, and label_BS bool: True where the id now differs from the original.
+        The corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id differs from the original.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `ids_BS`.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
@@ -48,7 +54,10 @@ def replace_and_label(
 def replace_and_label_reference(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `replace_and_label`."""
+    """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
+
+    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N].
+    """
     written_BN = (weight_BN > 0).to(ids_BS.dtype)
     count_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, written_BN)
     total_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, sampled_BN.to(ids_BS.dtype) * written_BN)

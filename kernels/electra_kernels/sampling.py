@@ -1,20 +1,20 @@
-"""Sampling a token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
+"""Sampling of one token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
 
-Guarantee: token v of row m competes with `logit / temperature + Gumbel(bits)`, where bits are the 32 of
-`bits_grid(seed, Purpose.SAMPLE, step, row_M)[m, v]`. The noise of a token therefore knows nothing of chunk, tile,
-batch split, rank or restart; given the same logits every implementation draws the same token for any split, and two
-implementations can differ only where the two best candidates are closer than their rounding (1e-4 is safe). Ties go
-to the lower token id. A logit of -inf is never drawn while another is finite: the noise is always finite.
+Guarantee: the drawn token of row m is the v with the largest `logit / temperature + Gumbel(bits)`, where bits is
+`bits_grid(seed, Purpose.SAMPLE, step, row_M)[m, v]`. The noise of a token therefore does not depend on chunk, tile,
+batch split, rank or restart. Given the same logits, every implementation draws the same token for any split. Two
+implementations can differ only where the two best candidates are closer than their rounding (1e-4 is safe). A tie goes
+to the lower token id. A logit of -inf is never drawn while another is finite, because the noise is always finite.
 
 How: Gumbel noise is -log E with E = Exp(1) = -log(1 - u) and u = (bits + 1/2) / 2**32. Where the maximum is decided,
-E is small, so u near 0 must be exact: there a series in u serves (u < 1/32), elsewhere 1 - u is formed from the
-complement of the bits. Thus 0 < E < 23, noise lies in [-3.14, 22.88], and no rounding of u to 1 yields infinite
-noise, which in fp32 would come up 15 times a step at 8192 rows of 30522.
+E is small, so u near 0 must be exact: for u < 1/32, E is a series in u; elsewhere, 1 - u is computed from the
+complement of the bits. Thus 0 < E < 23 and the noise lies in [-3.14, 22.88]. If u were rounded to 1, the noise would
+be infinite; in fp32 that would occur 15 times a step at 8192 rows of 30522 tokens.
 
-Cost on a CPU: 22 ns for each logit on one core; scratch of a few MB. Inside the head's row kernel there is no extra
-read.
+Cost on a CPU: 22 ns for each logit on one core, and temporaries of a few MB. In the head's row kernel, sampling needs
+no extra read.
 
-Where it stops: the logits themselves. A matrix product of another shape may round them otherwise.
+Limits: the logits are not covered by the guarantee. A matrix product of another shape may round them differently.
 
 Shapes: M rows, V tokens.
 """
@@ -37,26 +37,32 @@ def sample(
     temperature: float = 1.0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One token for each row from softmax(logits / temperature), as [M] int64, without gradient.
+    """Draw one token for each row from softmax(logits / temperature), without gradient.
 
     Args:
-        logits_MV: floating point, any precision; computed with in fp32 (fp64 if they are).
-        seed: the run's seed.
-        step: global step, in [0, 2**32).
-        row_M: int64, the number of each row within the global batch, in [0, 2**32).
-        temperature: divides the logits, > 0.
-        backend: see `backend.resolve`.
+        logits_MV: Floating point, any precision. The computation is in fp32, in the reference in fp64 for fp64 logits.
+        seed: Seed of the run.
+        step: Global step, in [0, 2**32).
+        row_M: int64, the number of each row within the global batch (not within the rank), in [0, 2**32).
+        temperature: Divisor of the logits, above 0.
+        backend: See `backend.resolve`; "cuda" means "auto".
+
+    Returns:
+        Token ids, int64 [M]. The same arguments always give the same tokens.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `logits_MV`.
     """
     logits_MV = logits_MV.detach()
     if resolve_without_cuda(backend, logits_MV.device.type) == "triton":
         from electra_kernels.triton.mlm_head import sample as sample_triton
 
         return sample_triton(logits_MV, seed, step, row_M, temperature)
-    height = block_rows(logits_MV)
+    rows_per_block = block_rows(logits_MV)
     sampled_M = torch.empty_like(row_M)
-    for begin in range(0, len(logits_MV), height):
-        b = slice(begin, begin + height)
-        sampled_M[b] = sample_reference(logits_MV[b], seed, step, row_M[b], temperature)
+    for begin in range(0, len(logits_MV), rows_per_block):
+        rows = slice(begin, begin + rows_per_block)
+        sampled_M[rows] = sample_reference(logits_MV[rows], seed, step, row_M[rows], temperature)
     return sampled_M
 
 
@@ -68,7 +74,21 @@ def sample_reference(
     temperature: float = 1.0,
     forbidden_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition of `sample`, for a block of rows; `forbidden_M` names one token per row that is not drawn."""
+    """Draw one token for each row in plain PyTorch; this is the definition of `sample`.
+
+    It makes temporaries as large as the logits, so callers pass one block of `block_rows` rows at a time.
+
+    Args:
+        logits_MV: Floating point, any precision.
+        seed: Seed of the run.
+        step: Global step, in [0, 2**32).
+        row_M: int64, the number of each row within the global batch, in [0, 2**32).
+        temperature: Divisor of the logits, above 0.
+        forbidden_M: int64, one token per row that must not be drawn; None forbids nothing.
+
+    Returns:
+        Token ids, int64 [M].
+    """
     bits_MV = bits_grid(seed, Purpose.SAMPLE, step, row_M, logits_MV.shape[1])
     score_MV = gumbel_from_bits(bits_MV).to(torch.promote_types(logits_MV.dtype, torch.float32))
     score_MV += logits_MV * (1.0 / temperature) if temperature != 1.0 else logits_MV
@@ -78,6 +98,11 @@ def sample_reference(
 
 
 def block_rows(logits_MV: torch.Tensor) -> int:
-    """Rows to work on at a time: on a CPU temporaries that malloc recycles (larger ones fault anew), on a GPU 1 GB."""
-    cells = 1 << (16 if logits_MV.device.type == "cpu" else 24)
-    return max(1, cells // max(1, logits_MV.shape[1]))
+    """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small.
+
+    On a CPU, a block has up to 2**16 logits: malloc reuses temporaries of that size, while larger ones cause page
+    faults every time. On a GPU it has up to 2**24 logits, whose temporaries take 1 GB.
+    """
+    on_cpu = logits_MV.device.type == "cpu"
+    logits_per_block = 1 << (16 if on_cpu else 24)
+    return max(1, logits_per_block // max(1, logits_MV.shape[1]))

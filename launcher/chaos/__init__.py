@@ -1,1 +1,1 @@
-"""A drill: a run hit by faults against an uninterrupted one."""
+"""A drill that hits a run with faults and compares it with an uninterrupted one."""

@@ -1,17 +1,18 @@
-"""A drill on your own machine: hit a run again and again, and compare every loss with a run that nobody touched.
+"""Hit a run with faults on one machine, and compare every loss with that of an uninterrupted run.
 
     python -m launcher.chaos configs/demo_cpu.yaml --count 60 --seed 1 --ranks 2 \\
         --set train.num_steps=1500 --set checkpoint.every_steps=10
 
-Two runs under `launcher.supervise` are made beside the config's run_dir, which itself is left alone: RUN-reference,
-uninterrupted, and RUN-chaos, which is hit at seeded steps by seeded faults (faults.py says what each one does and what
-must come of it). The drill starts again what ended with 75, was killed, or waits for a person (a full disk).
+How: two runs are made under `launcher.supervise`, beside the run_dir of the config, which is not used itself.
+RUN-reference is not interrupted. RUN-chaos is hit by random faults at random steps, both determined by the seed
+(faults.py lists the faults and how the run must react to each). The drill starts the supervisor again when a fault
+ended it.
 
-It passes if each fault had the end it must have, the run reached its last step, and every loss, gradient norm and
-receipt is bit for bit the reference's. Exit code 0 if so, 1 if not, 78 for a mistake in the command.
+The drill passes if the run reacted to each fault as it must, reached its last step, and has bit for bit the losses,
+gradient norms and receipts of the reference run. Exit codes: 0 passed, 1 failed, 78 an error that you must fix.
 
-Where it stops: one machine, checkpoints on its disk. Faulty S3 and cut networks need servers and namespaces that a
-user's machine does not have; they are tested where this program is developed (tests/drills, tests/cluster).
+Limits: one machine, with checkpoints on its disk. Faulty S3 services and cut networks are tested in the project's own
+tests (tests/drills, tests/cluster).
 """
 
 from __future__ import annotations
@@ -32,65 +33,125 @@ from electra_dist.run.processes import mark_of, marked_pids
 from launcher.chaos.drill import Drill, Hit, Stuck, plan
 from launcher.chaos.faults import FAULTS, SmallDisk
 
-COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")
+COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
-    """Steps of the reference run, and where the two part: empty if nowhere. Compared as written: bit for bit."""
-    records = [[r for r in read_metrics(run) if "grad_norm" in r] for run in (found, expected)]
-    texts = [[encode({name: r[name] for name in COMPARED}).decode() for r in run] for run in records]
-    for one, two in zip(*texts):
-        if one != two:
-            return len(texts[1]), f"{one.strip()} is not {two.strip()}"
-    same = len(texts[0]) == len(texts[1])
-    return len(texts[1]), "" if same else f"{len(texts[0])} steps, not {len(texts[1])}"
+    """Compare the training records of two runs as they are written, which is bit for bit.
+
+    Args:
+        found: folder of the run to judge.
+        expected: folder of the reference run.
+
+    Returns:
+        The number of steps of the reference run, and the first difference as one line; empty if the runs are equal.
+    """
+    found_lines = _compared_lines(found)
+    expected_lines = _compared_lines(expected)
+    num_steps = len(expected_lines)
+    for found_line, expected_line in zip(found_lines, expected_lines):
+        if found_line != expected_line:
+            return num_steps, f"{found_line.strip()} is not {expected_line.strip()}"
+    if len(found_lines) != num_steps:
+        return num_steps, f"{len(found_lines)} steps, not {num_steps}"
+    return num_steps, ""
+
+
+def _compared_lines(run_dir: Path) -> list[str]:
+    """Return the compared fields of each training record of a run as JSON."""
+    records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
+    return [encode({name: record[name] for name in COMPARED}).decode() for record in records]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-    ours = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
+    """Return the command that runs a config under the supervisor, with every step logged and local checkpoints only.
+
+    The drill's own overrides come last and therefore win over `overrides`.
+    """
+    drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
-    return command + [part for setting in [*overrides, *ours] for part in ("--set", setting)]
+    for override in [*overrides, *drill_overrides]:
+        command += ["--set", override]
+    return command
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
+    """Print one line for each fault, then one line for each kind of fault with means and worst values."""
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
-        numbers = (f"{n:.1f}" if n is not None else "-" for n in (hit.notice_s, hit.recovery_s))
         code = "-" if hit.code is None else str(hit.code)
-        line = "{:10} {:6,} {:>5} {:>9} {:>12} {:5}".format(hit.kind, hit.step, code, *numbers, hit.steps_lost)
-        print(f"{line}  {hit.what}{f'   BAD: {hit.fault}' if hit.fault else ''}")
+        notice = _seconds_text(hit.notice_s)
+        recovery = _seconds_text(hit.recovery_s)
+        verdict = f"   BAD: {hit.fault}" if hit.fault else ""
+        print(
+            f"{hit.kind:10} {hit.step:6,} {code:>5} {notice:>9} {recovery:>12} {hit.steps_lost:5}  {hit.what}{verdict}"
+        )
     print(f"\n{'kind':10} {'times':>6} {'notice s, mean (worst)':>23} {'next step s, mean (worst)':>26} {'lost':>5}")
-    for kind in dict.fromkeys(sorted(hit.kind for hit in hits)):
-        some = [hit for hit in hits if hit.kind == kind]
-        notice, recovery = (_mean([getattr(h, name) for h in some]) for name in ("notice_s", "recovery_s"))
-        print(f"{kind:10} {len(some):6} {notice:>23} {recovery:>26} {sum(h.steps_lost for h in some):5}")
+    for kind in sorted({hit.kind for hit in hits}):
+        hits_of_kind = [hit for hit in hits if hit.kind == kind]
+        notice = _mean_and_worst([hit.notice_s for hit in hits_of_kind])
+        recovery = _mean_and_worst([hit.recovery_s for hit in hits_of_kind])
+        steps_lost = sum(hit.steps_lost for hit in hits_of_kind)
+        print(f"{kind:10} {len(hits_of_kind):6} {notice:>23} {recovery:>26} {steps_lost:5}")
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _seconds_text(seconds: float | None) -> str:
+    """Return seconds with one decimal as text; "-" for None."""
+    return "-" if seconds is None else f"{seconds:.1f}"
+
+
+def _mean_and_worst(values: Sequence[float | None]) -> str:
+    """Return "mean (largest)" of the values that are not None; "-" if there are none."""
     known = [value for value in values if value is not None]
     return f"{sum(known) / len(known):.1f} ({max(known):.1f})" if known else "-"
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Useful: what the reference run's steps took. An interruption costs what passed without a new step, and its
-    lost steps again."""
-    step_s = [record["step_s"] for record in read_metrics(reference) if "grad_norm" in record]
-    useful, lost = sum(step_s), sum(hit.steps_lost for hit in hits)
-    cost = (sum(h.recovery_s or 0.0 for h in hits) + lost * useful / len(step_s)) / max(1, len(hits))
+    """Print the goodput of the drill and the mean cost of a fault.
+
+    Useful time is the time of the reference run's steps. A fault costs the time until the next new step, plus the time
+    of the steps that had to be repeated.
+
+    Args:
+        hits: the results of all faults.
+        reference: folder of the uninterrupted run.
+        seconds: how long the interrupted run took.
+    """
+    step_times = [record["step_s"] for record in read_metrics(reference) if "grad_norm" in record]
+    useful_s = sum(step_times)
+    steps_lost = sum(hit.steps_lost for hit in hits)
+    num_hits = max(1, len(hits))
+    recovery_s = sum(hit.recovery_s or 0.0 for hit in hits)
+    cost_s = (recovery_s + steps_lost * useful_s / len(step_times)) / num_hits
     print(
-        f"\ngoodput {useful / seconds:.1%} of {seconds:.0f} s with a fault every {seconds / max(1, len(hits)):.0f} s; "
-        f"a fault costs {cost:.1f} s here, which at one in 8 hours would be {1 - cost / 28800:.2%}"
+        f"\ngoodput {useful_s / seconds:.1%} of {seconds:.0f} s with a fault every {seconds / num_hits:.0f} s; "
+        f"a fault costs {cost_s:.1f} s in this drill; with one fault in 8 hours the goodput would be "
+        f"{1 - cost_s / 28800:.2%}"
     )
 
 
 def drill(config: Config, args: argparse.Namespace) -> int:
-    """Both runs, the table, the verdict."""
+    """Make the reference run and the run with faults, print the tables and the verdict, and return the exit code.
+
+    Args:
+        config: the resolved config.
+        args: the parsed command line, see `--help`.
+
+    Returns:
+        0 if the drill passed, otherwise 1.
+
+    Raises:
+        UserError: the drill's run folder exists already, the config does not fit a drill, or the reference run failed.
+    """
     base = Path(config.run_dir)
-    reference, run_dir = base.with_name(f"{base.name}-reference"), base.with_name(f"{base.name}-chaos")
+    reference = base.with_name(f"{base.name}-reference")
+    run_dir = base.with_name(f"{base.name}-chaos")
     if run_dir.exists() or marked_pids(mark_of(run_dir, 0)):
-        raise UserError(f"{run_dir} is there already; delete it, or give another run_dir by --set run_dir=...")
+        raise UserError(f"{run_dir} is there already; delete it, or set another one with --set run_dir=...")
     if config.checkpoint.every_steps == "auto":
-        raise UserError("a drill plans its faults by the checkpoints; add --set checkpoint.every_steps=10")
+        raise UserError(
+            "checkpoint.every_steps is auto, which a drill cannot plan by; add --set checkpoint.every_steps=10"
+        )
     planned = plan(args.faults, args.count, config.train.num_steps, config.checkpoint.every_steps, args.seed)
     output = reference.with_name(f"{reference.name}.log")
     with output.open("ab") as out:
@@ -98,37 +159,52 @@ def drill(config: Config, args: argparse.Namespace) -> int:
             _supervise(args.config, reference, args.ranks, args.set), stdout=out, stderr=out, check=False
         )
     if done.returncode != EXIT_DONE:
-        raise UserError(f"the uninterrupted run {reference} ended with {done.returncode}; see {output}")
+        raise UserError(
+            f"the uninterrupted run {reference} ended with exit code {done.returncode}; fix what {output} names, "
+            f"then run the drill again"
+        )
     disk = None
     if "disk" in args.faults:
         size = sum(file.stat().st_size for file in (reference / CHECKPOINTS_DIR).rglob("*") if file.is_file())
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, 4 * size + (8 << 20))
-    begin, hits, problem = time.monotonic(), list[Hit](), ""
+    begin = time.monotonic()
+    hits: list[Hit] = []
+    problems: list[str] = []
     run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed, disk)
     try:
-        for number, one in enumerate(planned, start=1):
-            hits.append(run.hit(one))
-            print(f"{number:3} {one.kind} at step {hits[-1].step}: {hits[-1].fault or 'good'}", flush=True)
+        for number, planned_fault in enumerate(planned, start=1):
+            hit = run.hit(planned_fault)
+            hits.append(hit)
+            print(f"{number:3} {hit.kind} at step {hit.step}: {hit.fault or 'good'}", flush=True)
         code = run.finish()
-        problem = "" if code == EXIT_DONE else f"the run ended with {code}"
+        if code != EXIT_DONE:
+            problems.append(f"the run ended with exit code {code}")
     except Stuck as stuck:
-        problem = f"after {len(hits)} faults: {stuck}"
+        problems.append(f"after {len(hits)} faults: {stuck}")
     finally:
         run.close()
         if disk:
             disk.close()
     seconds = time.monotonic() - begin
     _print_table(hits)
-    num_steps, different = differences(run_dir, reference)
+    num_steps, difference = differences(run_dir, reference)
     _print_goodput(hits, reference, seconds)
-    bad = [problem] * bool(problem) + [different] * bool(different) + [h.fault for h in hits if h.fault]
-    verdict = "FAIL: " + "; ".join(bad) if bad else f"PASS: {num_steps} steps, each loss bit for bit the reference's"
+    if difference:
+        problems.append(difference)
+    problems += [hit.fault for hit in hits if hit.fault]
+    verdict = f"PASS: {num_steps} steps, each loss bit for bit the reference's"
+    if problems:
+        verdict = "FAIL: " + "; ".join(problems)
     print(f"\nseed {args.seed}, {len(hits)} faults, {args.ranks} ranks, {seconds:.0f} s\n{verdict}")
-    return EXIT_CRASH if bad else EXIT_DONE
+    return EXIT_CRASH if problems else EXIT_DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the drill. Returns its exit code."""
+    """Run the drill and return its exit code: 0 passed, 1 failed, 78 a user error, which is printed as one line.
+
+    Args:
+        argv: command-line arguments; None means those of this process.
+    """
     args = _parse(argv)
     try:
         unknown = [kind for kind in args.faults if kind not in FAULTS]
@@ -141,21 +217,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; argparse exits with code 2 on an unknown option."""
     parser = argparse.ArgumentParser(
         prog="chaos.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, may repeat")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
+    )
     kinds = [kind for kind in FAULTS if kind != "disk"]
     parser.add_argument(
         "--faults",
         type=lambda text: text.split(","),
         default=kinds,
-        help=f"default: {','.join(kinds)}; also disk",
+        help=f"kinds of faults, separated by commas; default: {','.join(kinds)}; also disk, which needs root",
     )
-    parser.add_argument("--count", type=int, default=60, help="how many faults")
-    parser.add_argument("--seed", type=int, default=1, help="kinds, moments and victims")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks")
+    parser.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="determines order, steps and victims of the faults (default: 1)"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,10 @@
-"""A run that is hit: when and by what (`plan`, pure), and what came of each hit.
+"""The part of a drill that hits a run: when each fault comes (`plan`), and how the run reacts to it (`Drill`).
 
-The drill starts a supervisor as a user does, watches the run's heartbeats and ledger for the moment, lets a fault
-(faults.py) act, starts again what ended, and waits for the first new step. A hit is bad if the end was not the one
-that this fault must have.
+Guarantee: `plan` is a pure function of its arguments, so equal seeds give equal drills.
+
+How: the drill starts a supervisor as a user does and watches the run's heartbeats and ledger. At the planned step it
+inflicts a fault (faults.py), starts the supervisor again if the fault ended it, and waits for the first new step. A
+hit is bad if the run did not react as it must to this kind of fault.
 """
 
 from __future__ import annotations
@@ -25,88 +27,119 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from launcher.chaos.faults import FAULTS, Fault, SmallDisk, Victim, kill_everything
 
-PATIENCE_S = 900.0  # a run that does not get on for so long has failed the drill
-_SAVE_PATIENCE_S = 10.0
+PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
+_SAVE_PATIENCE_S = 10.0  # how long a fault waits for a checkpoint to be written
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A fault to come."""
+    """A fault that is planned, and when it comes: at a step, perhaps during a save, and after a short delay."""
 
-    kind: str
-    step: int  # once this many steps are done
-    in_save: bool  # and a checkpoint is being written
-    delay: float  # and then so many step times more
+    kind: str  # a key of FAULTS
+    step: int  # steps that must be done before
+    in_save: bool  # whether to wait until a checkpoint is being written
+    delay: float  # further delay, in step times
 
 
 @dataclass(kw_only=True)
 class Hit:
-    """What came of a fault. Times in seconds."""
+    """Result of one fault. Times are in seconds since the fault."""
 
-    kind: str
-    step: int
-    what: str
-    code: int | None = None
-    notice_s: float | None = None
-    recovery_s: float | None = None  # to the next step done
-    steps_lost: int = 0
-    fault: str = ""  # what was not as it must be
+    kind: str  # a key of FAULTS
+    step: int  # steps done at the fault
+    what: str  # what was hit
+    code: int | None = None  # exit code of the start or of the supervisor; None: the run went on
+    notice_s: float | None = None  # to the first decision in the supervisor's log; None: there was none
+    recovery_s: float | None = None  # to the next new step
+    steps_lost: int = 0  # steps that had to be repeated
+    fault: str = ""  # how the reaction differed from the required one; "": it did not
 
 
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
-    """Every kind about as often, in random order, with a new checkpoint between any two.
+    """Plan the faults of a drill: every kind about equally often, in random order. Pure.
+
+    The run is divided into `count` + 1 windows of equal length. Each fault comes at a random step of its window, early
+    enough that the run saves a new checkpoint between any two faults. A fault after which the run simply goes on is
+    never followed by another one of that sort, because one start of the ranks survives only one of them.
+
+    Args:
+        kinds: keys of FAULTS to choose from.
+        count: number of faults.
+        num_steps: steps of the run.
+        every_steps: steps between two checkpoints.
+        seed: determines order, steps and delays.
 
     Raises:
-        UserError: the run is too short for so many.
+        UserError: the run is too short for so many faults, or `kinds` has too few kinds that end a start.
     """
     draw = random.Random(seed)
-    width = num_steps // (count + 1)
-    if width < 2 * every_steps:
+    window = num_steps // (count + 1)
+    if window < 2 * every_steps:
         raise UserError(
             f"{count} faults with a checkpoint between any two need train.num_steps of at least "
             f"{2 * every_steps * (count + 1)} (2 x checkpoint.every_steps x ({count} + 1)), not {num_steps}; "
             f"add --set train.num_steps=..., or lower checkpoint.every_steps or --count"
         )
-    order = (list(kinds) * (count // len(kinds) + 1))[:count]
-    once = [kind for kind in order if FAULTS[kind].then == "goes on"]  # a start survives only one of them
-    others = [kind for kind in order if FAULTS[kind].then != "goes on"]
-    if len(once) > len(others) + 1:
-        raise UserError(f"--faults {','.join(kinds)}: {once[0]} can be done once a start; add more kinds of faults")
-    draw.shuffle(others)
-    for place in sorted(draw.sample(range(len(others) + 1), len(once)), reverse=True):
-        others.insert(place, once.pop())
+    all_kinds = (list(kinds) * (count // len(kinds) + 1))[:count]
+    harmless = [kind for kind in all_kinds if FAULTS[kind].then == "goes on"]
+    order = [kind for kind in all_kinds if FAULTS[kind].then != "goes on"]
+    if len(harmless) > len(order) + 1:
+        raise UserError(
+            f"--faults {','.join(kinds)}: {harmless[0]} can be done once a start; add more kinds of faults to --faults"
+        )
+    draw.shuffle(order)
+    # Insertion from the last position to the first leaves the earlier positions valid.
+    for position in sorted(draw.sample(range(len(order) + 1), len(harmless)), reverse=True):
+        order.insert(position, harmless.pop())
     faults = []
-    for number, kind in enumerate(others, start=1):
-        step = number * width + draw.randrange(width - every_steps)
+    for number, kind in enumerate(order, start=1):
+        step = number * window + draw.randrange(window - every_steps)
         in_save = FAULTS[kind].needs_save and draw.random() < 0.5
         faults.append(Planned(kind=kind, step=step, in_save=in_save, delay=draw.uniform(0.0, 2.0)))
     return faults
 
 
 class Drill:
-    """The run that is hit."""
+    """The run that is hit: call `hit` for each planned fault, then `finish`, and `close` in a `finally` block."""
 
     def __init__(self, run_dir: Path, command: Sequence[str], seed: int, disk: SmallDisk | None) -> None:
-        self._run_dir, self._command, self._disk = run_dir, command, disk
+        """Start the run's supervisor.
+
+        Args:
+            run_dir: the run folder; the output of the supervisor goes to RUN_DIR.log beside it.
+            command: the command that starts the supervisor.
+            seed: determines which ranks and files the faults hit.
+            disk: file system of the checkpoints if the fault `disk` is among the faults.
+        """
+        self._run_dir = run_dir
+        self._command = command
+        self._disk = disk
         self._draw = random.Random(f"{seed} victims")
         self._output = run_dir.with_name(f"{run_dir.name}.log")
         self._supervisor = self._start()
         self._saved = 0  # newest checkpoint at the last fault
 
     def hit(self, planned: Planned) -> Hit:
-        """Wait for the moment, do it, and wait until the run steps again."""
+        """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
+
+        Starts the supervisor again if the fault ends it.
+
+        Raises:
+            Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
+        """
         fault = FAULTS[planned.kind]
         beat = self._wait_for(lambda: self._ready(planned))
         if planned.in_save:
             self._wait_for_save()
         time.sleep(planned.delay * (beat.step_s or 0.0))
-        before, events = self._beat() or beat, len(read_ledger(self._run_dir))
+        before = self._beat() or beat
+        num_events_before = len(read_ledger(self._run_dir))
         self._saved = newest_checkpoint(read_ledger(self._run_dir))
         begin = time.time()
         victim = self._victim()
         if not victim.ranks():
-            raise Stuck(f"there are no ranks to hit, see {self._output}")
+            raise Stuck(f"the run has no ranks to hit; see {self._output}")
         what = fault.act(victim, self._draw)
         hit = Hit(kind=planned.kind, step=before.step, what=what)
         if fault.then == "ends":
@@ -114,98 +147,138 @@ class Drill:
             if self._disk:
                 self._disk.free()
             self._supervisor = self._start()
-        base = before if fault.then == "goes on" else None
-        self._wait_for(lambda: self._stepped(before, base, begin))
+        restarts = fault.then != "goes on"
+        self._wait_for(lambda: self._new_step(before, begin, restarts))
         hit.recovery_s = time.time() - begin
-        if fault.then == "goes on":
-            self._wait_for(lambda: [line for line in self._log() if line[0] > begin] or None)
-        self._judge(hit, fault, begin, read_ledger(self._run_dir)[events:])
+        if not restarts:
+            self._wait_for(lambda: self._log_since(begin) or None)
+        self._judge(hit, fault, begin, read_ledger(self._run_dir)[num_events_before:])
         return hit
 
     def finish(self) -> int:
-        """The exit code of the last supervisor."""
+        """Wait for the end of the supervisor that was started last, and return its exit code.
+
+        Raises:
+            Stuck: it does not end within PATIENCE_S.
+        """
         try:
             return self._supervisor.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise Stuck(f"the supervisor does not end, see {self._output}") from None
+            raise Stuck(f"the supervisor did not end within {PATIENCE_S:.0f} s; see {self._output}") from None
 
     def close(self) -> None:
-        """Leave no process."""
+        """Kill the supervisor and all processes of the run."""
         kill_everything(self._victim())
         self._supervisor.wait()
 
     def _victim(self) -> Victim:
-        runs = self._supervisor.poll() is None  # else its number may be somebody else's by now
+        """Return the run as a target for faults; the pid of a supervisor that has ended is left out."""
+        runs = self._supervisor.poll() is None
         return Victim(run_dir=self._run_dir, supervisor=self._supervisor.pid if runs else None)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start a supervisor in a session of its own."""
         with self._output.open("ab") as out:
             return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _beat(self) -> Beat | None:
+        """Return the last heartbeat of rank 0; None before the first."""
         return next((beat for beat in read_heartbeats(self._run_dir) if beat.rank == 0), None)
 
     def _ready(self, planned: Planned) -> Beat | None:
-        """At its step, with a checkpoint since the last fault, and with the step time learned by all ranks."""
+        """Return rank 0's heartbeat once the planned fault may come, otherwise None.
+
+        The planned step must be reached, a checkpoint must have been saved since the last fault, and every rank must
+        have learned its step time, without which a hang is not noticed.
+        """
         beats = read_heartbeats(self._run_dir)
         if not beats or beats[0].step < planned.step or any(beat.step_s is None for beat in beats):
             return None
         return beats[0] if newest_checkpoint(read_ledger(self._run_dir)) > self._saved else None
 
-    def _stepped(self, before: Beat, base: Beat | None, begin: float) -> Beat | None:
+    def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
+        """Return rank 0's heartbeat once the run has made a new step after a fault, otherwise None.
+
+        Args:
+            before: rank 0's heartbeat at the fault.
+            begin: Unix time of the fault.
+            restarts: whether the ranks must have been started again; then a step counts only if it is of a new start
+                and beyond the checkpoint from which that start resumed.
+        """
         beat = self._beat()
         if beat is None or beat.time < begin:
             return None
-        if base is not None:
-            return beat if beat.step > base.step else None
+        if not restarts:
+            return beat if beat.step > before.step else None
         if beat.attempt == before.attempt or beat.phase == "setup":
             return None
-        return beat if beat.step > _resumed(read_ledger(self._run_dir)) else None
+        return beat if beat.step > _resumed_step(read_ledger(self._run_dir)) else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """What `condition` yields, once it yields something."""
+        """Call `condition` every 20 ms until it returns something other than None, and return that.
+
+        Raises:
+            Stuck: the supervisor has ended, or PATIENCE_S have passed.
+        """
         deadline = time.monotonic() + PATIENCE_S
-        while (found := condition()) is None:
+        while (result := condition()) is None:
             if self._supervisor.poll() is not None and condition() is None:
-                raise Stuck(f"the supervisor ended with {self._supervisor.returncode}, see {self._output}")
+                raise Stuck(f"the supervisor ended with {self._supervisor.returncode}; see {self._output}")
             if time.monotonic() > deadline:
-                raise Stuck(f"the run does not get on, see {self._output}")
+                raise Stuck(f"the run made no progress for {PATIENCE_S:.0f} s; see {self._output}")
             time.sleep(0.02)
-        return found
+        return result
 
     def _wait_for_save(self) -> None:
-        """Until a checkpoint is being written, if one soon is."""
+        """Wait until a checkpoint is being written, which is a folder without a manifest; give up after 10 s."""
         deadline = time.monotonic() + _SAVE_PATIENCE_S
-        folders = self._run_dir / CHECKPOINTS_DIR
-        while time.monotonic() < deadline and all(list(f.glob("manifest*")) for f in folders.glob("step-*")):
+        checkpoints = self._run_dir / CHECKPOINTS_DIR
+        while time.monotonic() < deadline:
+            all_committed = all(list(folder.glob("manifest*")) for folder in checkpoints.glob("step-*"))
+            if not all_committed:
+                return
             time.sleep(0.0005)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        lines = [line for line in self._log() if line[0] > begin]
+        """Fill in the result of a fault: exit code, time to notice, lost steps, and what was not as required.
+
+        Args:
+            hit: the result, which is changed.
+            fault: how the run must react.
+            begin: Unix time of the fault.
+            events: the ledger's events since the fault.
+        """
+        lines = self._log_since(begin)
         if fault.then == "restarts":
             hit.code = EXIT_CRASH if any("crash" in text for _, text in lines) else None
-        noticed = [at for at, text in lines if not text.startswith(("starting", "killing"))]
-        if noticed and fault.code != -signal.SIGKILL:  # nobody is left to notice that
-            hit.notice_s = noticed[0] - begin
-        resumes = [event["step"] for event in events if event["event"] in ("resume", "start")]
-        hit.steps_lost = max(0, hit.step - resumes[0]) if resumes else 0
-        wanted = 0 if fault.then == "goes on" else 1
+        decision_times = [at for at, text in lines if not text.startswith(("starting", "killing"))]
+        supervisor_was_killed = fault.code == -signal.SIGKILL
+        if decision_times and not supervisor_was_killed:
+            hit.notice_s = decision_times[0] - begin
+        resumed_steps = [event["step"] for event in events if event["event"] in ("resume", "start")]
+        hit.steps_lost = max(0, hit.step - resumed_steps[0]) if resumed_steps else 0
+        required_starts = 0 if fault.then == "goes on" else 1
+        was_set_aside = any(event["event"] == "set_aside" for event in events)
         if hit.code != fault.code:
             hit.fault = f"exit code {hit.code}, not {fault.code}"
-        elif len(resumes) != wanted:
-            hit.fault = f"{len(resumes)} new starts, not {wanted}"
-        elif fault.bad_checkpoint != any(event["event"] == "set_aside" for event in events):
-            hit.fault = "no checkpoint was set aside" if fault.bad_checkpoint else "a checkpoint was set aside"
+        elif len(resumed_steps) != required_starts:
+            hit.fault = f"{len(resumed_steps)} new starts, not {required_starts}"
+        elif fault.bad_checkpoint and not was_set_aside:
+            hit.fault = "no checkpoint was set aside"
+        elif was_set_aside and not fault.bad_checkpoint:
+            hit.fault = "a checkpoint was set aside"
 
-    def _log(self) -> list[tuple[float, str]]:
-        file = supervise_log(self._run_dir, 0)
-        lines = [line.partition(" ") for line in file.read_text().splitlines()]
-        return [(datetime.fromisoformat(at).timestamp(), text) for at, _, text in lines]
+    def _log_since(self, begin: float) -> list[tuple[float, str]]:
+        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`."""
+        lines = [line.partition(" ") for line in supervise_log(self._run_dir, 0).read_text().splitlines()]
+        entries = [(datetime.fromisoformat(time_text).timestamp(), text) for time_text, _, text in lines]
+        return [(at, text) for at, text in entries if at > begin]
 
 
 class Stuck(Exception):
-    """The run went where the drill cannot follow."""
+    """The run made no progress or ended unexpectedly, so that the drill cannot go on; names the log to read."""
 
 
-def _resumed(ledger: Sequence[Record]) -> int:
-    return int(next(e["step"] for e in reversed(ledger) if e["event"] in ("start", "resume")))
+def _resumed_step(ledger: Sequence[Record]) -> int:
+    """Return the step at which the newest start of the run began."""
+    return int(next(event["step"] for event in reversed(ledger) if event["event"] in ("start", "resume")))

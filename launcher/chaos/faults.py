@@ -1,7 +1,7 @@
-"""What chaos can do to a run, one function a fault. They touch the processes and files of that run and nothing else.
+"""The faults that a drill can inflict on a run, one function for each kind.
 
-A process belongs to the run if it carries the supervisor's mark of exactly this run folder in its environment
-(run/processes.py), or is the supervisor that the drill itself started.
+Guarantee: only processes and files of that run are touched. A process is one of the run if its environment has the
+supervisor's mark of exactly this run folder (run/processes.py), or if it is the supervisor that the drill started.
 """
 
 from __future__ import annotations
@@ -23,38 +23,44 @@ from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserE
 from electra_dist.run.processes import mark_of, marked_pids
 from electra_dist.store.local import LocalStore
 
-FILLER = "chaos-filler"
+FILLER = "chaos-filler"  # the file with which the fault `disk` fills the checkpoint folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that is hit, on this machine."""
+    """The run that a fault hits: its folder and its processes on this machine."""
 
     run_dir: Path
-    supervisor: int | None  # pid, while it runs
+    supervisor: int | None  # pid of the supervisor; None if it has ended
 
     @property
     def checkpoints(self) -> Path:
-        """Where the drill has the run save."""
+        """Return the checkpoint folder; in a drill a run saves only there."""
         return self.run_dir / CHECKPOINTS_DIR
 
     def pids(self, words: str = "") -> list[int]:
-        """Processes of the run, but for the supervisor, whose command line has `words`."""
-        found = []
+        """Return the pids of the run's processes, without the supervisor.
+
+        Args:
+            words: text that the command line must contain, its arguments joined by spaces; empty selects all.
+        """
+        matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
-            with contextlib.suppress(OSError):
-                if words in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
-                    found.append(pid)
-        return found
+            with contextlib.suppress(OSError):  # The process may have ended.
+                command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                if words in command_line.decode(errors="replace"):
+                    matching.append(pid)
+        return matching
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> pid."""
-        found = {}
+        """Return rank -> pid of the ranks that run, from the variable RANK in the environment of each process."""
+        pids = {}
         for pid in self.pids("--state"):
-            with contextlib.suppress(OSError):
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found.update({int(entry[5:]): pid for entry in environ if entry.startswith(b"RANK=")})
-        return found
+            with contextlib.suppress(OSError):  # The process may have ended.
+                for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    if variable.startswith(b"RANK="):
+                        pids[int(variable.removeprefix(b"RANK="))] = pid
+        return pids
 
 
 Act = Callable[[Victim, random.Random], str]
@@ -62,22 +68,25 @@ Act = Callable[[Victim, random.Random], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One kind: what is done, and what must come of it."""
+    """One kind of fault: what is done to the run, and how the run must react."""
 
-    act: Act  # returns what was hit, for the table
-    then: Literal["goes on", "restarts", "ends"]
-    code: int | None  # of the start (EXIT_CRASH: the supervisor starts again) or of the supervisor; None: it goes on
-    bad_checkpoint: bool = False  # the next start must set one aside
-    needs_save: bool = False  # more telling while a checkpoint is being written
+    act: Act  # inflicts the fault and returns what was hit, for the table
+    then: Literal["goes on", "restarts", "ends"]  # what the run does: no restart, a restart by the supervisor, an end
+    code: int | None  # exit code of the start (EXIT_CRASH, for a restart) or of the supervisor; None: the run goes on
+    bad_checkpoint: bool = False  # whether the next start must set a checkpoint aside
+    needs_save: bool = False  # whether half of these faults should hit the run while it writes a checkpoint
 
 
 def _send(pids: Iterable[int | None], number: int) -> None:
+    """Send signal `number` to processes; None and processes that have ended are skipped."""
     for pid in filter(None, pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _to_a_rank(number: int) -> Act:
+    """Return a fault's action that sends signal `number` to a random rank."""
+
     def act(victim: Victim, draw: random.Random) -> str:
         ranks = victim.ranks()
         rank = draw.choice(sorted(ranks))
@@ -88,37 +97,48 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
+    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it."""
     pids = victim.pids("deepspeed.launcher.launch")
     _send(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"
 
 
 def _term_node(victim: Victim, draw: random.Random) -> str:
+    """Send SIGTERM to the supervisor; the ranks must save and end."""
     _send([victim.supervisor], signal.SIGTERM)
     return "supervisor"
 
 
 def _usr2_step(victim: Victim, draw: random.Random) -> str:
+    """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does; the ranks must save and end."""
     pids = [victim.supervisor, *victim.pids()]
     _send(pids, signal.SIGUSR2)
     return f"{len(pids)} processes"
 
 
 def kill_everything(victim: Victim) -> int:
-    """kill -9, the supervisor first, again for what was just being born; returns how many there were."""
+    """Send SIGKILL to the supervisor and then to all processes of the run, until none is left.
+
+    It is repeated because a process may start a new one before it is killed.
+
+    Returns:
+        The largest number of processes seen at once, the supervisor included.
+    """
     _send([victim.supervisor], signal.SIGKILL)
-    killed = 1
+    num_killed = 1
     while pids := victim.pids():
         _send(pids, signal.SIGKILL)
-        killed = max(killed, len(pids) + 1)
-    return killed
+        num_killed = max(num_killed, len(pids) + 1)
+    return num_killed
 
 
 def _power(victim: Victim, draw: random.Random) -> str:
+    """Kill all processes at once, as a power loss does."""
     return f"{kill_everything(victim)} processes"
 
 
 def _tear(victim: Victim, draw: random.Random) -> str:
+    """Kill all processes and cut a file of the newest checkpoint to a random shorter size."""
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
     size = draw.randrange(file.stat().st_size)
@@ -127,23 +147,25 @@ def _tear(victim: Victim, draw: random.Random) -> str:
 
 
 def _flip(victim: Victim, draw: random.Random) -> str:
+    """Kill all processes and change one random byte of a file of the newest checkpoint."""
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
     data = bytearray(file.read_bytes())
-    place = draw.randrange(len(data))
-    data[place] ^= draw.randrange(1, 256)
+    offset = draw.randrange(len(data))
+    data[offset] ^= draw.randrange(1, 256)
     file.write_bytes(data)
-    return f"{file.parent.name}/{file.name} byte {place}"
+    return f"{file.parent.name}/{file.name} byte {offset}"
 
 
 def _checkpoint_file(victim: Victim, draw: random.Random) -> Path:
-    """A file of the newest committed checkpoint, each as likely as the other."""
-    folder = victim.checkpoints / committed(LocalStore(victim.checkpoints))[-1][2]
+    """Return a random file of the newest committed checkpoint, not an empty one; all are equally likely."""
+    _, _, folder_name = committed(LocalStore(victim.checkpoints))[-1]
+    folder = victim.checkpoints / folder_name
     return draw.choice(sorted(file for file in folder.iterdir() if file.stat().st_size))
 
 
 def _fill_disk(victim: Victim, draw: random.Random) -> str:
-    """To the last byte; `SmallDisk.free` makes room again."""
+    """Fill the disk of the checkpoint folder to the last byte; `SmallDisk.free` makes room again."""
     size = 0
     with (victim.checkpoints / FILLER).open("wb", buffering=0) as file:
         for length in (1 << 20, 1 << 12, 1):
@@ -168,27 +190,36 @@ FAULTS: dict[str, Fault] = {
 
 
 class SmallDisk:
-    """A file system of a few MB over a run's checkpoint folder, so that `disk` fills that and nothing else. Root's."""
+    """Small file system in memory at a run's checkpoint folder, so that the fault `disk` fills nothing else.
+
+    Mounting needs root. Call `close` at the end.
+    """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        """Mount it.
+        """Create the folder and mount a tmpfs of `size_bytes` there.
+
+        Args:
+            folder: the checkpoint folder, which must not exist.
+            size_bytes: room for everything that the run keeps there.
 
         Raises:
-            UserError: this user may not.
+            UserError: this user may not mount file systems.
         """
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "chaos", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UserError(f"fault `disk` needs a small file system; {done.stderr.strip()}; leave `disk` out")
+            raise UserError(
+                f"fault `disk` mounts a small file system ({done.stderr.strip()}); run as root, or leave `disk` out"
+            )
 
     def free(self) -> None:
-        """Make room again."""
+        """Delete the file with which the fault `disk` filled the file system."""
         (self._folder / FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount; what was in it stays in the folder."""
+        """Copy the files to the disk below, unmount the file system, and leave the files in the folder."""
         self.free()
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)

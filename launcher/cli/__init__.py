@@ -1,1 +1,1 @@
-"""The electra-dist command."""
+"""The command `electra-dist`, with one file for each subcommand."""

@@ -1,4 +1,4 @@
-"""What a user means by a path of checkpoints."""
+"""Resolve the PATH of a checkpoint command to stores and checkpoint folders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from electra_dist.store.open import open_store
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
-    """What a user means by `path`: a run's folder (then its config says), a folder of checkpoints or an s3:// prefix.
+    """Return the stores in which to look for the checkpoints of `path`.
+
+    Args:
+        path: a run folder, whose config names the stores; a folder of checkpoints; or an s3:// prefix.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. A run folder's config names its own.
 
     Raises:
-        UserError: it is none of these.
+        UserError: `path` is none of these.
     """
     if path.startswith("s3://"):
         return [open_store(path, endpoint_url)]
@@ -24,22 +28,32 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
     if is_run_folder(folder):
         return open_targets(open_run(folder))
     if not folder.is_dir():
-        raise UserError(f"{path}: no such folder; name a run's folder, a folder of checkpoints or an s3:// prefix")
+        raise UserError(f"{path}: no such folder; name a run folder, a folder of checkpoints or an s3:// prefix")
     return [open_store(path)]
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """(store, folder) of one checkpoint: `path` itself, or the newest committed below it.
+    """Return (store, folder) of one checkpoint: `path` itself, or the newest committed checkpoint below it.
+
+    If several stores have the newest checkpoint, the first store counts.
+
+    Args:
+        path: the folder of one checkpoint, or a path as for `find_targets`.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such path, or no committed checkpoint below it.
     """
-    above, _, name = path.rstrip("/").rpartition("/")
+    parent, _, name = path.rstrip("/").rpartition("/")
     if parse_folder(name):
-        return open_store(above or ".", endpoint_url), name
+        return open_store(parent or ".", endpoint_url), name
     targets = find_targets(path, endpoint_url)
-    found = [(step, attempt, -n, folder) for n, t in enumerate(targets) for step, attempt, folder in committed(t)]
-    if not found:
+    candidates = [
+        (step, attempt, -index, folder)  # The negative index makes the first store the largest among equal copies.
+        for index, target in enumerate(targets)
+        for step, attempt, folder in committed(target)
+    ]
+    if not candidates:
         raise UserError(f"{path}: no committed checkpoint there; `electra-dist checkpoint list` shows what there is")
-    *_, number, folder = max(found)
-    return targets[-number], folder
+    _, _, negative_index, folder = max(candidates)
+    return targets[-negative_index], folder

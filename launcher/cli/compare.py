@@ -1,10 +1,10 @@
-"""`electra-dist compare`: which objective is worth most on your corpus, at equal training FLOPs?"""
+"""Command `electra-dist compare`: pretrain several objectives at equal training FLOPs and compare their scores."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,15 +12,22 @@ from rich.table import Table
 
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 
+if TYPE_CHECKING:  # torch is loaded when the command runs, not for --help
+    from electra_dist.compare.plan import Plan
+
 
 def compare(
-    file: Annotated[Path, typer.Argument(help="YAML file, for example configs/compare_cpu.yaml")],
-    glue: Annotated[Path | None, typer.Option(help="folder with CoLA/train.tsv and so on")] = None,
-    dry_run: Annotated[bool, typer.Option(help="check everything, print the runs, start none")] = False,
+    file: Annotated[Path, typer.Argument(help="YAML file of the comparison, such as configs/compare_cpu.yaml")],
+    glue: Annotated[
+        Path | None, typer.Option(help="folder of the GLUE download, which contains CoLA/train.tsv and so on")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
 ) -> None:
-    """Pretrain objectives at equal FLOPs, score them along the way; a table and a picture. Goes on where it was.
+    """Pretrain objectives at equal FLOPs, score their checkpoints, and write a table and a picture.
 
-    Exit codes: 0 all done, 1 a run failed (it is named), 75 interrupted, 78 something is wrong with the input.
+    Started again after an interrupt, the command continues; nothing that is finished is repeated.
+
+    Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
     """
     from electra_dist.compare.config import CompareConfig
     from electra_dist.compare.run import Comparison
@@ -29,20 +36,16 @@ def compare(
 
     out = Console(highlight=False, soft_wrap=True)
     comparison = Comparison(load_section(file, CompareConfig), file, glue)
-    table = Table("run", "steps", "FLOPs", "of the budget", title=f"{comparison.plan.budget_flops:.4g} FLOPs a run")
-    for cell in comparison.plan.cells:
-        flops = cell.flops(cell.marks[-1])
-        share = f"{flops / comparison.plan.budget_flops:.2%}"
-        table.add_row(cell.name, f"{cell.marks[-1]:,}", f"{flops:.4g}", share)
-    out.print(table)
+    out.print(_plan_table(comparison.plan))
     if dry_run:
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both ways of stopping hand it on to the ranks
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C: both stop the runs in order, so that their ranks save.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with progress_bar(out) as progress:
             is_complete = comparison.run(progress, out.print)
     except KeyboardInterrupt:
-        out.print("interrupted; the same command goes on from here")
+        out.print("interrupted; run the same command again: it continues from this point")
         raise typer.Exit(EXIT_STOPPED) from None
     out.print(comparison.table())
     for failure in comparison.failures():
@@ -51,3 +54,13 @@ def compare(
         out.print(path)
     if not is_complete:
         raise typer.Exit(EXIT_CRASH)
+
+
+def _plan_table(plan: Plan) -> Table:
+    """Return the runs of a comparison as a table: steps, training FLOPs and their share of the budget."""
+    table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
+    for cell in plan.cells:
+        num_steps = cell.marks[-1]
+        flops = cell.flops(num_steps)
+        table.add_row(cell.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
+    return table

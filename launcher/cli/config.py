@@ -1,4 +1,4 @@
-"""`electra-dist config` and `electra-dist resolve`: the configuration as it will be used."""
+"""`electra-dist config` and `electra-dist resolve`: show a config with all defaults and overrides applied."""
 
 from __future__ import annotations
 
@@ -16,26 +16,33 @@ from launcher.cli.options import ConfigFile, Overrides
 def config(
     file: ConfigFile,
     overrides: Overrides = None,
-    describe: Annotated[bool, typer.Option(help="also say what each key is")] = False,
+    describe: Annotated[bool, typer.Option(help="also describe each key")] = False,
 ) -> None:
-    """The resolved configuration, and where each value comes from."""
+    """Print every key of the resolved config, its value, and where the value comes from."""
     origin = sources(file, overrides or ())
     resolved = load_config(file, overrides or ()).model_dump(mode="json")
-    table = Table("key", "value", "from", *(["what it is"] if describe else []), title=str(file))
-    for key, where in origin.items():
+    columns = ["key", "value", "from"]
+    if describe:
+        columns.append("description")
+    table = Table(*columns, title=str(file))
+    for key, source in origin.items():
         value: object = resolved
         for part in key.split("."):
             value = value[part] if isinstance(value, dict) else value
-        table.add_row(key, str(value), where, *([_description(key)] if describe else []))
+        row = [key, str(value), source]
+        if describe:
+            row.append(_description(key))
+        table.add_row(*row)
     Console().print(table)
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
-    """The resolved configuration as YAML."""
+    """Print the resolved config as YAML, with all defaults and overrides applied."""
     print(dump_yaml(load_config(file, overrides or ())), end="")
 
 
 def _description(key: str) -> str:
+    """Return the description of a key such as `train.micro_batch`; empty for a key that has none."""
     fields = Config.model_fields
     *path, last = key.split(".")
     for part in path:

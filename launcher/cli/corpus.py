@@ -1,6 +1,7 @@
-"""`electra-dist corpus ...`: build, vocab, index, python-docs.
+"""Commands `electra-dist corpus build`, `vocab`, `index` and `python-docs`.
 
-What needs torch (keyed randomness) is imported by the command that uses it: worker processes load this file again.
+Modules that need torch (for keyed randomness) are imported within the command that uses them, because the worker
+processes of a build import this file, too.
 """
 
 from __future__ import annotations
@@ -25,14 +26,23 @@ from electra_dist.store.files import replacing
 from electra_dist.store.open import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-app = typer.Typer(help="Text to rows to shards.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
+)
 
 Inputs = Annotated[
     list[str],
-    typer.Option("--input", help="file or folder; repeat it: .txt .jsonl .wet (also .gz .zst .xz), .parquet"),
+    typer.Option(
+        "--input",
+        help="file or folder with text; may be repeated: .txt .jsonl .ndjson .wet (also with .gz .zst .xz), .parquet",
+    ),
 ]
-ConfigFile = Annotated[Path, typer.Option("--config", help="YAML of the run; its data.seq_len, corpus, seed count")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="override, such as corpus.packing=none")]
+ConfigFile = Annotated[
+    Path, typer.Option("--config", help="YAML of the run; data.seq_len, corpus.* and seed are used")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="override a key of the config, for example corpus.packing=none")
+]
 TextField = Annotated[str, typer.Option(help="field of a JSON line, or parquet column, that holds the text")]
 
 
@@ -43,12 +53,13 @@ def build(
     config: ConfigFile,
     overrides: Overrides = None,
     vocab: Annotated[
-        Path | None, typer.Option(help="vocab.txt; without it one of model.vocab_size is trained on the input")
+        Path | None,
+        typer.Option(help="vocab.txt; default: the one in OUTPUT, or a new one of model.vocab_size from the input"),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: all cores")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per usable core")] = None,
     text_field: TextField = "text",
 ) -> None:
-    """Build a corpus, or go on with one that was interrupted."""
+    """Build a corpus of text files, or resume a build that was interrupted; a finished corpus is left unchanged."""
     from electra_dist.corpus.build import build_corpus
     from electra_dist.corpus.request import BuildRequest
 
@@ -60,7 +71,7 @@ def build(
     if vocabulary.size != settings.model.vocab_size:
         raise UserError(
             f"{vocab or output}: the vocabulary has {vocabulary.size} entries but model.vocab_size is "
-            f"{settings.model.vocab_size}; make them equal"
+            f"{settings.model.vocab_size}; set model.vocab_size to {vocabulary.size}, or give another --vocab"
         )
     request = BuildRequest(
         inputs=files,
@@ -74,24 +85,28 @@ def build(
         endpoint_url=settings.data.endpoint_url,
     )
     result = build_corpus(request, BuildConsole(sum(file.size for file in files), console))
-    heldout = result.heldout.totals if result.heldout else None
-    console.print(summary(result.manifest.totals, heldout, request.seq_len))
-    state = "already built, nothing to do" if result.was_there else "built"
-    if result.resumed_shards and not result.was_there:
-        state += f" ({result.resumed_shards} shards were finished before)"
-    console.print(f"{output}: {state}; {len(result.manifest.shards)} shards", soft_wrap=True)
-    console.print(f"fingerprint {result.manifest.fingerprint}", soft_wrap=True)
+    manifest = result.manifest
+    heldout_totals = result.heldout.totals if result.heldout else None
+    console.print(summary(manifest.totals, heldout_totals, request.seq_len))
+    if result.was_there:
+        state = "already built, nothing to do"
+    elif result.resumed_shards:
+        state = f"built ({result.resumed_shards} shards were finished before)"
+    else:
+        state = "built"
+    console.print(f"{output}: {state}; {len(manifest.shards)} shards", soft_wrap=True)
+    console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
 
 @app.command("vocab")
 def train_vocab(
     inputs: Inputs,
-    output: Annotated[Path, typer.Option(help="vocab.txt to write")],
-    size: Annotated[int, typer.Option(min=1, help="entries")] = 30522,
-    cased: Annotated[bool, typer.Option("--cased", help="keep case and accents")] = False,
+    output: Annotated[Path, typer.Option(help="vocab.txt to write; an existing file is replaced")],
+    size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
+    cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
     text_field: TextField = "text",
 ) -> None:
-    """Train a WordPiece vocabulary."""
+    """Train a WordPiece vocabulary on text files; the same input always gives the same vocabulary."""
     vocabulary = _train(find_inputs(inputs), size, not cased, text_field)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
@@ -101,11 +116,13 @@ def train_vocab(
 @app.command()
 def index(
     corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix with *.tar of *.rows.npy members")],
-    vocab: Annotated[Path, typer.Option(help="vocab.txt that the ids mean")],
-    cased: Annotated[bool, typer.Option("--cased", help="the text kept case and accents")] = False,
-    endpoint_url: Annotated[str | None, typer.Option(help="S3 endpoint other than AWS's")] = None,
+    vocab: Annotated[Path, typer.Option(help="vocab.txt whose line numbers are the ids in the rows")],
+    cased: Annotated[
+        bool, typer.Option("--cased", help="the text of the rows kept its upper case and accents")
+    ] = False,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Write corpus.json for shards that another WebDataset writer made."""
+    """Check shards that another WebDataset writer made, and write corpus.json and vocab.txt beside them."""
     from electra_dist.corpus.index import index_corpus
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
@@ -117,24 +134,36 @@ def index(
 
 
 @app.command("python-docs")
-def python_docs(output: Annotated[Path, typer.Option(help="folder for python_docs.txt")]) -> None:
-    """Write the prose that this Python installation carries: a small corpus that needs no network."""
+def python_docs(output: Annotated[Path, typer.Option(help="folder in which to write python_docs.txt")]) -> None:
+    """Write the docstrings and help topics of this Python installation: a small corpus that needs no network."""
     path, num_documents = write_python_docs(output)
     size_mb = path.stat().st_size / 1e6
     Console(highlight=False).print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """The corpus's own vocab.txt would be read as text the next time."""
-    for given in inputs:
-        if "://" not in output and Path(output).resolve().is_relative_to(Path(given).resolve()):
-            raise UserError(f"--output {output}: lies in the input {given}; choose a folder outside")
+    """Check that the output is not inside an input folder: a second build would read its vocab.txt as text.
+
+    Raises:
+        UserError: the output is an input, or below one.
+    """
+    if "://" in output:
+        return
+    for path in inputs:
+        if Path(output).resolve().is_relative_to(Path(path).resolve()):
+            raise UserError(f"--output {output}: is inside the input {path}; choose a folder outside of it")
 
 
 def _vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
-    """The one that was named, else the one already in the output, else a new one."""
+    """Return the vocabulary of a build: from `path` if given, or from the output, or a new one trained on `files`.
+
+    The one in the output was written by a build that was interrupted or finished.
+
+    Raises:
+        UserError: the vocabulary cannot be read or trained.
+    """
     if path is not None:
         return Vocabulary.read(path)
     store = open_store(output, settings.data.endpoint_url)
@@ -145,7 +174,10 @@ def _vocabulary(
 
 
 def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) -> Vocabulary:
+    """Train a vocabulary of at most `size` entries on the documents of `files` that no rule skips."""
+
     def texts() -> Iterator[str]:
+        """Yield the texts; reads the files again at each call."""
         for document in DocumentStream(files, text_field):
             try:
                 yield decode(document, text_field)

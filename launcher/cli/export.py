@@ -1,4 +1,4 @@
-"""`electra-dist export` and `electra-dist report`: what a run leaves for people."""
+"""`electra-dist export` and `electra-dist report`: write a run's models and its report page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from launcher.cli.options import RunFolder
 
 def export(
     run: RunFolder,
-    output: Annotated[Path | None, typer.Option(help="folder to write; default: RUN/export")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder to write the models to; default: RUN/export")] = None,
 ) -> None:
-    """Write the newest checkpoint as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator."""
+    """Write the newest checkpoint as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
+
+    Load them with transformers, for example AutoModel.from_pretrained('OUTPUT/discriminator').
+    """
     state, folders = export_run(run, output or run / EXPORT_DIR)
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"\n[bold]{run}[/bold] at step {state.step:,}")
@@ -33,5 +36,5 @@ def export(
 
 
 def report(run: RunFolder) -> None:
-    """Write RUN/report.html again."""
+    """Write the report page RUN/report.html from the run's records, replacing an older one, and print its path."""
     print(write_report(run))

@@ -1,4 +1,4 @@
-"""`electra-dist finetune` and `electra-dist minimal-pairs`: what is a pretrained model worth?"""
+"""Commands `electra-dist finetune` and `electra-dist minimal-pairs`: scores of pretrained models."""
 
 from __future__ import annotations
 
@@ -18,90 +18,106 @@ from rich.table import Table
 from electra_dist.errors import UserError
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
+    from electra_dist.finetune.config import FinetuneConfig
     from electra_dist.finetune.fit import Progress as Report
+    from electra_dist.finetune.result import SeedSummary
     from electra_dist.finetune.tasks import Task
+    from electra_dist.pretrained.encoder import Pretrained
 
-SUMMARY_FILE = "results.json"
+SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
 
 
 class Kind(StrEnum):
-    """What a custom task predicts."""
+    """What a custom task predicts: a class, or a number."""
 
     classification = "classification"
     regression = "regression"
 
 
 class Tower(StrEnum):
-    """Which network of a run."""
+    """Which of the two networks of a run is used."""
 
     discriminator = "discriminator"
     generator = "generator"
 
 
-Model = Annotated[str, typer.Option(help="a run's folder, a Hugging Face folder, or random:CONFIG.yaml")]
-Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG; default: the one of its corpus")]
-TowerOption = Annotated[Tower, typer.Option(help="which network of a run")]
+Model = Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")]
+Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
+TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
 
 
 def finetune(
     task: Annotated[
         str,
-        typer.Option(help="cola sst2 mrpc stsb rte qnli qqp mnli wnli squad1 squad2, with commas between; or custom"),
+        typer.Option(
+            help="cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2 or custom; several are separated "
+            "by commas"
+        ),
     ],
     model: Model,
-    data: Annotated[Path, typer.Option(help="folder with CoLA/train.tsv and so on, squad/*.json; custom: train, dev")],
-    seeds: Annotated[int, typer.Option(min=1, help="runs from one model: seeds 0 to N - 1")] = 1,
-    probe: Annotated[bool, typer.Option(help="freeze the encoder, fit a linear model on its states")] = False,
-    output: Annotated[Path | None, typer.Option(help="default: MODEL/finetune; run again with it to go on")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="as in lr=3e-4")] = None,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="folder with CoLA/train.tsv and so on, and squad/*.json; for custom, with train and dev files"
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
+    probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="folder of the results, where an interrupted command resumes; default: MODEL/finetune"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
+    ] = None,
     text_a: Annotated[str | None, typer.Option(help="custom: column of the text")] = None,
-    text_b: Annotated[str | None, typer.Option(help="custom: column of a second text")] = None,
+    text_b: Annotated[str | None, typer.Option(help="custom: column of the second text, for pairs")] = None,
     label: Annotated[str | None, typer.Option(help="custom: column of the label")] = None,
-    kind: Annotated[Kind, typer.Option(help="custom: what the label is")] = Kind.classification,
+    kind: Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")] = Kind.classification,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
 ) -> None:
-    """Fine-tune or probe a pretrained model on GLUE, SQuAD or files of your own; finished seeds are not run again."""
+    """Fine-tune or probe a pretrained model on GLUE, SQuAD or custom files.
+
+    Seeds that are finished in the output folder are not run again.
+    """
     from electra_dist.finetune.config import settings_for
-    from electra_dist.finetune.result import glue_average, results_table, summarize
+    from electra_dist.finetune.result import results_table, summarize
     from electra_dist.finetune.run import run_all
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
-    tasks = [_open_task(name, data, text_a, text_b, label, kind) for name in dict.fromkeys(task.split(","))]
+    task_names = list(dict.fromkeys(task.split(",")))
+    tasks = [_open_task(name, data, text_a, text_b, label, kind) for name in task_names]
     encoder = load_pretrained(model, tower.value, vocab)
-    width, positions = encoder.tower.hidden_size, encoder.model.max_positions
-    work = [(each, settings_for(each.name, width, positions, overrides or ())) for each in tasks]
+    width = encoder.tower.hidden_size
+    settings = [settings_for(name, width, encoder.model.max_positions, overrides or ()) for name in task_names]
     folder = output or _default_output(model)
     device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     with progress_bar(out) as progress:
-        results = run_all(encoder, work, range(seeds), folder, device, probe, progress, out.print)
-    summaries = [summarize([r for r in results if r.task == each.name]) for each in tasks]
-    _write_json(
-        folder / SUMMARY_FILE,
-        {
-            "model": encoder.name,
-            "digest": encoder.digest,
-            "settings": {each.name: settings.model_dump(mode="json") for each, settings in work},
-            "tasks": [dataclasses.asdict(summary) for summary in summaries],
-            "glue_average": glue_average(summaries),
-        },
-    )
+        results = run_all(
+            encoder, list(zip(tasks, settings)), range(seeds), folder, device, probe, progress, out.print
+        )
+    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
+    _write_summary(folder / SUMMARY_FILE, encoder, dict(zip(task_names, settings)), summaries)
     out.print(results_table(f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries))
     for summary in summaries:
-        for seed, why in summary.failed.items():
-            out.print(f"failed: {summary.task} seed {seed}: {why}")
+        for seed, reason in summary.failed.items():
+            out.print(f"failed: {summary.task} seed {seed}: {reason}")
 
 
 def minimal_pairs(
     model: Model,
-    pairs: Annotated[int, typer.Option(min=1, help="pairs of each phenomenon")] = 200,
+    pairs: Annotated[int, typer.Option(min=1, help="number of sentence pairs of each phenomenon")] = 200,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
-    output: Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
 ) -> None:
-    """How often a model tells a grammatical sentence from one that differs in a word (agreement, by templates)."""
+    """Print how often a model prefers a grammatical sentence to one that differs in a single word.
+
+    The sentence pairs test number agreement in English and are made from templates; nothing is trained.
+    """
     from electra_dist.finetune.minimal_pairs import score_minimal_pairs
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
@@ -118,6 +134,19 @@ def minimal_pairs(
 
 
 def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, label: str | None, kind: Kind) -> Task:
+    """Read the data of a task of the command line.
+
+    Args:
+        name: a task of GLUE, squad1, squad2 or custom.
+        data: folder of the data.
+        text_a: custom: column of the text.
+        text_b: custom: column of the second text; None for single texts.
+        label: custom: column of the label.
+        kind: custom: what the label is.
+
+    Raises:
+        UserError: an unknown task, a custom task without its columns, or data that are missing or not valid.
+    """
     from electra_dist.finetune.squad.task import SquadTask
     from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 
@@ -126,15 +155,18 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
     if name in ("squad1", "squad2"):
         return SquadTask(int(name[-1]), data)
     if name != "custom":
-        raise UserError(f"--task {name}: unknown; one of {', '.join([*GLUE, 'squad1', 'squad2', 'custom'])}")
+        raise UserError(f"--task {name}: unknown; choose one of {', '.join([*GLUE, 'squad1', 'squad2', 'custom'])}")
     if text_a is None or label is None:
-        raise UserError("--task custom: needs --text-a COLUMN and --label COLUMN (and --text-b for pairs)")
+        raise UserError(
+            "--task custom: the columns are missing; add --text-a COLUMN and --label COLUMN (and --text-b for pairs)"
+        )
     metric = "accuracy" if kind is Kind.classification else "spearman"
     spec = TextSpec(name="custom", text_a=text_a, text_b=text_b, label=label, kind=kind.value, metric=metric)
     return TextTask(spec, data)
 
 
 def _default_output(model: str) -> Path:
+    """Return MODEL/finetune; for random:CONFIG.yaml, a folder below runs/ that is named after the config."""
     if model.startswith("random:"):
         return Path("runs") / f"finetune_random_{Path(model.removeprefix('random:')).stem}"
     return Path(model) / "finetune"
@@ -142,22 +174,51 @@ def _default_output(model: str) -> Path:
 
 @contextmanager
 def progress_bar(out: Console) -> Iterator[Report]:
-    """A progress bar on a terminal; nothing where there is none."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
+
+    Yields:
+        A function to call with (activity, parts done, parts in total). A new activity restarts the bar.
+    """
     bar = Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=out, transient=True, disable=not out.is_terminal
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
     )
     with bar:
-        current = bar.add_task("", total=None)
+        bar_id = bar.add_task("", total=None)
 
-        def report(what: str, done: int, total: int) -> None:
-            if bar.tasks[0].description != what:
-                bar.reset(current, description=what)
-            bar.update(current, completed=done, total=total)
+        def report(activity: str, done: int, total: int) -> None:
+            if bar.tasks[0].description != activity:
+                bar.reset(bar_id, description=activity)
+            bar.update(bar_id, completed=done, total=total)
 
         yield report
 
 
+def _write_summary(
+    path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
+) -> None:
+    """Write the settings (by task) and the summaries of a fine-tuning command as JSON."""
+    from electra_dist.finetune.result import glue_average
+
+    _write_json(
+        path,
+        {
+            "model": encoder.name,
+            "digest": encoder.digest,
+            "settings": {name: task_settings.model_dump(mode="json") for name, task_settings in settings.items()},
+            "tasks": [dataclasses.asdict(summary) for summary in summaries],
+            "glue_average": glue_average(summaries),
+        },
+    )
+
+
 def _write_json(path: Path, tree: dict[str, object]) -> None:
+    """Write a tree as indented JSON; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n")

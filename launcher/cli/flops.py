@@ -1,4 +1,4 @@
-"""`electra-dist flops`: training FLOPs of the models of the paper, and of a config."""
+"""`electra-dist flops`: training FLOPs of the models in the ELECTRA paper, and of the run of a config."""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ from electra_dist.planning.paper_flops import TABLE
 
 
 def flops(
-    file: Annotated[Path | None, typer.Argument(help="also count the run of this config")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override")] = None,
+    file: Annotated[Path | None, typer.Argument(help="YAML file of a run, to count its FLOPs, too")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
+    ] = None,
 ) -> None:
-    """Training FLOPs from ELMo to ELECTRA, counted as the paper does and as MFU does; with FILE, of that run, too."""
+    """Print the training FLOPs of the models in the ELECTRA paper, from ELMo to ELECTRA; with FILE, also of that run.
+
+    Each model is counted by the paper's method and by the one that is used for MFU (model FLOPs utilisation).
+    """
     out = Console(highlight=False, soft_wrap=True)
     table = Table("model", "in the paper", "its method", "for MFU", title="training FLOPs")
     for row in TABLE:
         mfu = row.mfu()
         table.add_row(row.name, row.printed or "-", f"{row.paper():.3g}", "-" if mfu is None else f"{mfu:.3g}")
     out.print(table)
-    out.print("its method: backward = forward, look-ups as products, small operations, softmax at 15.6 % of positions")
-    out.print("for MFU: matrix products only, backward = 2 x forward, softmax at masked positions")
+    out.print(
+        "its method: the backward pass counts as much as the forward pass, look-ups count as matrix products, "
+        "small operations count, the softmax is at 15.6 % of the positions"
+    )
+    out.print(
+        "for MFU: only matrix products count, the backward pass counts twice the forward pass, "
+        "the softmax is at the masked positions"
+    )
     if file is not None:
         config = load_config(file, overrides or ())
         per_token = token_flops(config.model, config.data.seq_len, config.objective)
         tokens = config.train.num_steps * config.train.global_batch * config.data.seq_len
         out.print(
             f"{file}: objective {config.objective.name}, {tokens:.3g} tokens, {run_flops(config):.3g} FLOPs for MFU; "
-            f"a token {per_token.total:.4g} (discriminator {per_token.discriminator:.4g}, generator "
+            f"per token {per_token.total:.4g} (discriminator {per_token.discriminator:.4g}, generator "
             f"{per_token.generator:.4g})"
         )

@@ -1,7 +1,7 @@
-"""`electra-dist`: everything around a run that is not the run itself. A user's mistake is one line and exit 78.
+"""The command `electra-dist`: prepares corpora, submits runs, and inspects, evaluates and exports them.
 
-A command's module is imported when the command is named, so that `electra-dist status` loads neither torch nor
-matplotlib.
+How: the module of a subcommand is imported only when the subcommand is used, so that `electra-dist status` loads
+neither torch nor matplotlib. A user error is printed as one line and ends the process with exit code 78.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 
 
 class _CommandsOnUse(TyperGroup):
-    """The commands of `COMMANDS`, each imported when it is asked for."""
+    """Group of the subcommands in `COMMANDS`; it imports the module of a subcommand when the subcommand is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of all subcommands, in the order in which `--help` shows them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return a command; None if there is none of that name."""
+        """Import and return the subcommand `cmd_name`; None if there is no such subcommand, which Click reports."""
         if cmd_name not in COMMANDS:
             return None
-        module, name = COMMANDS[cmd_name]
-        found = getattr(import_module(module), name)
-        if not isinstance(found, typer.Typer):
-            single = typer.Typer(add_completion=False)
-            single.command(cmd_name)(found)
-            found = single
-        command = typer.main.get_command(found)
+        module, attribute = COMMANDS[cmd_name]
+        function_or_app = getattr(import_module(module), attribute)
+        if isinstance(function_or_app, typer.Typer):
+            command_app = function_or_app
+        else:
+            command_app = typer.Typer(add_completion=False)
+            command_app.command(cmd_name)(function_or_app)
+        command = typer.main.get_command(command_app)
         command.name = cmd_name
         return command
 
@@ -60,11 +61,14 @@ app = typer.Typer(cls=_CommandsOnUse, no_args_is_help=True, add_completion=False
 
 @app.callback()
 def _group() -> None:
-    """Everything around a run that is not the run itself. A user's mistake is one line and exit 78."""
+    """Prepare corpora, submit runs to Slurm, and inspect, evaluate and export runs.
+
+    Exit codes: 0 success, 1 a check failed, 2 wrong usage, 78 an error that you must fix (printed as one line).
+    """
 
 
 def main() -> None:
-    """Run the console command. A user's mistake is printed in one line and ends the process with 78."""
+    """Run the command line of this process; print a user error to stderr as one line and exit with 78."""
     try:
         app()
     except UserError as error:

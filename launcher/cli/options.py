@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments and options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML file, for example configs/large_25pct_mask.yaml")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override, may repeat")]
-RunFolder = Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo_cpu")]
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file of a run, for example configs/large_25pct_mask.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
+]
+RunFolder = Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]

@@ -1,4 +1,4 @@
-"""`electra-dist plan`: what a run would take, on the GPUs of its config or on N nodes."""
+"""`electra-dist plan`: estimate parameters, memory, FLOPs and time of a run, on the config's GPUs or on N nodes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from electra_dist.config_file import load_config
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="YAML file, for example configs/large_25pct_mask.yaml")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="also plan for 1, 2, 4, ... up to so many nodes")] = None,
-    gpu: Annotated[str, typer.Option(help="GPU of the nodes")] = "H200",
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node")] = 8,
-    fabric: Annotated[str, typer.Option(help="a node's links to the others: 400Gb, 8x400Gb, 50GB")] = "400Gb",
-    step_tokens_per_s: Annotated[
-        float | None, typer.Option(min=1, help="measured on one GPU; default: its peak x plan.utilisation")
+    file: Annotated[Path, typer.Argument(help="YAML file of a run, for example configs/large_25pct_mask.yaml")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
     ] = None,
-    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="price of a GPU-hour: adds the cost")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="also estimate for 1, 2, 4, ... nodes, up to this number")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU model of the nodes")] = "H200",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
+    fabric: Annotated[
+        str, typer.Option(help="network links of a node, per second: 400Gb, 8x400Gb (bits) or 50GB (bytes)")
+    ] = "400Gb",
+    step_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(min=1, help="measured tokens per second of one GPU; default: its peak x plan.utilisation"),
+    ] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option(min=0, help="price of one GPU-hour, in any currency; adds the cost of the run")
+    ] = None,
 ) -> None:
-    """What a run would take: parameters, tokens, memory, FLOPs, days; with --nodes, how it scales."""
+    """Estimate what a run would take: parameters, tokens, memory, FLOPs and days.
+
+    With --nodes, also estimate how the time scales with the number of nodes. Nothing is run or written.
+    """
     from electra_dist.planning.scaling import Cluster, parse_fabric
     from electra_dist.planning.tables import print_plan
 

@@ -1,4 +1,7 @@
-"""`electra-dist status RUN`: where a run stands, and the command that it needs next. Reads; changes nothing."""
+"""`electra-dist status RUN`: show where a run stands, and the command to run next.
+
+Guarantee: it only reads; neither the run nor the queue is changed.
+"""
 
 from __future__ import annotations
 
@@ -25,47 +28,55 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics import read_metrics
 from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
-from launcher.slurm.queue import NodeOut, QueueView, queue_view
+from launcher.slurm.queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
-_STEPS_OF_PATIENCE = 10
+_STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that `lines` tells from."""
+    """Everything that is known of a run at one moment: the input of `lines`."""
 
-    run: Path
-    now: float
+    run: Path  # the run folder
+    now: float  # Unix time
     config: Config
     ledger: list[Record]
-    jobs: list[Record]
-    last: Record | None  # newest step record
-    beats: list[Beat]
+    jobs: list[Record]  # the lines of slurm/jobs.jsonl
+    last: Record | None  # newest record of a training step; None before the first
+    beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
-    queue: QueueView | None
-    submitted_by: str  # what a person typed last; empty if nobody submitted
+    queue: QueueView | None  # None without Slurm, or if the run was never submitted
+    submitted_by: str  # command line of the newest submission; empty if there was none
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="a run's folder, for example runs/demo_cpu")],
+    run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")],
 ) -> None:
-    """Where a run stands, what it has cost, and what to do next."""
+    """Show where a run stands, its goodput, its jobs and nodes, and what to do next. Changes nothing."""
     out = Console(highlight=False, soft_wrap=True, markup=False)
     for line in lines(facts(run)):
         out.print(line)
 
 
 def facts(run: Path) -> Facts:
-    """Look.
+    """Read everything that `status` shows: the files of the run folder and, for a submitted run, Slurm's queue.
+
+    A run that was submitted but has not started yet has a config beside its batch script only, which is then used.
+
+    Args:
+        run: the run folder.
 
     Raises:
-        UserError: there is no such run.
+        UserError: it is not a run folder, or a file in it is damaged.
     """
     scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
-    configs = [file for file in (run / CONFIG_FILE, *(s.with_suffix(".yaml") for s in scripts[-1:])) if file.exists()]
+    config_files = [run / CONFIG_FILE]
+    if scripts:
+        config_files.append(scripts[-1].with_suffix(".yaml"))
+    configs = [file for file in config_files if file.exists()]
     if not configs:
-        raise UserError(f"{run}: no such run folder (it has no config.yaml); give the run_dir of a run")
+        raise UserError(f"{run}: no such run folder (it has no config.yaml); name the run_dir of a run")
     records = [record for record in read_metrics(run) if record["kind"] == "train"]
     return Facts(
         run=run,
@@ -82,42 +93,55 @@ def facts(run: Path) -> Facts:
 
 
 def lines(seen: Facts) -> list[str]:
-    """The page, line by line; commands to type are indented by four."""
+    """Return the status page as lines; the commands to run next come last, indented by four spaces.
+
+    Args:
+        seen: the result of `facts`.
+    """
     state = run_state(seen.ledger, _evidence(seen))
-    said = [f"run {seen.run}: {state}{_why(seen, state)}", f"  step        {_step(seen)}"]
-    saved = [event for event in seen.ledger if event["event"] == "checkpoint"]
-    if saved:
-        age_s = seen.now - _seconds(saved[-1]["time"])
-        said.append(f"  checkpoint  step {saved[-1]['step']:,}, {format_duration(age_s)} old")
+    page = [f"run {seen.run}: {state}{_why(seen, state)}", f"  step        {_step(seen)}"]
+    checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
+    if checkpoints:
+        age_s = seen.now - _seconds(checkpoints[-1]["time"])
+        page.append(f"  checkpoint  step {checkpoints[-1]['step']:,}, {format_duration(age_s)} old")
     else:
-        said.append("  checkpoint  none yet")
+        page.append("  checkpoint  none yet")
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
-        said.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
-    said += [f"  job         {j.job} {j.state} {j.nodes or j.reason}" for j in (seen.queue.jobs if seen.queue else ())]
-    said += [f"  node        {n.node} {n.state}: {n.reason}" for n in _nodes_out(seen)]
-    said += _silent(seen) if state == "living" else []
+        page.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
+    page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
+    page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
+    if state == "living":
+        page += _silent(seen)
     expires_s = 3600 * seen.config.cluster.strike_expires_h
     for node in excluded_nodes(seen.strikes, seen.now, expires_s=expires_s):
         newest = [strike for strike in seen.strikes if strike.node == node][-1]
         left = format_duration(newest.time + expires_s - seen.now)
-        said.append(f"  left out    {node} for {left} more: {newest.device} {newest.reason}".replace(":  ", ": "))
-    return [*said, "next:", *(f"    {command}" for command in _next(seen, state))]
+        page.append(f"  left out    {node} for {left} more: {newest.device} {newest.reason}".replace(":  ", ": "))
+    return [*page, "next:", *(f"    {command}" for command in _next(seen, state))]
 
 
 def _evidence(seen: Facts) -> RunEvidence:
-    jobs = seen.queue.jobs if seen.queue else ()
-    times = [beat.time for beat in seen.beats] + [_seconds(event["time"]) for event in seen.ledger[-1:]]
+    """Return what decides the state of the run beside its ledger: its signs of life and its jobs in the queue."""
+    signs_of_life = [beat.time for beat in seen.beats]
+    signs_of_life += [_seconds(event["time"]) for event in seen.ledger[-1:]]
     metrics = seen.run / METRICS_FILE
-    times += [metrics.stat().st_mtime] if metrics.exists() else []
-    step_s = seen.last["step_s"] if seen.last else 0.0
+    if metrics.exists():
+        signs_of_life.append(metrics.stat().st_mtime)
     limits = seen.config.cluster
-    patience_s = max(limits.hang_step_floor_s, step_s * max(_STEPS_OF_PATIENCE, seen.config.log.every_steps))
-    if seen.ledger and seen.ledger[-1]["event"] in ("start", "resume") and not (seen.beats and seen.last):
+    is_setting_up = (
+        bool(seen.ledger) and seen.ledger[-1]["event"] in ("start", "resume") and not (seen.beats and seen.last)
+    )
+    if is_setting_up:
         patience_s = limits.hang_setup_s
+    else:
+        step_s = seen.last["step_s"] if seen.last else 0.0
+        silent_steps = max(_STEPS_OF_PATIENCE, seen.config.log.every_steps)
+        patience_s = max(limits.hang_step_floor_s, step_s * silent_steps)
+    jobs = _jobs(seen)
     return RunEvidence(
         now=seen.now,
-        sign_of_life=max(times, default=None),
+        sign_of_life=max(signs_of_life, default=None),
         patience_s=patience_s,
         running=any(job.state == "RUNNING" for job in jobs),
         pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in jobs),
@@ -126,61 +150,85 @@ def _evidence(seen: Facts) -> RunEvidence:
 
 
 def _why(seen: Facts, state: State) -> str:
+    """Return the reason of a state in parentheses; empty if the state needs none."""
     if state in ("stopped", "dead") and seen.jobs and seen.jobs[-1].get("why"):
         return f" ({seen.jobs[-1]['why']})"
     if state in ("stopped", "dead") and seen.ledger:
         last = seen.ledger[-1]
-        return f" ({last['event']}{': ' + last['why'] if last.get('why') else ''}, {_ago(seen, last)})"
+        reason = f"{last['event']}: {last['why']}" if last.get("why") else last["event"]
+        return f" ({reason}, {_ago(seen, last)})"
     if state in ("held", "waiting") and seen.queue:
-        return f" ({next(j.reason for j in seen.queue.jobs if j.state != 'RUNNING')})"
+        reason = next(job.reason for job in seen.queue.jobs if job.state != "RUNNING")
+        return f" ({reason})"
     return ""
 
 
 def _step(seen: Facts) -> str:
-    total, last = seen.config.train.num_steps, seen.last
+    """Return the steps done of all steps, the newest loss, and the time that the remaining steps will take."""
+    total = seen.config.train.num_steps
+    last = seen.last
     if last is None:
         return f"0 of {total:,}"
-    step = max(last["step"], *(e["step"] for e in seen.ledger if e["event"] == "done"), 0)
+    step = max(last["step"], *(event["step"] for event in seen.ledger if event["event"] == "done"), 0)
     eta = f", eta {format_duration(last['step_s'] * (total - step))}" if step < total else ""
     return f"{step:,} of {total:,} ({100 * step / total:.1f} %), loss {last['loss']:.4f}{eta}"
 
 
 def _silent(seen: Facts) -> list[str]:
-    attempt = max((beat.attempt for beat in seen.beats), default=0)
-    newest = [beat for beat in seen.beats if beat.attempt == attempt]
-    silent = hung(newest, seen.now, hang_limits(seen.config.cluster), everyone=lambda: newest)
-    return [f"  silent      rank {h.rank} on {h.host}: {h.phase} {h.step:,}, {h.quiet_s:.0f} s" for h in silent[:4]]
+    """Return a line for each of the first four hung ranks of the newest start, the likely culprit first."""
+    newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
+    beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
+    ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), everyone=lambda: beats)
+    return [
+        f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
+        for rank in ranks[:4]
+    ]
 
 
 def _next(seen: Facts, state: State) -> list[str]:
+    """Return the commands that a person may want to run in this state of the run."""
     run = shlex.quote(str(seen.run))
-    again = seen.submitted_by or f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"
     if state == "finished":
         return [f"electra-dist export {run}", f"electra-dist report {run}"]
     if state == "living":
-        log = f"{run}/{SLURM_DIR}/job-{_running(seen)}.log" if _running(seen) else f"{run}/{LOG_FILE}"
+        job = _running_job(seen)
+        log = f"{run}/{SLURM_DIR}/job-{job}.log" if job else f"{run}/{LOG_FILE}"
         return [f"tail -f {log}", f"touch {run}/{STOP_FILE}    # saves and stops"]
     if state == "waiting":
         return [f"squeue --start --name={job_name(seen.run.absolute())}"]
     if state == "held" and seen.queue:
-        nodes = [f"scontrol update nodename={out.node} state=resume" for out in _nodes_out(seen)]
-        return [*nodes, *(f"scontrol release {job.job}" for job in seen.queue.jobs if job.is_held)]
-    return [again]
+        resume_nodes = [f"scontrol update nodename={out.node} state=resume" for out in _nodes_out(seen)]
+        release_jobs = [f"scontrol release {job.job}" for job in seen.queue.jobs if job.is_held]
+        return resume_nodes + release_jobs
+    return [seen.submitted_by or f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"]
+
+
+def _jobs(seen: Facts) -> tuple[QueuedJob, ...]:
+    """Return the run's jobs in Slurm's queue; empty without Slurm."""
+    return seen.queue.jobs if seen.queue else ()
 
 
 def _nodes_out(seen: Facts) -> list[NodeOut]:
-    """Nodes of the run's newest job that Slurm does not use; what is wrong elsewhere is not the run's business."""
-    ours: list[str] = next((job["nodes"].split(",") for job in reversed(seen.jobs) if job["event"] == "begin"), [])
-    return [out for out in (seen.queue.out if seen.queue else ()) if out.node in ours]
+    """Return the nodes of the run's newest job that Slurm does not use; other nodes do not concern the run."""
+    if seen.queue is None:
+        return []
+    newest_nodes: list[str] = []
+    for record in seen.jobs:
+        if record["event"] == "begin":
+            newest_nodes = record["nodes"].split(",")
+    return [out for out in seen.queue.out if out.node in newest_nodes]
 
 
-def _running(seen: Facts) -> str:
-    return next((job.job for job in (seen.queue.jobs if seen.queue else ()) if job.state == "RUNNING"), "")
+def _running_job(seen: Facts) -> str:
+    """Return the id of the run's running job; empty if no job runs."""
+    return next((job.job for job in _jobs(seen) if job.state == "RUNNING"), "")
 
 
 def _ago(seen: Facts, event: Record) -> str:
+    """Return the age of a ledger event as text, for example "50s ago"."""
     return f"{format_duration(seen.now - _seconds(event['time']))} ago"
 
 
 def _seconds(time: str) -> float:
+    """Return an ISO 8601 time of the ledger as Unix seconds."""
     return datetime.fromisoformat(time).timestamp()

@@ -1,4 +1,4 @@
-"""`electra-dist submit`: options of a person -> a script in RUN/slurm/ and jobs in the queue."""
+"""`electra-dist submit`: write a batch script into RUN/slurm/ and submit it to Slurm."""
 
 from __future__ import annotations
 
@@ -16,27 +16,49 @@ from launcher.slurm.submission import submit as submit_jobs
 
 
 def submit(
-    config: Annotated[Path, typer.Option(help="YAML file, for example configs/large_25pct_mask.yaml")],
-    nodes: Annotated[int, typer.Option(min=1, help="nodes")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override")] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs, and ranks, per node; 0: a CPU rank")] = 8,
-    partition: Annotated[str | None, typer.Option(help="partition; default: the cluster's")] = None,
-    time: Annotated[str | None, typer.Option(help="limit of one job, as sbatch's --time")] = None,
-    chain: Annotated[
-        int, typer.Option(min=0, help="jobs one after another, none requeued; 0: one job that is requeued")
-    ] = 0,
-    signal_ahead: Annotated[int, typer.Option(min=1, help="seconds before the limit that ranks are told")] = 120,
-    container: Annotated[str | None, typer.Option(help="image that the ranks run in")] = None,
-    container_runtime: Annotated[
-        Literal["pyxis", "apptainer"], typer.Option(help="pyxis: enroot through srun's --container-image")
-    ] = "pyxis",
-    mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE[:TARGET]", help="mount, may repeat")] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="any other option of sbatch: account=vision")
+    config: Annotated[Path, typer.Option(help="YAML file of the run, for example configs/large_25pct_mask.yaml")],
+    nodes: Annotated[int, typer.Option(min=1, help="number of nodes")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="print the script; write and submit nothing")] = False,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=0, help="GPUs per node, one rank for each; 0: no GPU, one CPU rank per node")
+    ] = 8,
+    partition: Annotated[
+        str | None, typer.Option(help="Slurm partition; default: the cluster's default partition")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="time limit of one job, as for sbatch's --time; default: the partition's")
+    ] = None,
+    chain: Annotated[
+        int, typer.Option(min=0, help="number of jobs that run one after another; 0: one job that is requeued instead")
+    ] = 0,
+    signal_ahead: Annotated[
+        int, typer.Option(min=1, help="seconds before the time limit at which the ranks save and stop")
+    ] = 120,
+    container: Annotated[
+        str | None, typer.Option(help="container image that the ranks run in; default: no container")
+    ] = None,
+    container_runtime: Annotated[
+        Literal["pyxis", "apptainer"],
+        typer.Option(help="how to run the image: pyxis (srun's --container-image) or apptainer"),
+    ] = "pyxis",
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE[:TARGET]", help="folder to mount in the container; may be repeated"),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="print the batch script; write and submit nothing")] = False,
 ) -> None:
-    """Submit a run to Slurm: it goes on over time limits, preemption and dead nodes until it is finished."""
+    """Submit a run to Slurm. It continues after time limits, preemption and dead nodes until it is finished.
+
+    The config and the batch script are written to RUN/slurm/. Submit again with the same run_dir to resume a run.
+    """
     image = Container(image=container, runtime=container_runtime, mounts=tuple(mount or ())) if container else None
     submission = Submission(
         config_file=config,
@@ -55,10 +77,12 @@ def submit(
         print(batch_script(request, excluded), end="")
         return
     jobs = submit_jobs(resolved, request, excluded)
-    out, run = Console(highlight=False, soft_wrap=True), shlex.quote(resolved.run_dir)
-    out.print(f"submitted {'jobs' if len(jobs) > 1 else 'job'} {', '.join(jobs)}: {request.script_file}")
+    out = Console(highlight=False, soft_wrap=True)
+    run = shlex.quote(resolved.run_dir)
+    noun = "jobs" if len(jobs) > 1 else "job"
+    out.print(f"submitted {noun} {', '.join(jobs)}: {request.script_file}")
     if excluded:
         out.print(f"  left out   {', '.join(excluded)} (strikes: {request.run_dir}/strikes.jsonl)")
     out.print(f"  log        {request.run_dir}/slurm/job-{jobs[0]}.log")
     out.print(f"  status     electra-dist status {run}")
-    out.print(f"  stop       touch {run}/stop   (saves first)   or: scancel --name={request.job_name}")
+    out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: scancel --name={request.job_name}")

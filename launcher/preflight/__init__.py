@@ -1,1 +1,1 @@
-"""Checks of a node and of its network before a run."""
+"""Checks of a node and of the network between nodes, made before a run starts."""

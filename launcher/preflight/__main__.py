@@ -1,10 +1,13 @@
-"""Check whether this node is fit for a run; with several ranks, also their network.
+"""Check whether this node is fit for a run and, with several ranks, compare their GPUs, clocks and network.
 
-    srun --ntasks-per-node=1 python -m launcher.preflight --config C     each node by itself
-    deepspeed ... --module launcher.preflight --config C                 all ranks together: who is slow
+    srun --ntasks-per-node=1 python -m launcher.preflight --config C     checks each node by itself
+    deepspeed ... --module launcher.preflight --config C                 also finds slow ranks among all
 
-Exit 0: go; 69: this node is unhealthy, a strike was added to the run's list, go without it; 78: something that only
-the user can fix (disk, storage, config); 1: the ranks cannot work together and no node is at fault.
+Exit codes:
+    0    the node is fit.
+    69   the node is unhealthy; a strike was added to the run's strikes.jsonl. Start the run without this node.
+    78   the user must fix something: disk space, storage or the config.
+    1    the ranks cannot work together, and no single node is at fault.
 
 Cost: a second for one process; with GPUs 3 s of matrix products and torch's import.
 """
@@ -26,15 +29,28 @@ from launcher.preflight.node_check import check_node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, tell, strike. Returns the process's exit code."""
+    """Check this node, print the findings, add a strike if it is unhealthy, and return the process's exit code.
+
+    The environment variables RANK, LOCAL_RANK and WORLD_SIZE of a launcher decide what is checked. With a world size
+    above 1 the call is collective: all ranks must make it. Only local rank 0 checks its node; only rank 0 prints,
+    except that every local rank 0 prints if the ranks cannot work together.
+
+    Args:
+        argv: command-line arguments; None means those of this process.
+
+    Returns:
+        0, 1, 69 or 78, see the module's docstring. A `UserError` is printed by rank 0 and returned as 78.
+    """
     args = _parse(argv)
-    rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in _LAUNCHED.items())
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     node = node_name()
     try:
         config = load_config(args.config, args.set)
         findings = check_node(config, node) if local_rank == 0 else []
         if world_size > 1:
-            # Imported here: torch loads only where ranks or GPUs are to be tried.
+            # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
             from launcher.preflight.rank_checks import check_ranks
 
             findings = check_ranks(node, findings)
@@ -43,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             findings += check_load(node)
         code = exit_code(findings, node)
-        if rank == 0 or (local_rank == 0 and code == EXIT_CRASH):  # ranks that did not meet know only of themselves
-            print(as_json(findings, node), flush=True) if args.json else print_findings(findings, sys.stdout)
+        # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
+        if rank == 0 or (local_rank == 0 and code == EXIT_CRASH):
+            if args.json:
+                print(as_json(findings, node), flush=True)
+            else:
+                print_findings(findings, sys.stdout)
         strike = strike_of(findings, node, time.time())
         if strike and local_rank == 0:
             add_strike(Path(config.run_dir), strike)
@@ -55,14 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
-_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what a launcher tells its processes
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="launcher.preflight", description="Check a node before a run.")
+    """Parse the command line; argparse exits with code 2 on an unknown option."""
+    parser = argparse.ArgumentParser(
+        prog="launcher.preflight",
+        description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "
+        "node; 78 fix the disk, the storage or the config; 1 the ranks cannot work together.",
+    )
     parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, may repeat")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it
     return parser.parse_args(argv)
 

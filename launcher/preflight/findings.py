@@ -1,6 +1,8 @@
-"""What a check of the nodes finds: one line each, from which exit code and strike follow by pure functions.
+"""Findings of the preflight checks: their type, their printed form, and the exit code and strike that follow.
 
-Where it stops: a finding about no node in particular (`node` is JOB) ends the start, but strikes nobody.
+Guarantee: `exit_code` and `strike_of` are pure functions of the findings.
+
+Limits: an unhealthy finding that concerns no single node (`node` is JOB) ends the start, but no node gets a strike.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from rich.table import Table
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.run.strikes import Strike
 
-JOB = ""  # the node of a finding that concerns all of them
+JOB = ""  # value of `Finding.node` for a finding that concerns no single node
 
 Severity = Literal["ok", "warning", "unhealthy", "user error"]
 _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy": "red", "user error": "red"}
@@ -25,37 +27,49 @@ _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check: how bad it is, on which node and device, and what to do.
+
+    "unhealthy" means that the node must be left out; "user error" that the user must fix something before any start.
+    """
 
     severity: Severity
-    node: str
-    device: str = ""  # "GPU 3", or "" for the node
-    what: str
-    next_step: str = ""
+    node: str  # JOB: no single node
+    device: str = ""  # for example "GPU 3"; "": the node as a whole
+    what: str  # what was found, one line
+    next_step: str = ""  # what the reader should do; "": nothing
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """A user's mistake ("what; next step") as a finding."""
+    """Return a user error as a finding; what follows the first "; " of its message is the next step."""
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
 
 def exit_code(findings: Iterable[Finding], node: str) -> int:
-    """The exit code of a process on `node`.
+    """Return the exit code of a preflight process on `node`. Findings about other nodes do not count.
 
-    What only the user can mend comes first: to requeue the job on other nodes would not help. A fault that no node can
-    be blamed for is a crash: whoever sees 69 leaves the node out.
+    A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. A
+    fault that no single node is to blame for is EXIT_CRASH: EXIT_UNHEALTHY would make the scheduler leave out this
+    node.
     """
-    found = {(finding.node, finding.severity) for finding in findings}
-    if (node, "user error") in found:
+    pairs = {(finding.node, finding.severity) for finding in findings}
+    if (node, "user error") in pairs:
         return EXIT_USER_ERROR
-    if (node, "unhealthy") in found:
+    if (node, "unhealthy") in pairs:
         return EXIT_UNHEALTHY
-    return EXIT_CRASH if (JOB, "unhealthy") in found else EXIT_DONE
+    return EXIT_CRASH if (JOB, "unhealthy") in pairs else EXIT_DONE
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """One strike against `node` for all that is unhealthy on it, so that a threshold counts checks, not devices."""
+    """Return one strike against `node` for all unhealthy findings about it together; None if there are none.
+
+    There is one strike per check, not per device, so that a threshold on strikes counts checks.
+
+    Args:
+        findings: findings about any nodes.
+        node: the node to judge.
+        now: Unix time, recorded in the strike.
+    """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:
         return None
@@ -65,7 +79,7 @@ def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | No
 
 
 def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
-    """A table on a terminal, one plain line each elsewhere; the same words in both."""
+    """Print the findings: as a coloured table if `stream` is a terminal, otherwise one plain line for each."""
     if not stream.isatty():
         for finding in findings:
             print(_plain(finding), file=stream, flush=True)
@@ -80,13 +94,21 @@ def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
 
 
 def as_json(findings: Iterable[Finding], node: str) -> str:
-    """All findings and this process's exit code, in one line."""
-    found = list(findings)
-    tree = {"node": node, "exit_code": exit_code(found, node), "findings": [dataclasses.asdict(f) for f in found]}
-    return json.dumps(tree)
+    """Return `{"node": ..., "exit_code": ..., "findings": [...]}` as one line of JSON.
+
+    The exit code is that of a process on `node`, see `exit_code`.
+    """
+    findings = list(findings)
+    report = {
+        "node": node,
+        "exit_code": exit_code(findings, node),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+    return json.dumps(report)
 
 
 def _plain(finding: Finding) -> str:
+    """Return a finding as one line: severity, node and device, what was found, next step."""
     where = " ".join(part for part in (finding.node or "all nodes", finding.device) if part)
     next_step = f"; {finding.next_step}" if finding.next_step else ""
     return f"{finding.severity:<10}  {where:<16}  {finding.what}{next_step}"

@@ -1,11 +1,13 @@
-"""Which GPUs can be trusted with a run: pure, from what NVML says (`electra_dist/nvml.py`) and from measured speeds.
+"""Classify GPUs as fit for a run or not, from NVML's values (`electra_dist/nvml.py`) and from measured speeds.
 
-Unhealthy (the node is left out): lost, memory damaged since the driver was loaded, repairs of memory pending or
-failed, a recovery that the driver asks for, slowed by the hardware, at the slowdown temperature, fewer NVLinks than
-its neighbours, much slower than the others. Warning: what may go on but should be looked at.
+Unhealthy, so that the node is left out, is a GPU that is lost; that had uncorrected memory errors since the driver was
+loaded; whose memory repairs are pending or failed; for which the driver asks for a recovery; that the hardware slows
+down or that is at its slowdown temperature; that has fewer NVLinks than the other GPUs of its node; or that is much
+slower than the median. A warning is for a GPU that may be used but should be examined.
 
-Where it stops: no single number tells all failures; a GPU that passes may still fail, and one that is slow only next
-to others of its kind is found only when there are others to compare with.
+Guarantee: all functions are pure.
+
+Limits: a GPU that passes may still fail. A GPU that is slow only in comparison is found only if there are others.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from dataclasses import dataclass
 from electra_dist.nvml import GpuHealth
 from launcher.preflight.findings import Finding, Severity
 
-SLOW_FACTOR = 1.3  # slower than the median by more: unhealthy. Sound GPUs of one kind differ by some 5 %
-HOT_MARGIN_C = 5  # this close to the slowdown temperature: warning
-ASSUMED_SLOWDOWN_C = 90  # of a device that does not tell
-MIN_CLOCK = 0.5  # part of the highest clock, under load
+SLOW_FACTOR = 1.3  # A GPU that is slower than the median by more is unhealthy; sound ones differ by some 5 %.
+HOT_MARGIN_C = 5  # A GPU this close to its slowdown temperature gets a warning.
+ASSUMED_SLOWDOWN_C = 90  # slowdown temperature of a device that does not report one
+MIN_CLOCK = 0.5  # fraction of the highest clock, under load
 _RESET = "drain the node and reset this GPU"
 _TROUBLE = ("hardware slowdown", "hardware thermal slowdown", "power brake")
 
-_Fault = tuple[Severity, str, str]
+_Fault = tuple[Severity, str, str]  # severity, what was found, next step
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """At rest: the faults of each GPU, or one line that it is sound."""
+    """Return the faults of each GPU at rest, or one "ok" finding for a GPU without faults.
+
+    Args:
+        gpus: all GPUs of one node, whose numbers of NVLinks are compared.
+        node: name of the node, for the findings.
+    """
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
     for gpu in gpus:
@@ -40,43 +47,64 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 
 def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Under a matrix product: what only shows when the GPU works."""
+    """Return the faults that show only while the GPUs compute: slowdowns, heat and a low clock.
+
+    Args:
+        gpus: all GPUs of one node, sampled during a matrix product.
+        node: name of the node, for the findings.
+    """
     findings = []
     for gpu in gpus:
-        clock, top = gpu.now.sm_clock_mhz, gpu.max_sm_clock_mhz
+        clock_mhz = gpu.now.sm_clock_mhz
+        max_clock_mhz = gpu.max_sm_clock_mhz
         faults = list(_slowed(gpu))
-        if clock is not None and top is not None and clock < MIN_CLOCK * top:
-            faults.append(("warning", f"clock {clock} of {top} MHz under load", "look at its power limit and cooling"))
+        if clock_mhz is not None and max_clock_mhz is not None and clock_mhz < MIN_CLOCK * max_clock_mhz:
+            what = f"clock {clock_mhz} of {max_clock_mhz} MHz under load"
+            faults.append(("warning", what, "check its power limit and cooling"))
         findings += _findings(gpu, node, faults, f"under load: {_state(gpu)}")
     return findings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a device reached on a matrix product."""
+    """Measured speed of one device on a bf16 matrix product."""
 
     node: str
-    device: str
+    device: str  # torch's name, for example "cuda:0"
     tflops: float
 
 
 def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
-    """Devices slower than the median by more than `factor`; one line per node that all of its are in line."""
+    """Return an "unhealthy" finding for each device that is slower than the median by more than `factor`.
+
+    A node without a slow device gets one "ok" finding. A single device is always "ok".
+
+    Args:
+        speeds: devices of one kind, of one or several nodes; may be empty.
+        factor: ratio of the median speed to the speed of a device above which the device is slow.
+    """
     median = statistics.median(speed.tflops for speed in speeds) if speeds else 0.0
-    findings, slow_nodes = [], set()
+    findings = []
+    slow_nodes = set()
     for speed in speeds:
         if speed.tflops * factor < median:
             slow_nodes.add(speed.node)
             what = f"matrix product at {speed.tflops:.0f} TFLOP/s, the median is {median:.0f}"
-            findings.append(_unhealthy(speed.node, speed.device, what, "leave the node out and look at its GPU"))
+            next_step = "leave the node out; check the clock and cooling of this GPU"
+            findings.append(
+                Finding(severity="unhealthy", node=speed.node, device=speed.device, what=what, next_step=next_step)
+            )
     for node in dict.fromkeys(speed.node for speed in speeds if speed.node not in slow_nodes):
-        own = [speed.tflops for speed in speeds if speed.node == node]
-        what = f"matrix product at {min(own):.0f} to {max(own):.0f} TFLOP/s; median of {len(speeds)}: {median:.0f}"
+        tflops = [speed.tflops for speed in speeds if speed.node == node]
+        what = (
+            f"matrix product at {min(tflops):.0f} to {max(tflops):.0f} TFLOP/s; median of {len(speeds)}: {median:.0f}"
+        )
         findings.append(Finding(severity="ok", node=node, what=what))
     return findings
 
 
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
+    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced."""
     if gpu.now.ecc_uncorrected:
         errors = f"{gpu.now.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
         yield "unhealthy", errors, _RESET
@@ -93,48 +121,62 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
+    """Yield a fault if the driver asks for a recovery of this GPU, such as a reset."""
     if gpu.recovery_action:
         yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do as it asks, then run this check again"
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
+    """Yield a fault for each slowdown that is in force and for a temperature near the slowdown temperature."""
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
-            yield "unhealthy", f"slowed down: {reason}", "look at the node's cooling and power supply"
+            yield "unhealthy", f"slowed down: {reason}", "check the node's cooling and power supply"
     if "software thermal slowdown" in gpu.now.throttle:
-        yield "warning", "slowed down: software thermal slowdown", "look at the node's cooling"
-    limit = ASSUMED_SLOWDOWN_C if gpu.slowdown_c is None else gpu.slowdown_c
-    heat = gpu.now.temperature_c
-    if heat is not None and heat >= limit - HOT_MARGIN_C:
-        severity: Severity = "unhealthy" if heat >= limit else "warning"
-        yield severity, f"{heat} C, it slows down at {limit} C", "look at the node's cooling"
+        yield "warning", "slowed down: software thermal slowdown", "check the node's cooling"
+    limit_c = ASSUMED_SLOWDOWN_C if gpu.slowdown_c is None else gpu.slowdown_c
+    temperature_c = gpu.now.temperature_c
+    if temperature_c is not None and temperature_c >= limit_c - HOT_MARGIN_C:
+        severity: Severity = "unhealthy" if temperature_c >= limit_c else "warning"
+        yield severity, f"{temperature_c} C, it slows down at {limit_c} C", "check the node's cooling"
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
+    """Yield a fault if some NVLinks of a GPU are inactive.
+
+    Fewer active links than on another GPU of the node is a fault. If all GPUs have the same number of inactive links,
+    the node may be wired that way, so that is a warning only.
+
+    Args:
+        gpu: the GPU to judge.
+        most_links: largest number of active links of any GPU of the node.
+    """
     active = sum(gpu.nvlinks)
     if active < most_links:
         yield "unhealthy", f"{active} active NVLinks, its neighbours have {most_links}", _RESET
-    elif 0 < active < len(gpu.nvlinks):  # on every GPU of the node alike: perhaps it is wired so
+    elif 0 < active < len(gpu.nvlinks):
         yield "warning", f"{active} of {len(gpu.nvlinks)} NVLinks active", "compare with another node of this kind"
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
+    """Return one finding per fault, or one "ok" finding with the text `sound` if there is no fault."""
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]
-    return [Finding(severity=s, node=node, device=device, what=what, next_step=step) for s, what, step in faults]
-
-
-def _unhealthy(node: str, device: str, what: str, next_step: str) -> Finding:
-    return Finding(severity="unhealthy", node=node, device=device, what=what, next_step=next_step)
+    return [
+        Finding(severity=severity, node=node, device=device, what=what, next_step=next_step)
+        for severity, what, next_step in faults
+    ]
 
 
 def _state(gpu: GpuHealth) -> str:
+    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out."""
     now = gpu.now
-    known = [
-        f"{now.temperature_c} C" if now.temperature_c is not None else "",
-        f"{now.power_w:.0f} W" if now.power_w is not None else "",
-        f"{now.sm_clock_mhz} MHz" if now.sm_clock_mhz is not None else "",
-        *now.throttle,
-    ]
-    return ", ".join(text for text in known if text) or "it tells nothing"
+    parts = []
+    if now.temperature_c is not None:
+        parts.append(f"{now.temperature_c} C")
+    if now.power_w is not None:
+        parts.append(f"{now.power_w:.0f} W")
+    if now.sm_clock_mhz is not None:
+        parts.append(f"{now.sm_clock_mhz} MHz")
+    parts += now.throttle
+    return ", ".join(parts) or "it reports nothing"

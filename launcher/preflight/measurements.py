@@ -1,9 +1,9 @@
-"""The measurements of `rank_checks.py`: matrix products, clocks, exchanges, all-reduce. The part that needs torch.
+"""Measurements for rank_checks.py, with torch: matrix products, clock differences, exchanges of data, all-reduce.
 
-Guarantee: all but `matmul_tflops` are collective over the default process group; ranks meet over gloo before each try,
-so that a try times the exchange and not a late rank.
+Guarantee: `skew`, `exchange`, `all_reduce` and `meet` are collective over the default process group. The ranks meet
+over gloo before each try, so that the time of a try does not contain the wait for a late rank.
 
-Cost: under a second, without the products; 256 MiB of device memory for each buffer on a GPU, 4 MiB on a CPU.
+Cost: under a second without the matrix products. Each buffer takes 256 MiB on a GPU and 4 MiB on a CPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ import torch.distributed as dist
 
 from electra_dist.collectives import gather
 
-_LOOKS, _REPEATS, _CHUNK = 3, 5, 8
+_SKEW_TRIES = 3  # comparisons of the clocks, of which the best one counts
+_REPEATS = 5  # timed tries of an exchange, of which the fastest one counts
+_CHUNK = 8  # matrix products between two synchronizations
 
 
 def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
-    """Median speed of bf16 products of square matrices over about `seconds`, in 1e12 FLOP/s."""
+    """Return the median speed of bf16 matrix products, in 1e12 FLOP/s. Not collective.
+
+    Args:
+        device: where to multiply; the CPU is allowed.
+        size: rows and columns of the square matrices.
+        seconds: how long to multiply, at least one chunk of 8 products.
+    """
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(matrix)
     speeds: list[float] = []
@@ -36,39 +44,60 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 
 
 def skew(rank: int) -> float:
-    """This rank's clock less the median of all: the smallest of a few looks, because meeting takes unequal time."""
-    looks = []
-    for _ in range(_LOOKS):
+    """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
+
+    The ranks leave a barrier at slightly different moments, which adds to the measured difference. The smallest of
+    three tries is therefore returned.
+    """
+    differences = []
+    for _ in range(_SKEW_TRIES):
         meet()
         times = gather(time.time())
-        looks.append(times[rank] - statistics.median(times))
-    return min(looks, key=abs)
+        differences.append(times[rank] - statistics.median(times))
+    return min(differences, key=abs)
 
 
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
-    """Seconds of the better of two exchanges with neighbours in the ring; None with fewer than three in it."""
+    """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
+
+    The faster one counts, so that a rank with one slow neighbour is not blamed for it.
+
+    Args:
+        ring: the ranks of the ring in order, `rank` among them; see `peers`. All ranks must be in a ring of this size.
+        rank: this rank.
+        device: where the exchanged buffers lie.
+
+    Returns:
+        Seconds, or None for a ring of fewer than three ranks, in which a slow rank cannot be told from its neighbour.
+    """
     if len(ring) < 3:
         return None
     sent = torch.zeros(_bytes(device) // 4, device=device)
     received = torch.empty_like(sent)
-    best = []
-    for turn in range(3 if len(ring) % 2 else 2):
-        other = partner(ring.index(rank), len(ring), turn)
+    exchange_times = []
+    num_turns = 3 if len(ring) % 2 else 2
+    for turn in range(num_turns):
+        position = partner(ring.index(rank), len(ring), turn)
+        peer = None if position is None else ring[position]
 
-        def swap(other: int | None = other) -> None:
-            if other is not None:
-                sending = dist.P2POp(dist.isend, sent, ring[other])
-                receiving = dist.P2POp(dist.irecv, received, ring[other])
+        def swap(peer: int | None = peer) -> None:
+            if peer is not None:
+                sending = dist.P2POp(dist.isend, sent, peer)
+                receiving = dist.P2POp(dist.irecv, received, peer)
                 for request in dist.batch_isend_irecv([sending, receiving]):
                     request.wait()
 
-        seconds = _best_s(swap, device)
-        best += [] if other is None else [seconds]
-    return min(best)
+        seconds = _best_s(swap, device)  # A rank without a peer in this turn takes part in the barriers.
+        if peer is not None:
+            exchange_times.append(seconds)
+    return min(exchange_times)
 
 
 def all_reduce(device: torch.device) -> float:
-    """GB/s per rank and direction ("bus bandwidth") of an all-reduce over all ranks."""
+    """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective.
+
+    Bus bandwidth is the all-reduced bytes times 2 (n - 1) / n over the seconds, for n ranks, as nccl-tests defines it.
+    """
     world_size = dist.get_world_size()
     data = torch.zeros(_bytes(device) // 4, device=device)
     seconds = _best_s(lambda: dist.all_reduce(data), device)
@@ -76,7 +105,10 @@ def all_reduce(device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """The quickest of a few tries, after one that connects; all ranks begin each together."""
+    """Return the seconds of the fastest of five tries of `work`, after one that opens the connections. Collective.
+
+    All ranks begin each try together.
+    """
     times = []
     for _ in range(1 + _REPEATS):
         meet()
@@ -88,42 +120,60 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _bytes(device: torch.device) -> int:
+    """Return the size of a buffer to exchange: 256 MiB on a GPU, 4 MiB on a CPU."""
     return 256 << 20 if device.type == "cuda" else 4 << 20
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def meet() -> None:
-    """A barrier over gloo, which needs no GPU to be sound."""
+    """Wait until all ranks are at this point. Collective over gloo, so that it works also with a faulty GPU."""
     dist.all_reduce(torch.zeros(1))
 
 
 def partner(position: int, count: int, turn: int) -> int | None:
-    """With whom `position` of a ring of `count` exchanges in turn 0, 1 or 2: each meets both neighbours once.
+    """Return the position that `position` of a ring exchanges with in a turn, or None if it pauses.
 
-    Turn 2 is for an odd count, where the last and the first are left over. None: nobody in this turn.
+    Over the turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
+    turn 1 they are (1, 2), (3, 4), ...; turn 2 is for the last and the first position of a ring with an odd count.
+
+    Args:
+        position: from 0 to `count` - 1.
+        count: number of positions in the ring, at least 3.
+        turn: 0, 1 or 2.
     """
+    is_odd = count % 2 == 1
     if turn == 2:
-        return {0: count - 1, count - 1: 0}.get(position) if count % 2 else None
+        last_with_first = {0: count - 1, count - 1: 0}
+        return last_with_first.get(position) if is_odd else None
     other = position + 1 if position % 2 == turn else position - 1
-    if count % 2:
+    if is_odd:
         return other if 0 <= other < count else None
     return other % count
 
 
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
-    """The ring that `rank` exchanges with, itself included: its likes on all nodes, or all ranks of a single node.
+    """Return the ring of ranks that `rank` exchanges data with, itself included.
+
+    With one node these are all ranks. With several nodes these are the ranks with the same local index on each node,
+    so that all exchanges go over the network.
 
     Args:
-        nodes: node of each rank. Unless all have as many ranks, nobody can be compared: an empty ring.
+        nodes: name of the node of each rank.
+        rank: the rank whose ring is wanted.
+
+    Returns:
+        The ranks in order; empty if the nodes have different numbers of ranks, because then no comparison is fair.
     """
-    ranks_of = {node: [r for r, n in enumerate(nodes) if n == node] for node in nodes}
-    if len(ranks_of) == 1:
+    ranks_by_node = {name: [r for r, node in enumerate(nodes) if node == name] for name in nodes}
+    if len(ranks_by_node) == 1:
         return list(range(len(nodes)))
-    if len({len(ranks) for ranks in ranks_of.values()}) > 1:
+    numbers_of_ranks = {len(ranks) for ranks in ranks_by_node.values()}
+    if len(numbers_of_ranks) > 1:
         return []
-    place = ranks_of[nodes[rank]].index(rank)
-    return [ranks[place] for ranks in ranks_of.values()]
+    local_index = ranks_by_node[nodes[rank]].index(rank)
+    return [ranks[local_index] for ranks in ranks_by_node.values()]

@@ -1,9 +1,9 @@
-"""Whether this node is fit for a run, before the run: GPUs, disks, storage, clock.
+"""Check one node before a run: its GPUs, disks, storage and clock.
 
-Guarantees: one line per finding, with the node, the device and the next step. `check_node` imports no torch and needs
-no GPU.
+Guarantees: each finding names the node, the device and the next step. `check_node` imports no torch and needs no GPU.
 
-Where it stops: see gpu_checks, disk_checks, storage_checks and rank_checks, which decide.
+Limits: the limits are those of gpu_checks.py, disk_checks.py and storage_checks.py, which classify the measurements.
+What needs several ranks or a GPU under load is in rank_checks.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from launcher.preflight.storage_checks import check_storage
 
 
 def check_node(config: Config, node: str) -> list[Finding]:
-    """What can be found without torch and without other nodes, GPUs first."""
+    """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
+
+    A fault is a finding with severity "unhealthy" or "user error", never an exception. Nothing is left in the storage.
+
+    Args:
+        config: the resolved config of the run.
+        node: name of this node, for the findings.
+    """
     return check_gpus(node) + check_storage(config, node)
 
 
 def check_gpus(node: str) -> list[Finding]:
-    """The GPUs at rest; one line where there are none."""
+    """Return the findings about this node's GPUs at rest, or one "ok" finding if NVML reports no GPU."""
     probe = GpuProbe.open()
     if probe is None:
         return [Finding(severity="ok", node=node, what="no GPU that NVML knows of (or no nvidia-ml-py): not checked")]
@@ -40,13 +47,21 @@ def check_gpus(node: str) -> list[Finding]:
 
 
 def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
-    """This check as a process of its own; its exit code. One that is not over within `limit_s` seconds hangs in a
-    driver, where nothing may be able to end it: it is left behind, and the node gets its strike here."""
+    """Run `launcher.preflight` as a separate process and return its exit code.
+
+    On timeout, send it SIGKILL, record a strike against this node and return EXIT_UNHEALTHY. The process is not waited
+    for after that, because a process that hangs in a driver may survive SIGKILL.
+
+    Args:
+        run_dir: the run folder, to which the strike is added.
+        arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
+        limit_s: time limit, seconds.
+    """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        reason = f"the checks before the start were not over within {limit_s:.0f} s"
+        reason = f"the preflight checks were not over within {limit_s:.0f} s; look for a hung GPU driver or mount"
         add_strike(run_dir, Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight"))
         return EXIT_UNHEALTHY

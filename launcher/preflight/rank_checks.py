@@ -1,15 +1,15 @@
-"""What shows only when devices work and ranks talk: speed under load, clocks, bandwidth, and who is slow.
+"""Compare ranks while they work: speed of the GPUs under load, clocks, network bandwidth, and which rank is slow.
 
-Guarantees: every rank ends with the same findings of all ranks, so all agree on who is slow. A node is blamed only
-where the measurement can tell it from its neighbours: a rank exchanges data with two others, and counts as slow only
-if both exchanges were; fewer than three nodes (or, on one node, ranks) are measured and blamed on nobody. Without a
-GPU the figures are gloo's and a slow rank is a warning.
+Guarantees: all ranks get the same findings, so they agree on which rank is slow. A node is blamed only if the
+measurement can separate it from its neighbours: a rank exchanges data with two others and counts as slow only if both
+exchanges were slow. With fewer than three nodes (or, on one node, fewer than three ranks) no rank is blamed. Without a
+GPU the exchanges go over gloo, and a slow rank is only a warning.
 
-Cost: torch's import (2 to 4 s), 3 s of matrix products, under a second of exchanges, no matter how many ranks.
+Cost: torch's import (2 to 4 s), 3 s of matrix products, under a second of exchanges, for any number of ranks.
 
-Where it stops: a collective of NCCL that hangs ends the process by NCCL's own watchdog after TIMEOUT, without a
-finding; a GPU that hangs in a product hangs this check: start it under a time limit (`timeout`). What the fabric of a
-cluster reaches when it is sound is not known here: ranks are compared with each other only.
+Limits: if an NCCL collective hangs, NCCL's watchdog ends the process after TIMEOUT, without a finding. If a GPU hangs
+in a matrix product, this check hangs: start it under a time limit (`timeout`). Ranks are compared with each other
+only, because the bandwidth of a sound network of this kind is not known.
 """
 
 from __future__ import annotations
@@ -26,44 +26,56 @@ from typing import TYPE_CHECKING
 from electra_dist.nvml import GpuProbe
 from launcher.preflight.findings import JOB, Finding, Severity
 from launcher.preflight.gpu_checks import Speed, classify_load, classify_speeds
+from launcher.preflight.measurements import peers
 from launcher.preflight.storage_checks import classify_skew
 
 if TYPE_CHECKING:
     import torch
-from launcher.preflight.measurements import peers
 
-TIMEOUT = timedelta(minutes=5)  # a node may still be waiting for its storage
-LOAD_S, LOAD_SIZE = 3.0, 8192
-SLOW_LINK_FACTOR = 2.0
+TIMEOUT = timedelta(minutes=5)  # A node may still be waiting for its storage.
+LOAD_S = 3.0  # seconds of matrix products
+LOAD_SIZE = 8192  # rows and columns of the matrices
+SLOW_LINK_FACTOR = 2.0  # A rank whose exchange takes longer than the median by more is slow.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank measured."""
+    """Measurements and findings of one rank, which every rank receives from every other one."""
 
     rank: int
     node: str
-    skew_s: float  # its clock against the median of all
-    speed: Speed | None  # of its GPU
-    exchange_s: float | None  # the better of its exchanges with two others; None where nobody can be blamed
-    all_reduce_gb_s: float | None  # per rank and direction ("bus bandwidth"); None: not tried
+    skew_s: float  # how far its clock is ahead of the median of all
+    speed: Speed | None  # of its GPU; None without a GPU, or if the matrix product failed
+    exchange_s: float | None  # the faster of its exchanges with two neighbours; None: not measured
+    all_reduce_gb_s: float | None  # bus bandwidth, per rank and direction; None: not measured
     findings: tuple[Finding, ...]
 
 
 def check_load(node: str) -> list[Finding]:
-    """Matrix products on all GPUs of this node at once, by this process alone."""
+    """Run matrix products on all GPUs of this node at once and return the findings. Not collective.
+
+    For a single process per node. Takes 3 s. If torch sees no GPU, the result is one warning.
+    """
     import torch
 
     if not torch.cuda.is_available():
         what = f"no matrix product was tried: torch {torch.__version__} sees no GPU"
         return [Finding(severity="warning", node=node, what=what, next_step="install a CUDA build of torch")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    speeds, findings = _load(devices, node, look=True)
+    speeds, findings = _load(devices, node, sample_gpus=True)
     return findings + classify_speeds(speeds)
 
 
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
-    """Collective, as the launcher's environment describes. The findings of all ranks, `own` among them."""
+    """Measure all ranks together and return the findings of all of them. Collective.
+
+    Makes and destroys the default process group, from the launcher's environment variables. If the ranks cannot meet
+    or a collective fails, returns `own` and one unhealthy finding about no single node.
+
+    Args:
+        node: name of this rank's node.
+        own: findings that this rank has already, usually those of `check_node`.
+    """
     import torch.distributed as dist
 
     try:
@@ -72,29 +84,37 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
             reports = _measure(node, own)
         finally:
             dist.destroy_process_group()
-    except RuntimeError as error:  # what torch raises where ranks do not answer
+    except RuntimeError as error:  # torch raises it when ranks do not answer.
         what = f"the {os.environ['WORLD_SIZE']} ranks cannot work together: {str(error).strip().splitlines()[0]}"
-        step = "look at the network between the nodes, and for nodes that did not start"
+        step = "check that every node has started, and the network between the nodes"
         return [*own, Finding(severity="unhealthy", node=JOB, what=what, next_step=step)]
     return classify_ranks(reports, on_gpu=_backend() != "gloo")
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """The findings of all ranks and what follows from comparing them. Pure."""
+    """Return the findings of all ranks, and those that follow from comparing the ranks. Pure.
+
+    Args:
+        reports: one for each rank, by rank.
+        on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
+    """
     findings = [finding for report in reports for finding in report.findings]
-    skews: dict[str, float] = {}
+    skew_by_node: dict[str, float] = {}
     for report in reports:
-        skews.setdefault(report.node, report.skew_s)
-    if len(skews) > 1:
-        findings += [classify_skew(skew_s, "the other nodes", node) for node, skew_s in skews.items()]
+        skew_by_node.setdefault(report.node, report.skew_s)
+    if len(skew_by_node) > 1:
+        findings += [classify_skew(skew_s, "the other nodes", node) for node, skew_s in skew_by_node.items()]
     findings += classify_speeds([report.speed for report in reports if report.speed])
     findings += _slow_links(reports, on_gpu)
     bandwidths = [report.all_reduce_gb_s for report in reports if report.all_reduce_gb_s is not None]
-    what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s" if bandwidths else "no all-reduce tried"
+    what = "no all-reduce tried"
+    if bandwidths:
+        what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s"
     return [*findings, Finding(severity="ok", node=JOB, what=what)]
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
+    """Return a finding for each rank whose faster exchange took more than twice the median of all ranks."""
     measured = [(report, report.exchange_s) for report in reports if report.exchange_s is not None]
     median = statistics.median(seconds for _, seconds in measured) if measured else 0.0
     severity: Severity = "unhealthy" if on_gpu else "warning"
@@ -104,7 +124,7 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
             node=report.node,
             device=f"rank {report.rank}",
             what=f"exchanges data {seconds / median:.1f} times slower than the median rank",
-            next_step="leave the node out and look at its network card and links",
+            next_step="leave the node out and check its network card and links",
         )
         for report, seconds in measured
         if seconds > SLOW_LINK_FACTOR * median
@@ -112,12 +132,17 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
 
 
 def _backend() -> str:
+    """Return the process group's backend: gloo for CPU tensors, and NCCL for GPU tensors if there is a GPU."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
+    """Measure this rank and return the reports of all ranks, by rank. Collective over the default process group.
+
+    If the matrix product of any GPU failed, no rank exchanges data, because the faulty GPU would hang the exchange.
+    """
     import torch
     import torch.distributed as dist
 
@@ -133,30 +158,41 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         meet()
-        speeds, under_load = _load([device], node, look=nodes.index(node) == rank)
-        findings += under_load
+        is_first_of_node = nodes.index(node) == rank
+        speeds, load_findings = _load([device], node, sample_gpus=is_first_of_node)
+        findings += load_findings
     elif rank == 0:
         findings.append(Finding(severity="ok", node=JOB, what="no GPU: no matrix product was tried"))
-    sound = all(gather(bool(speeds) or device.type == "cpu"))  # a GPU that failed would hang an exchange
+    can_exchange = bool(speeds) or device.type == "cpu"
+    all_can_exchange = all(gather(can_exchange))
     report = RankReport(
         rank=rank,
         node=node,
         skew_s=skew(rank),
         speed=speeds[0] if speeds else None,
-        exchange_s=exchange(peers(nodes, rank), rank, device) if sound else None,
-        all_reduce_gb_s=all_reduce(device) if sound else None,
+        exchange_s=exchange(peers(nodes, rank), rank, device) if all_can_exchange else None,
+        all_reduce_gb_s=all_reduce(device) if all_can_exchange else None,
         findings=tuple(dict.fromkeys(findings)),
     )
     return gather(report)
 
 
-def _load(devices: Sequence[torch.device], node: str, *, look: bool) -> tuple[list[Speed], list[Finding]]:
-    """Speeds of the devices, and (if `look`) what NVML says of all this node's GPUs while they work."""
+def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
+    """Run matrix products on the devices at once and return their speeds and the findings.
+
+    Args:
+        devices: the GPUs to load, each by a thread of its own.
+        node: name of this node.
+        sample_gpus: whether to read NVML's values of all GPUs of this node while they work; once per node is enough.
+
+    Returns:
+        The speeds, without devices that failed, and the findings: failed products and faults under load.
+    """
     from launcher.preflight.measurements import matmul_tflops
 
     findings: list[Finding] = []
     speeds = []
-    probe = GpuProbe.open() if look else None
+    probe = GpuProbe.open() if sample_gpus else None
     with ThreadPoolExecutor(len(devices)) as pool:
         running = [pool.submit(matmul_tflops, device, LOAD_SIZE, LOAD_S) for device in devices]
         time.sleep(0.7 * LOAD_S)
@@ -166,9 +202,9 @@ def _load(devices: Sequence[torch.device], node: str, *, look: bool) -> tuple[li
         for device, result in zip(devices, running):
             try:
                 speeds.append(Speed(node=node, device=str(device), tflops=result.result()))
-            except RuntimeError as error:  # CUDA's errors, out of memory among them
+            except RuntimeError as error:  # errors of CUDA, also "out of memory"
                 what = f"a matrix product failed: {str(error).strip().splitlines()[0]}"
-                step = "look for processes left on it (nvidia-smi), then reset it"
+                step = "end the processes that are left on it (see nvidia-smi), then reset it"
                 findings.append(
                     Finding(severity="unhealthy", node=node, device=str(device), what=what, next_step=step)
                 )

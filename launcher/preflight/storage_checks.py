@@ -1,11 +1,11 @@
-"""Whether a node reaches the storage that a run needs, and whether its clock agrees with it.
+"""Check that a node reaches the storage that a run needs, and that its clock agrees with the storage's clock.
 
-Guarantees: storage is tried with the calls that a run makes: each corpus's manifest is read; in each checkpoint target
-an object is created only-if-new, read, compared and deleted.
+Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; in each checkpoint
+target an object is created (only if new), read, compared and deleted.
 
-Cost: a few requests. Imports no torch. A service that is down is believed down after half a minute.
+Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute.
 
-Where it stops: rights on other keys than the tried one; a clock is compared with whole seconds of a service's answers.
+Limits: access rights are checked for one key only. The clock of an HTTP service is known to whole seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from electra_dist.store.retry import RetryPolicy
 from launcher.preflight.disk_checks import check_disks
 from launcher.preflight.findings import Finding, Severity, from_error
 
-SKEW_WARNING_S, SKEW_UNHEALTHY_S = 2.0, 60.0
+SKEW_WARNING_S = 2.0
+SKEW_UNHEALTHY_S = 60.0
 _AWS = "https://s3.amazonaws.com"
 _PATIENCE = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_timeout_s=10.0)
 
 
 def check_storage(config: Config, node: str) -> list[Finding]:
-    """Corpora, checkpoint targets, disks and clock of this node."""
+    """Check the corpora, checkpoint targets, disks and clock as seen from this node, and return the findings.
+
+    A storage fault is returned as a finding with severity "user error" and raises nothing.
+    """
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}
     for url in filter(None, (config.data.corpus, config.data.heldout)):
@@ -52,40 +56,68 @@ def check_storage(config: Config, node: str) -> list[Finding]:
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
-    """This node's clock against another one; positive when it is ahead. Pure."""
+    """Classify the difference between this node's clock and another one. Pure.
+
+    Args:
+        skew_s: seconds by which this node's clock is ahead; negative if it is behind.
+        against: name of the other clock, for the message.
+        node: name of this node.
+
+    Returns:
+        "ok" below 2 s, "warning" below 60 s, otherwise "unhealthy".
+    """
     if abs(skew_s) < SKEW_WARNING_S:
         return Finding(severity="ok", node=node, what=f"clock agrees with {against}")
     what = f"clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} {against}"
     severity: Severity = "unhealthy" if abs(skew_s) >= SKEW_UNHEALTHY_S else "warning"
-    return Finding(severity=severity, node=node, what=what, next_step="start its time service (chronyd, ntpd)")
+    return Finding(
+        severity=severity, node=node, what=what, next_step="start the time service of this node (chronyd, ntpd)"
+    )
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
+    """Create, read, compare and delete one object in a checkpoint target.
+
+    Raises:
+        UserError: one of these fails, or other bytes are read than were written.
+    """
     store = open_store(url, endpoint_url, retry=_PATIENCE)
     token = secrets.token_hex(8)
     key = f"preflight-{token}"
     store.write_new(key, token.encode())
     try:
         if store.read(key, must_exist=True) != token.encode():
-            raise UserError(f"{store.url}: reads back other bytes than were written; check the storage service")
+            raise UserError(f"{store.url}: {key} reads back other bytes than were written; check the storage service")
     finally:
         store.delete(key)
 
 
 def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
+    """Compare this node's clock with the file system of the run folder and with every S3 service of the run.
+
+    A service that does not answer yields no finding: the check of its objects reports that.
+    """
     try:
         yield classify_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield from_error(error, node)
-    places = [(config.data.corpus, config.data.endpoint_url)]
-    places += [(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
-    for endpoint_url in sorted({endpoint or _AWS for url, endpoint in places if url.startswith("s3://")}):
-        if (skew_s := _http_skew_s(endpoint_url)) is not None:
-            yield classify_skew(skew_s, endpoint_url, node)
+    locations = [(config.data.corpus, config.data.endpoint_url)]
+    locations += [(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
+    services = {endpoint_url or _AWS for url, endpoint_url in locations if url.startswith("s3://")}
+    for service_url in sorted(services):
+        skew_s = _http_skew_s(service_url)
+        if skew_s is not None:
+            yield classify_skew(skew_s, service_url, node)
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Our time less the time that the file system (on a shared one: its server) gives a file written now."""
+    """Return this node's time minus the modification time of a file written now, in seconds.
+
+    On a shared file system the modification time comes from the file server. The file is deleted again.
+
+    Raises:
+        UserError: the run folder cannot be written or read.
+    """
     store = open_store(str(run_dir))
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
@@ -100,14 +132,20 @@ def _file_skew_s(run_dir: Path) -> float:
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Our time less that of the service's Date header (whole seconds); None when it cannot be had."""
+    """Return this node's time minus the service's Date header in seconds; None without an answer or a header.
+
+    The header has whole seconds, rounded down, so half a second, the mean error, is added to it.
+    """
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
     try:
         with urllib.request.urlopen(request, timeout=5.0) as answer:
             date = answer.headers["Date"]
-    except urllib.error.HTTPError as error:  # refused without credentials, but dated
+    except urllib.error.HTTPError as error:  # A refusal for lack of credentials has the header, too.
         date = error.headers["Date"]
-    except OSError:  # not reachable: the store's own check says so
+    except OSError:  # Unreachable, which the check of the objects reports.
         return None
-    return (before + time.time()) / 2 - parsedate_to_datetime(date).timestamp() - 0.5 if date else None
+    if not date:
+        return None
+    between = (before + time.time()) / 2
+    return between - parsedate_to_datetime(date).timestamp() - 0.5

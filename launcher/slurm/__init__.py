@@ -1,1 +1,1 @@
-"""Slurm: submission, the batch script and its bookkeeping, the queue."""
+"""Runs under Slurm: submission, the batch script and its bookkeeping, and the view of the queue."""

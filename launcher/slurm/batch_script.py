@@ -1,21 +1,22 @@
-"""The sbatch script of a run, as a pure function of what was asked for: one file that a person can read and rerun.
+"""Write the sbatch script of a run, as a pure function of the request: one file that a person can read and rerun.
 
-Guarantee: equal requests give equal text. Every value is quoted for where it stands: for the shell in the body, for
-Slurm's own parser in an #SBATCH line; what that parser cannot carry is refused before anything is submitted.
+Guarantee: equal requests give equal text. Every value is quoted for its place: for the shell in the body, for Slurm's
+own parser in an #SBATCH line. A value that an #SBATCH line cannot hold is refused before anything is submitted.
 
-What the script does, on the first node of the job, outside any container:
-  1. notes the job in RUN/slurm/jobs.jsonl (`launcher.slurm.job begin`),
-  2. starts one task on each node (`srun`): `launcher.supervise`, which checks that node, then starts and watches its
-     ranks,
-  3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75,
-  4. asks `launcher.slurm.job end` for a verdict, which reads the ledger and the exit code of every node, and does
-     what it says: cancel what is left of the chain, leave out a node, requeue, or replace a link that crashed.
+How: the script runs on the first node of the job, outside any container. It
+  1. records the job in RUN/slurm/jobs.jsonl (`launcher.slurm.job begin`);
+  2. starts one task on each node (`srun`): `launcher.supervise`, which checks the node, then starts and watches its
+     ranks;
+  3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75;
+  4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
+     carries the verdict out: it cancels the rest of the chain, excludes nodes, requeues the job, or submits a
+     replacement for a link that crashed.
 
-Slurm ends a job as FAILED, without a requeue, when a node crashes and is back within SlurmdTimeout: step 4 is what
-brings such a run back. srun's own exit code is not looked at: it is the highest of all nodes' codes.
+When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
+continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
 
-Where it stops: when the first node dies, this script dies with it; Slurm then requeues the job (`--requeue`) or goes
-on with the next link of the chain.
+Limits: when the first node dies, this script dies with it. Slurm then requeues the job (`--requeue`) or starts the
+next link of the chain.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from typing import Literal
 
 from electra_dist.errors import UserError
 
-SCRIPT_ENDS_WITHIN_S = 120  # how long tasks of other nodes may still save after the first has ended
+SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save after the first one has ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """An image that the ranks run in."""
+    """Container image that the ranks run in, and how to start it."""
 
-    image: str
+    image: str  # as the runtime names it: a file or a registry reference
     runtime: Literal["pyxis", "apptainer"]  # pyxis: srun's --container-* options (enroot)
-    mounts: tuple[str, ...] = ()  # SOURCE or SOURCE:TARGET, beside the run's and the working folder
+    mounts: tuple[str, ...] = ()  # SOURCE or SOURCE:TARGET; the run folder and the working folder are always mounted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,50 +44,62 @@ class JobOptions:
     """The options of a submission that become part of the batch script."""
 
     num_nodes: int
-    gpus_per_node: int  # also ranks per node; 0: a machine without GPUs, one rank per node
-    partition: str | None = None
-    time_limit: str | None = None  # as sbatch's --time
-    chain: int = 0  # jobs one after another, none requeued; 0: one job that is requeued
-    signal_ahead_s: int = 120  # seconds before the limit at which the ranks are told; Slurm may be 60 s early
-    container: Container | None = None
-    sbatch_options: tuple[str, ...] = ()  # more `name=value` or `name`, for example account=vision
+    gpus_per_node: int  # also the number of ranks per node; 0: no GPUs, one CPU rank per node
+    partition: str | None = None  # None: the cluster's default
+    time_limit: str | None = None  # in the format of sbatch's --time; None: the partition's default
+    chain: int = 0  # number of jobs that run one after another, without requeue; 0: one job that is requeued
+    signal_ahead_s: int = 120  # how long before the time limit the ranks receive USR1; Slurm may send it 60 s earlier
+    container: Container | None = None  # None: the ranks run without a container
+    sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`: account=vision
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitRequest(JobOptions):
-    """What is submitted. Paths are absolute and seen by every node."""
+    """Everything that the text of the batch script depends on. All paths are absolute and visible on every node."""
 
     run_dir: str
-    script_file: str  # where the text will lie: the nodes run it again, with `node` as its argument
-    config_file: str  # resolved config
-    work_dir: str  # what relative paths of the config are relative to
-    command: str  # what a person typed, for the reader of the script
-    python: str  # interpreter of the ranks; inside the container if there is one
+    script_file: str  # where the script will lie; every node runs it again with the argument `node`
+    config_file: str  # the resolved config
+    work_dir: str  # base of the relative paths in the config
+    command: str  # the command line that the user typed, quoted in a comment of the script
+    python: str  # Python interpreter of the ranks; a path inside the container if there is one
     job_name: str
 
 
-_OURS = {
+_RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "partition", "time", "signal", "requeue", "no-requeue"),
     *("dependency", "open-mode", "chdir", "output", "error", "exclude", "array", "parsable", "wrap", "export"),
 }
 
 
 def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -> str:
-    """The text of the script.
+    """Return the text of the batch script. Pure.
+
+    Args:
+        request: what to run, where and how.
+        excluded_nodes: nodes that Slurm must not use, because they have a strike.
 
     Raises:
-        UserError: a value that an #SBATCH line cannot carry, or an option that the script sets itself.
+        UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold, or
+            `sbatch_options` names an option that the script sets itself.
     """
     directives = "".join(f"#SBATCH {line}\n" for line in _directives(request, excluded_nodes))
     return (
         "#!/bin/bash\n"
         f"# {_one_line(request.command)}\n"
-        "# Written by the command above; `electra-dist status` of the run folder says where the run stands.\n"
+        "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.\n"
         f"{directives}{_settings(request)}{_node_part(request)}{_job_part(request)}"
     )
 
 
 def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[str]:
+    """Return the sbatch options, one `--name` or `--name=value` for each #SBATCH line.
+
+    An option with the value None is left out; an option with the value "" is a flag.
+
+    Raises:
+        UserError: see `batch_script`.
+    """
     log = f"{request.run_dir}/slurm/job-".replace("%", "%%") + "%j.log"
     options: list[tuple[str, object]] = [
         ("job-name", request.job_name),
@@ -106,22 +119,32 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
     ]
     for option in request.sbatch_options:
         name, equals, value = option.lstrip("-").partition("=")
-        if not name or name in _OURS:
-            raise UserError(f"--sbatch {option}: the script sets `{name}` itself; leave it out or use its own option")
+        if not name or name in _RESERVED_OPTIONS:
+            raise UserError(
+                f"--sbatch {option}: the script sets `{name}` itself; leave it out, or use the option of "
+                f"`electra-dist submit` for it"
+            )
         options.append((name, value if equals else ""))
-    given = [(name, value) for name, value in options if value is not None]
-    return [f"--{name}" if value == "" else f"--{name}={_directive(value)}" for name, value in given]
+    present = [(name, value) for name, value in options if value is not None]
+    return [f"--{name}" if value == "" else f"--{name}={_directive(value)}" for name, value in present]
 
 
 def _directive(value: object) -> str:
-    """Quoted as Slurm reads it: like a shell, but a backslash is never literal."""
+    """Return an option's value, quoted for Slurm's parser: like for a shell, but a backslash is never literal.
+
+    Raises:
+        UserError: the value has a backslash or a control character.
+    """
     text = str(value)
     if "\\" in text or not text.isprintable():
-        raise UserError(f"{text!r}: an #SBATCH line can carry no backslash and no control character; choose another")
+        raise UserError(
+            f"{text!r}: an #SBATCH line can hold no backslash and no control character; choose a value without them"
+        )
     return shlex.quote(text)
 
 
 def _settings(request: SubmitRequest) -> str:
+    """Return the part of the script that sets the shell variables: run folder, script, config, interpreter, state."""
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
@@ -133,44 +156,54 @@ export PYTHONUNBUFFERED=1
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """What each node's task runs, and the two ways into the container: for the ranks, and for a command of ours."""
-    srun, prefix, ours = "", "", ""
+    """Return the part of the script that each node's task runs, and the shell functions `ours` and `start_step`.
+
+    With pyxis the container is entered by options of srun; with apptainer by a command in front of the command. `ours`
+    runs `launcher.slurm.job` in the container on the first node; `start_step` starts one task on each node.
+    """
+    srun_options = ""
+    ranks_prefix = ""
+    ours_prefix = ""
     if request.container is not None:
-        image, mounts = (
-            request.container.image,
-            ",".join((request.run_dir, request.work_dir, *request.container.mounts)),
-        )
+        image = request.container.image
+        mounts = ",".join((request.run_dir, request.work_dir, *request.container.mounts))
         if request.container.runtime == "pyxis":
             flags = [f"--container-image={image}", f"--container-mounts={mounts}"]
-            srun = " " + shlex.join([*flags, f"--container-workdir={request.work_dir}"])
-            ours = f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun} '
+            srun_options = " " + shlex.join([*flags, f"--container-workdir={request.work_dir}"])
+            ours_prefix = f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} '
         else:
-            prefix = ours = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, image]) + " "
+            ranks_prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, image]) + " "
+            ours_prefix = ranks_prefix
+    wait_s = SCRIPT_ENDS_WITHIN_S
+    start_step = f'srun --kill-on-bad-exit=0 --wait={wait_s} --cpu-bind=none{srun_options} bash "$script" node'
     return f"""
-if [ "${{1:-}}" = node ]; then # one task per node; the lines below it are the job's own
-    (   # Ignored signals stay ignored across exec: only the supervisor and the ranks, with handlers, act on them.
+if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
+    # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
+    supervisor= received=
+    pass_to_supervisor() {{ received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }}
+    for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
+    (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
         trap '' USR1 USR2 TERM
-        exec {prefix}{_start_ranks(request)}
+        exec {ranks_prefix}{_supervise_command(request)}
     ) &
     supervisor=$!
-    # Where Slurm tracks processes by cgroup it signals this shell and none of its children.
-    for signal in USR1 USR2 TERM; do trap "kill -$signal $supervisor" "$signal"; done
+    [ -z "$received" ] || kill -"$received" "$supervisor" # It came before the supervisor's number was known.
     wait "$supervisor"
     code=$?
-    while [[ " 138 140 143 " = *" $code "* ]]; do # a trap has ended the wait, not the supervisor
+    while [[ " 138 140 143 " = *" $code "* ]]; do # A trap has ended the wait; the supervisor still runs.
         wait "$supervisor"
         code=$?
     done
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
-ours() {{ {ours}"$python" -m launcher.slurm.job "$@"; }}
-start_step() {{ srun --kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{srun} bash "$script" node & }}
+ours() {{ {ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
+start_step() {{ {start_step} & }}
 """
 
 
-def _start_ranks(request: SubmitRequest) -> str:
-    """What starts and watches the ranks of one node, and ends with an exit code of errors.py."""
+def _supervise_command(request: SubmitRequest) -> str:
+    """Return the shell command that starts and watches the ranks of one node (launcher.supervise)."""
     ranks = max(1, request.gpus_per_node)
     return (
         '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
@@ -181,20 +214,30 @@ def _start_ranks(request: SubmitRequest) -> str:
 
 
 def _job_part(request: SubmitRequest) -> str:
-    """A stop on purpose is followed by the next link, a crash by a link in its place; without a chain by a requeue."""
-    requeue = 'scontrol requeue "$SLURM_JOB_ID"'
-    on_stop, on_crash = (":", 'sbatch "$script"') if request.chain else (requeue, requeue)
-    itself = "" if request.chain else '"$SLURM_JOB_ID"'
-    return _JOB_PART.replace("@SELF@", itself).replace("@NEXT@", on_stop).replace("@AGAIN@", on_crash)
+    """Return the part of the script that runs once per job, with the commands for the verdicts `next` and `again`.
+
+    In a chain, a stop on purpose needs no command, because the next link waits in the queue, and a crash submits a
+    link in place of the crashed one. Without a chain, both requeue the job.
+    """
+    if request.chain:
+        on_stop = ":"
+        on_crash = 'sbatch "$script"'
+        own_job = ""
+    else:
+        on_stop = 'scontrol requeue "$SLURM_JOB_ID"'
+        on_crash = on_stop
+        own_job = '"$SLURM_JOB_ID"'
+    return _JOB_PART.replace("@SELF@", own_job).replace("@NEXT@", on_stop).replace("@AGAIN@", on_crash)
 
 
 def _one_line(text: str) -> str:
+    """Return a text with every run of white space, line breaks among it, replaced by one space."""
     return " ".join(text.split())
 
 
 _JOB_PART = r"""
 told= step=
-pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun sends it to every rank
+pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
 
@@ -202,19 +245,20 @@ mkdir -p "$state"
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
 master_addr=${nodes%%,*}
-master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64)) # the first of 64
+# The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
+master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
 export master_addr master_port
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
-queued=EligibleTime                                      # of a link: when the one before had ended
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # Slurm's name for the time of a requeue
+queued=EligibleTime                                      # For a link of a chain: when the link before it ended.
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
 ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
     --submitted "$(ask "$queued")" --started "$(ask StartTime)"
-if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
+if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
     start_step
     step=$!
     wait "$step"
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trap ends a wait early
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
     step=
 fi
 
@@ -227,7 +271,7 @@ done | stop) for job in $(pending); do scancel "$job"; done ;;
 next) @NEXT@ ;;
 again) @AGAIN@ ;;
 esac
-if [ -n "$exclude" ]; then # also of this job, if it was just requeued
+if [ -n "$exclude" ]; then # Jobs that wait, and this one if it was just requeued, must not use these nodes.
     for job in $(pending) @SELF@; do scontrol update JobId="$job" ExcNodeList="$exclude"; done
 fi
 exit "${code:-1}"

@@ -1,16 +1,16 @@
-"""What a job notes when it begins, and what becomes of the run when it ends. Called by the batch script.
+"""Record the begin and end of a Slurm job, and decide what follows its end. Called by the batch script.
 
 Guarantee: the verdict is a pure function (`decide`) of the ledger, of jobs.jsonl, of the exit code of every node and
-of how the job was told to end. `done` is believed only of the ledger: a launcher can end with 0 after a kill.
+of whether the job was cancelled. Only the ledger shows that a run is done: a launcher can end with 0 after a kill.
 
     done    the target step is reached; the rest of the chain is cancelled
-    next    stopped on purpose (75), or without sick nodes (69): the next link, or a requeue
-    again   a crash: a link in its place, or a requeue, as long as new checkpoints come
-    stop    nothing but a person can help (78, no progress, RUN/stop): the rest of the chain is cancelled
-    leave   somebody ended the job (scancel, preemption), or another one has taken over: what follows is Slurm's
+    next    stopped on purpose (75), or nodes to exclude (69): the run continues with the next link or a requeue
+    again   a crash: the run continues with a replacement link or a requeue, while new checkpoints appear
+    stop    a person must act (78, no new checkpoint, RUN/stop): the rest of the chain is cancelled
+    leave   the job was ended from outside (scancel, preemption), or a newer job has taken over: nothing is done
 
-jobs.jsonl, beside the scripts in RUN/slurm/, holds one line for each submission, begin and end of a job; the only
-writer is the one job of the run that Slurm lets run (`--dependency=singleton`).
+How: RUN/slurm/jobs.jsonl holds one line for each submission, begin and end of a job. Only one job of a run writes to
+it at a time, because Slurm runs one at a time (`--dependency=singleton`).
 """
 
 from __future__ import annotations
@@ -32,42 +32,49 @@ from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger
 from electra_dist.run.strikes import excluded_nodes, read_strikes
 
-_CANCELLED_BEFORE_S = 30.0  # a TERM earlier than this before the limit is not the limit's
+_CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
 
 Action = Literal["done", "next", "again", "stop", "leave"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """What the batch script does next."""
+    """Decision on a job that has ended: what the batch script does next, and why."""
 
     action: Action
-    exit_code: int
-    why: str
-    sick_nodes: tuple[str, ...] = ()
+    exit_code: int  # of the batch script
+    why: str  # one line without "|", for the log, jobs.jsonl and `electra-dist status`
+    sick_nodes: tuple[str, ...] = ()  # nodes to exclude because they ended with EXIT_UNHEALTHY
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended, as its batch script saw it."""
+    """How a job ended, as its batch script saw it: the input of `decide` beside the ledger and jobs.jsonl."""
 
-    job: str
-    restart: int
-    codes: Mapping[str, int]  # exit code by node; a node that died has none
-    cancelled: bool = False  # TERM long before the time limit
-    max_fruitless_restarts: int = 3  # in a row without a new checkpoint, of jobs or of the ranks within them
+    job: str  # Slurm's job id
+    restart: int  # how often Slurm has requeued the job
+    codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
+    cancelled: bool = False  # whether TERM came long before the time limit
+    max_fruitless_restarts: int = 3  # allowed in a row without a new checkpoint; jobs and starts within jobs count
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """The verdict on the job that has ended."""
+    """Return the verdict on a job that has ended. Pure.
+
+    Args:
+        ledger: all events of the run.
+        jobs: all lines of jobs.jsonl; the begin of this job must be among them.
+        end: how this job ended.
+    """
     began = next(record for record in reversed(jobs) if record["event"] == "begin")
-    if (began["job"], began["restart"]) != (end.job, end.restart):  # this node was cut off and given up meanwhile
+    if (began["job"], began["restart"]) != (end.job, end.restart):  # This node was cut off, and a newer job began.
         return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=f"job {began['job']} has taken the run over")
-    events = ledger[began["ledger_events"] :]  # counted, not timed: clocks differ
+    events = ledger[began["ledger_events"] :]  # selected by count and not by time, because clocks differ
     if any(record["event"] == "done" for record in ledger):
         return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
     if EXIT_USER_ERROR in end.codes.values():
-        return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why="a mistake that only a person can mend (78)")
+        why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
+        return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
     stop = next((record for record in reversed(events) if record["event"] == "stop"), None)
     if stop is not None and str(stop.get("why", "")).startswith("file"):
         why = f"stopped at step {stop['step']:,} by {stop['why']}; submit again to go on"
@@ -84,54 +91,91 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
 
 
 def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    what = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node told its exit code"
-    failed = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
-    if failed > end.max_fruitless_restarts:
-        why = f"{failed} starts in a row ended without a new checkpoint ({what}); see the log, then submit again"
+    """Return `again` after a crash, or `stop` if too many starts in a row have brought no new checkpoint."""
+    codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node reported an exit code"
+    num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
+    if num_fruitless > end.max_fruitless_restarts:
+        why = (
+            f"{num_fruitless} starts in a row ended without a new checkpoint ({codes}); see the log, then submit again"
+        )
         return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
-    why = f"crash ({what}); {end.max_fruitless_restarts + 1 - failed} more without a new checkpoint end the run"
+    num_left = end.max_fruitless_restarts + 1 - num_fruitless
+    why = f"crash ({codes}), starting again; {num_left} more without a new checkpoint end the run"
     return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Jobs in a row, up to the newest, that began where the newest checkpoint is and did not stop on purpose."""
-    reached, count = newest_checkpoint(ledger), 0
-    on_purpose = {(r["job"], r["restart"]) for r in jobs if r["event"] == "end" and r["verdict"] != "again"}
+    """Return how many jobs in a row, up to the newest, began at the newest checkpoint and did not stop on purpose.
+
+    A job that died without recording its end counts, too. A submission by a person resets the count. Pure.
+    """
+    reached_step = newest_checkpoint(ledger)
+    ends = [record for record in jobs if record["event"] == "end"]
+    stopped_on_purpose = {(record["job"], record["restart"]) for record in ends if record["verdict"] != "again"}
+    count = 0
     for record in reversed(jobs):
-        if record["event"] == "submit" or (record["event"] == "begin" and record["checkpoint_step"] != reached):
-            break  # a person has looked at it, or it has moved since
-        if record["event"] == "begin" and (record["job"], record["restart"]) not in on_purpose:
-            count += 1
+        if record["event"] == "submit":
+            break
+        if record["event"] == "begin":
+            if record["checkpoint_step"] != reached_step:
+                break  # A checkpoint was saved since this job began.
+            if (record["job"], record["restart"]) not in stopped_on_purpose:
+                count += 1
     return count
 
 
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """The same for starts of the ranks: a supervisor starts them several times within a job."""
-    submitted = max((n for n, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
-    since = next((r["ledger_events"] for r in jobs[submitted + 1 :] if r["event"] == "begin"), 0)
-    reached, count = newest_checkpoint(ledger), 0
-    moved = next((n + 1 for n, e in enumerate(ledger) if e["event"] == "checkpoint" and e["step"] == reached), 0)
-    for event in ledger[max(since, moved) :]:
-        count += event["event"] in ("start", "resume")
-        count -= event["event"] in ("stop", "rollback") and count > 0
+    """Return how many starts of the ranks in a row have brought no new checkpoint; a job may have several starts.
+
+    Counted are the starts since the newest checkpoint was first saved and since the last submission by a person,
+    without those that ended with a stop or a rollback. Pure.
+    """
+    last_submit = max((index for index, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
+    begins = [record for record in jobs[last_submit + 1 :] if record["event"] == "begin"]
+    submitted_at = begins[0]["ledger_events"] if begins else 0
+    reached_step = newest_checkpoint(ledger)
+    reached_at = 0
+    for index, event in enumerate(ledger):
+        if event["event"] == "checkpoint" and event["step"] == reached_step:
+            reached_at = index + 1
+            break
+    count = 0
+    for event in ledger[max(submitted_at, reached_at) :]:
+        if event["event"] in ("start", "resume"):
+            count += 1
+        elif event["event"] in ("stop", "rollback") and count > 0:
+            count -= 1
     return count
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a line to RUN/slurm/jobs.jsonl."""
+    """Append a line to RUN/slurm/jobs.jsonl, with the time in UTC.
+
+    Args:
+        run_dir: the run folder.
+        event: "submit", "begin" or "end".
+        **details: further fields, of types that JSON knows.
+    """
     file = JsonlFile(run_dir / JOBS_FILE)
     file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
     file.close()
 
 
 def exit_codes(state: Path) -> dict[str, int]:
-    """The exit code that each node's task left behind."""
-    files = {file.name.removeprefix("exit-"): file.read_text().strip() for file in state.glob("exit-*")}
-    return {node: int(text) for node, text in files.items() if text.isdigit()}
+    """Return node -> exit code from the files `exit-NODE` of a job's state folder.
+
+    A node that died has no file, or one that is not a number; it is left out.
+    """
+    texts = {file.name.removeprefix("exit-"): file.read_text().strip() for file in state.glob("exit-*")}
+    return {node: int(text) for node, text in texts.items() if text.isdigit()}
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Note that a job begins."""
+    """Record the begin of a job in jobs.jsonl: its nodes and times, and how far ledger and checkpoints are.
+
+    Args:
+        args: options of the command line, see `main`.
+    """
     ledger = read_ledger(args.run)
     note(
         args.run,
@@ -147,7 +191,14 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def end(args: argparse.Namespace) -> None:
-    """Decide, note it, and print `action|exit code|nodes to leave out|why` for the batch script."""
+    """Decide what follows the end of a job, record it, and print `action|exit code|nodes to exclude|why`.
+
+    The nodes are separated by commas; they are those with a strike that has not expired and those that ended this job
+    as unhealthy. The batch script reads the line.
+
+    Args:
+        args: options of the command line, see `main`.
+    """
     limit = float(args.end_time) if re.fullmatch(r"\d+", args.end_time) else float("inf")
     cancelled = args.told == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
     codes = exit_codes(args.state)
@@ -167,27 +218,39 @@ def end(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m launcher.slurm.job begin|end RUN ...`."""
-    parser = argparse.ArgumentParser(prog="launcher.slurm.job", description="The batch script's bookkeeping.")
+    """Run `python -m launcher.slurm.job begin|end RUN ...`, as the batch script calls it, and return 0.
+
+    Args:
+        argv: command-line arguments; None means those of this process.
+
+    Raises:
+        UserError: the run's files or its config cannot be read or written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="launcher.slurm.job", description="Bookkeeping of a Slurm job; called by the batch script."
+    )
     commands = parser.add_subparsers(required=True)
-    for command, names in ((begin, ("nodes", "submitted", "started")), (end, ("told", "end-time"))):
-        sub = commands.add_parser(command.__name__)
-        sub.set_defaults(command=command)
-        sub.add_argument("run", type=Path)
-        sub.add_argument("--job", required=True)
-        sub.add_argument("--restart", type=int, default=0)
-        for name in names:
-            sub.add_argument(f"--{name}", default="")
-        if command is end:
-            sub.add_argument("--state", type=Path, required=True)
-            sub.add_argument("--config", required=True)
+    begin_parser = commands.add_parser("begin", help="record that a job begins")
+    end_parser = commands.add_parser("end", help="decide what follows the end of a job, and print it")
+    for command_parser, command in ((begin_parser, begin), (end_parser, end)):
+        command_parser.set_defaults(command=command)
+        command_parser.add_argument("run", type=Path, help="the run folder")
+        command_parser.add_argument("--job", required=True, help="Slurm's job id")
+        command_parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued the job")
+    begin_parser.add_argument("--nodes", default="", help="nodes of the job, separated by commas")
+    begin_parser.add_argument("--submitted", default="", help="when the job was queued, Unix seconds")
+    begin_parser.add_argument("--started", default="", help="when the job started, Unix seconds")
+    end_parser.add_argument("--told", default="", help="the signal that the batch script received, USR1 or TERM")
+    end_parser.add_argument("--end-time", default="", help="when the time limit ends the job, Unix seconds")
+    end_parser.add_argument("--state", type=Path, required=True, help="folder with the nodes' exit codes")
+    end_parser.add_argument("--config", required=True, help="the resolved config of the run")
     args = parser.parse_args(argv)
     args.command(args)
     return EXIT_DONE
 
 
 def _iso(seconds: str) -> str | None:
-    """UTC, as in the ledger; None where Slurm did not say."""
+    """Return Unix seconds as ISO 8601 in UTC, like the times in the ledger; None for a text that is not a number."""
     if not re.fullmatch(r"\d+", seconds):
         return None
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="milliseconds")

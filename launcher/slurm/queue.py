@@ -1,6 +1,6 @@
-"""What Slurm knows of a run: its jobs in the queue, and nodes that are out of service. Asks squeue and sinfo.
+"""Slurm's view of a run, from squeue and sinfo: its jobs in the queue, and the nodes that are out of service.
 
-Where it stops: a cluster without Slurm, or whose controller does not answer, has no view (None); it is never an error.
+Limits: without Slurm, or if its controller does not answer, there is no view (None); that is never an error.
 """
 
 from __future__ import annotations
@@ -14,38 +14,47 @@ _TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedJob:
-    """A line of squeue."""
+    """One job in Slurm's queue, as squeue shows it."""
 
-    job: str
+    job: str  # job id
     state: str  # PENDING, RUNNING, COMPLETING, ...
-    reason: str  # why it does not run; "None" if it does
-    nodes: str  # where it runs, as n[1-2]
+    reason: str  # why it does not run; "None" if it runs
+    nodes: str  # where it runs, for example n[1-2]; empty if it does not run
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for a person: held by one, or by Slurm after a start that failed."""
+        """Return whether a person must release the job: it was held by a person, or by Slurm after a failed start."""
         return self.state != "RUNNING" and re.search("held|hold", self.reason, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOut:
-    """A node that Slurm does not use."""
+    """One node that Slurm does not use: drained, down or failed."""
 
     node: str
     state: str  # drained, draining, down, down*, ...
-    reason: str
+    reason: str  # as the administrator or Slurm entered it
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueView:
-    """Both."""
+    """Queued jobs of the run, and nodes that Slurm does not use."""
 
     jobs: tuple[QueuedJob, ...]
     out: tuple[NodeOut, ...]
 
 
 def queue_view(job_name: str) -> QueueView | None:
-    """What Slurm says now of the jobs of this name; None without Slurm."""
+    """Ask Slurm for the jobs of this name and for all nodes that are out of service.
+
+    Calls squeue and sinfo, which may take up to 20 s each.
+
+    Args:
+        job_name: the name of the run's jobs, see `launcher.slurm.submission.job_name`.
+
+    Returns:
+        The view; None if squeue is not installed, fails or does not answer.
+    """
     jobs = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
     nodes = _lines("sinfo", "--noheader", "--Node", "--states=drain,draining,drained,down,fail", "--format=%N|%T|%E")
     if jobs is None:
@@ -54,18 +63,22 @@ def queue_view(job_name: str) -> QueueView | None:
 
 
 def parse_jobs(lines: list[str]) -> tuple[QueuedJob, ...]:
-    """squeue's lines `job|state|nodes|reason`."""
-    fields = [line.split("|", 3) for line in lines]
-    return tuple(QueuedJob(job=f[0], state=f[1], nodes=f[2], reason=f[3]) for f in fields if len(f) == 4)
+    """Parse squeue's lines `job|state|nodes|reason`; lines of another form are ignored."""
+    rows = [line.split("|", 3) for line in lines]
+    return tuple(QueuedJob(job=row[0], state=row[1], nodes=row[2], reason=row[3]) for row in rows if len(row) == 4)
 
 
 def parse_nodes(lines: list[str]) -> tuple[NodeOut, ...]:
-    """sinfo's lines `node|state|reason`, each node once (it has a line for each of its partitions)."""
-    fields = {line.split("|", 2)[0]: line.split("|", 2) for line in lines}
-    return tuple(NodeOut(node=f[0], state=f[1], reason=f[2]) for f in fields.values() if len(f) == 3)
+    """Parse sinfo's lines `node|state|reason`; lines of another form are ignored.
+
+    A node that is in several partitions has a line for each; the last one counts.
+    """
+    rows_by_node = {line.split("|", 2)[0]: line.split("|", 2) for line in lines}
+    return tuple(NodeOut(node=row[0], state=row[1], reason=row[2]) for row in rows_by_node.values() if len(row) == 3)
 
 
 def _lines(*command: str) -> list[str] | None:
+    """Run a command and return its output as lines; None if it is missing, fails, or takes longer than 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired):

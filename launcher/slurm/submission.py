@@ -1,13 +1,13 @@
-"""Submit a run to Slurm: check, write a script that a person can read into RUN/slurm/, hand it to sbatch.
+"""Submit a run to Slurm: check the request, write the batch script into RUN/slurm/, and pass it to sbatch.
 
-electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --gpus-per-node 8 --time 24:00:00 --chain 5
-electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --dry-run
+    electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --gpus-per-node 8 --time 24:00:00 --chain 5
+    electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --dry-run
 
-Guarantee: what is queued is what was checked: the config is resolved now and kept beside the script, so a later edit
-of the YAML file changes nothing for jobs that wait. Scripts are numbered and never overwritten. Nodes with a strike
-are left out. Imports no torch.
+Guarantee: the queued run is the checked one. The config is resolved at submission and stored beside the script, so a
+later edit of the YAML file changes nothing for waiting jobs. Scripts are numbered and never overwritten. Nodes with a
+strike are excluded. Imports no torch.
 
-Where it stops: it does not wait for the job; `electra-dist status RUN` says what became of it.
+Limits: it does not wait for the job; `electra-dist status RUN` shows how the run is doing.
 """
 
 from __future__ import annotations
@@ -36,23 +36,32 @@ from launcher.slurm.job import note
 
 @dataclass(frozen=True, kw_only=True)
 class Submission(JobOptions):
-    """What a person asked for: the options of the job, and the run's config."""
+    """Request of a user, before it is checked: the options of the job, and the config of the run."""
 
     config_file: Path
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  # `KEY=VALUE`, applied to the config
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
-    """The resolved config, the request and the nodes to leave out. Nothing is written.
+    """Check a submission without writing anything.
+
+    Args:
+        submission: what the user asked for.
+        command: the command line as the user typed it, for the script's first comment.
+
+    Returns:
+        The resolved config, the request for the batch script, and the names of the nodes to exclude for a strike.
 
     Raises:
-        UserError: the config, the number of ranks, or a run that is finished already.
+        UserError: the config is wrong, the ranks cannot share the global batch, or the run is finished already.
     """
     config = load_config(submission.config_file, submission.overrides)
     check_ranks(config, submission.num_nodes, max(1, submission.gpus_per_node))
     run_dir = Path(config.run_dir).absolute()
     if any(event["event"] == "done" for event in read_ledger(run_dir)):
-        raise UserError(f"run {config.run_dir} is finished; `electra-dist export {config.run_dir}`, or choose another")
+        raise UserError(
+            f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
+        )
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     request = SubmitRequest(
         run_dir=str(run_dir),
@@ -69,10 +78,21 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 
 
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
-    """Write script and config, submit, note it. Returns the job ids, first link first.
+    """Write the script and the config, submit all jobs, record them in jobs.jsonl, and return the job ids.
+
+    The jobs that were submitted are recorded even if a later one is refused.
+
+    Args:
+        config: the resolved config, written beside the script.
+        request: the result of `prepare`.
+        excluded: names of nodes that Slurm must not use.
+
+    Returns:
+        Slurm's job ids, the first link of a chain first.
 
     Raises:
-        UserError: sbatch is missing or refuses.
+        UserError: sbatch is missing or refuses the script, or an option cannot be written into it.
+        StoreError: the run folder cannot be written.
     """
     script = Path(request.script_file)
     text = batch_script(request, excluded)
@@ -93,33 +113,45 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
 
 
 def job_name(run_dir: Path) -> str:
-    """One name for one run folder: what `singleton` and the cancelling of a chain go by."""
+    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its path.
+
+    It is unique per run folder, because `--dependency=singleton` and the cancelling of a chain select jobs by name.
+
+    Args:
+        run_dir: the run folder, as an absolute path.
+    """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
     return f"{readable}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
-    """Refuse now what every rank would refuse after hours in the queue.
+    """Check that the ranks can share the global batch evenly, before the job waits in the queue.
 
     Raises:
-        UserError: names the numbers of nodes that share the global batch evenly.
+        UserError: they cannot; the message names the numbers of nodes that can.
     """
     train = config.train
-    if not train.micro_batches(num_nodes * ranks_per_node):
-        fitting = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
-        advice = f"use {', '.join(fitting)} nodes" if fitting else "use fewer ranks per node"
-        raise UserError(
-            f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
-            f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
-        )
+    if train.micro_batches(num_nodes * ranks_per_node):
+        return
+    fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
+    advice = f"use {', '.join(fitting_nodes)} nodes" if fitting_nodes else "use fewer ranks per node"
+    raise UserError(
+        f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
+        f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
+    )
 
 
 def _sbatch(script: Path) -> str:
+    """Submit a script and return the job id.
+
+    Raises:
+        UserError: sbatch is missing or refuses the script.
+    """
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(
-            f"sbatch is not installed here; submit from a login node of the cluster: sbatch {shlex.quote(str(script))}"
+            f"sbatch is not installed on this machine; run it on a login node: sbatch {shlex.quote(str(script))}"
         ) from None
     if done.returncode:
         reason = " ".join(done.stderr.replace("sbatch: error:", " ").split())
@@ -128,5 +160,6 @@ def _sbatch(script: Path) -> str:
 
 
 def _next_number(run_dir: Path) -> int:
+    """Return the number of the next submission of a run, from 1."""
     numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")]
     return max(numbers, default=0) + 1

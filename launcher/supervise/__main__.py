@@ -1,7 +1,12 @@
-"""Supervise one node's ranks: start, watch and restart them; end with a known exit code.
+"""Supervise the ranks of a run on one node: start, watch and restart them, and end with a documented exit code.
 
-python -m launcher.supervise --config C                                            one machine
-python -m launcher.supervise --config C --nodes 2 --node-rank K --master-addr H    the same on each of two
+One machine:
+
+    python -m launcher.supervise --config C
+
+Two nodes; run this on each, with K = 0 on the node whose address is H and K = 1 on the other:
+
+    python -m launcher.supervise --config C --nodes 2 --node-rank K --master-addr H
 """
 
 from __future__ import annotations
@@ -12,15 +17,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from launcher.supervise.placement import Placement
 from launcher.supervise.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise this node's part of a run. Returns the process's exit code."""
+    """Supervise this node's ranks until the run ends on this node, and return the process's exit code.
+
+    Blocks for as long as the run takes. A `UserError` (wrong option or config, a run folder that cannot be written, a
+    second supervisor on this node) is printed to stderr as one line and returned as exit code 78.
+
+    Args:
+        argv: command-line arguments without the program name; None means those of this process.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`: 0 done, 1 crash, 69 this node is unhealthy, 75 stopped on purpose,
+        78 user error.
+    """
     args = _parse(argv)
-    arguments = ["--config", args.config, *(part for override in args.set for part in ("--set", override))]
+    pretrain_arguments = ["--config", args.config]
+    for override in args.set:
+        pretrain_arguments += ["--set", override]
     try:
         config = load_config(args.config, args.set)
         placement = Placement.from_options(
@@ -31,27 +49,53 @@ def main(argv: Sequence[str] | None = None) -> int:
             port=args.master_port,
             hostfile=args.hostfile,
         )
-        supervisor = Supervisor(config, placement, arguments, args.session)
-        return (args.preflight and supervisor.check()) or supervisor.run()
+        supervisor = Supervisor(config, placement, pretrain_arguments, args.session)
+        if args.preflight:
+            preflight_code = supervisor.check()
+            if preflight_code != EXIT_DONE:
+                return preflight_code
+        return supervisor.run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; argparse exits with code 2 on an unknown option."""
     parser = argparse.ArgumentParser(
-        prog="launcher.supervise", description="Start, watch and restart one node's ranks."
+        prog="launcher.supervise",
+        description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",
     )
     parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, may repeat")
-    parser.add_argument("--nodes", type=int, help="nodes of the job; default: those of --hostfile, else 1")
-    parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0")
-    parser.add_argument("--gpus-per-node", type=int, help="ranks per node; default: the GPUs here, else 1")
-    parser.add_argument("--master-addr", help="address of node 0; needed with several nodes")
-    parser.add_argument("--master-port", type=int, help="first of 64 ports; default: 29500, alone: any free one")
-    parser.add_argument("--session", default="", help="the same word on all nodes, another in each job")
-    parser.add_argument("--preflight", action="store_true", help="check this node first (launcher.preflight)")
-    parser.add_argument("--hostfile", type=Path, help="DeepSpeed's: HOST slots=N a line; default: as the options say")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="number of nodes of the job (default: the lines of --hostfile, or 1 without one)"
+    )
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0 (default: 0)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help="ranks to start on each node (default: the number of visible GPUs, or 1 without a GPU)",
+    )
+    parser.add_argument("--master-addr", help="host name or address of node 0; required with more than one node")
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        help="first of 64 consecutive ports on node 0 (default: 29500; with one node, any free port)",
+    )
+    parser.add_argument(
+        "--session",
+        default="",
+        help="identifier of the job: equal on all its nodes, different for every job (the batch script sets it)",
+    )
+    parser.add_argument(
+        "--preflight", action="store_true", help="check this node with launcher.preflight before the first start"
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, help="DeepSpeed host file with one line `HOST slots=N` per node; instead of --nodes"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's log: one line a decision, and the lock that makes it the only supervisor of its node."""
+"""The supervisor's log, and the lock that keeps a node from having two supervisors of one run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from electra_dist.store.files import writable
 
 
 class Log:
-    """Lines on stdout and in RUN/supervise-K.log; holds the lock that makes this the only supervisor of this node.
+    """Log of one supervisor, which also holds the lock that makes it the only one of its run on this host.
 
-    The lock bears the host's name: a supervisor that lives on behind a cut link holds up nobody on another host.
+    Call the object with a text to write one line to stdout and to RUN/supervise-K.log, where K is the node's number.
+    The name of the lock file contains the host name. A supervisor that is cut off from the network therefore does not
+    block the supervisor that takes over its node number on another host. The kernel releases the lock when the process
+    ends, also after a kill.
     """
 
     def __init__(self, run_dir: Path, node: int) -> None:
+        """Open the log for appending and take the lock. A file system without locks is accepted without one.
+
+        Raises:
+            StoreError: the run folder cannot be written.
+            UserError: another supervisor of this run holds the lock on this host.
+        """
         path = supervise_log(run_dir, node)
         lock = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
         with writable(path):
@@ -30,17 +39,20 @@ class Log:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{lock}: another supervisor of this run is at work on this node; let it end, or stop it with "
+                f"{lock}: another supervisor of this run is active on this node; wait until it ends, or stop it with "
                 f"`touch {run_dir}/stop`"
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:  # The file system has no locks.
             pass
 
     def __call__(self, text: str) -> None:
-        """Say one thing."""
+        """Write one line to stdout and, with a UTC time in front, to the log file. Never raises on a full disk."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         print(f"supervise: {text}", flush=True)
         try:
             os.write(self._file, f"{now} {text}\n".encode())
-        except OSError as error:  # a full disk must not end the watch
-            print(f"supervise: the log cannot be written ({error.strerror})", flush=True)
+        except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
+            print(
+                f"supervise: the log file cannot be written ({error.strerror}); free space in the run folder",
+                flush=True,
+            )

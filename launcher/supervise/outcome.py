@@ -1,7 +1,7 @@
-"""What the end of a start means, and whether there is another one: pure, from the ledger and the ranks' own codes.
+"""What the end of a start means, and whether the ranks may be started again: pure functions of ledger and exit codes.
 
-The exit code of a wrapper (`deepspeed`, srun) is not asked: it can be 0 after a kill. `done` is believed only of the
-ledger, because rank 0 writes it after the last checkpoint is committed.
+The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
+is read from the ledger only, because rank 0 writes that event after the last checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """How a start of the ranks ended on this node."""
+    """Evidence of how one start of the ranks ended on this node: the input of `outcome`."""
 
-    events: Sequence[Record]  # what the ledger has gained since
-    codes: Mapping[int, int]  # of each local rank that told one; a killed one has none
-    num_ranks: int  # on this node
-    at_fault: bool = True  # of EXIT_UNHEALTHY: it is this node; all ranks of all nodes end with that code
+    events: Sequence[Record]  # the ledger's events since the start
+    codes: Mapping[int, int]  # rank -> exit code that it wrote itself; a killed rank has none
+    num_ranks: int  # ranks that were started on this node
+    at_fault: bool = True  # whether EXIT_UNHEALTHY is about this node: the ranks of all nodes end with that code
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartOutcome:
-    """An exit code of errors.py, and why."""
+    """Result of a start: an exit code of `electra_dist/errors.py`, and the reason as one line for the log."""
 
     code: int
     why: str
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """What the ranks' end means. EXIT_CRASH is what may be tried again here."""
+    """Return the exit code that the end of a start means; the supervisor starts again only after EXIT_CRASH.
+
+    The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run.
+    EXIT_UNHEALTHY becomes EXIT_STOPPED on a node that is not at fault, so that only the faulty node is left out.
+    Pure.
+    """
     events = {event["event"]: event for event in end.events}
     if "done" in events:
         return StartOutcome(code=EXIT_DONE, why=f"the target step {events['done']['step']:,} is reached")
@@ -44,22 +49,31 @@ def outcome(end: StartEnd) -> StartOutcome:
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
         return StartOutcome(
-            code=EXIT_USER_ERROR, why="a mistake or a full disk that only a person can mend; see above"
+            code=EXIT_USER_ERROR,
+            why="user error or full disk; fix what the `error:` line above names, then start again",
         )
     if EXIT_UNHEALTHY in codes and end.at_fault:
-        return StartOutcome(code=EXIT_UNHEALTHY, why="this node is unhealthy; see strikes.jsonl")
+        return StartOutcome(code=EXIT_UNHEALTHY, why="this node is unhealthy; see strikes.jsonl in the run folder")
     if EXIT_UNHEALTHY in codes:
-        return StartOutcome(code=EXIT_STOPPED, why="another node is unhealthy")
-    return StartOutcome(code=EXIT_CRASH, why=f"crash: {_ends(end)}")
+        return StartOutcome(code=EXIT_STOPPED, why="another node is unhealthy; see strikes.jsonl in the run folder")
+    return StartOutcome(code=EXIT_CRASH, why=f"crash: {_describe_codes(end)}")
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Whether the ranks ended well and only the ledger does not say so yet, as seen through a shared file system."""
-    told = set(end.codes.values())
-    return len(end.codes) == end.num_ranks and told <= {EXIT_DONE, EXIT_STOPPED} and outcome(end).code == EXIT_CRASH
+    """Return whether all ranks ended well but the ledger has no "done" or "stop" event yet.
+
+    On a shared file system the event that rank 0 wrote on another node may become visible late; the caller should then
+    read the ledger again before it believes in a crash.
+    """
+    all_ended = len(end.codes) == end.num_ranks
+    all_ended_well = all_ended and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
+    return all_ended_well and outcome(end).code == EXIT_CRASH
 
 
-def _ends(end: StartEnd) -> str:
-    told = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
-    silent = end.num_ranks - len(end.codes)
-    return ", ".join(told + ([f"{silent} killed or never begun"] if silent else []))
+def _describe_codes(end: StartEnd) -> str:
+    """Return the exit code of each rank, and how many ranks have none, as one line."""
+    parts = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
+    num_without_code = end.num_ranks - len(end.codes)
+    if num_without_code:
+        parts.append(f"{num_without_code} killed or never started")
+    return ", ".join(parts)

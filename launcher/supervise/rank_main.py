@@ -1,11 +1,14 @@
-"""What `launcher.supervise` has DeepSpeed start on every rank: pretrain.py, and three files that tell of it.
+"""Entry point of every rank under `launcher.supervise`: pretrain.py, plus three files from which a rank is judged.
 
-Guarantee: in the folder given by `--state`, which is this start's own, `pid-R` exists before anything slow begins,
-`exit-R` holds the exit code that this rank itself chose (a rank that is killed leaves none), and STACK_SIGNAL has the
-Python stacks of all its threads written to `stack-R`, also while it waits inside a collective: faulthandler writes
-them from the signal handler itself and needs no interpreter lock.
+Guarantee: the folder given by `--state` holds the files of one start on one node, for each rank R:
+- `pid-R`: the rank's pid, written before anything slow begins.
+- `exit-R`: the exit code with which the rank itself ended. A rank that is killed writes none.
+- `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
+  a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
 
-Cost: nothing while nobody asks. A stopped process (SIGSTOP) answers once it is continued.
+Cost: none until STACK_SIGNAL is received.
+
+Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
 """
 
 from __future__ import annotations
@@ -22,31 +25,51 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.store.files import replacing
 from launcher import pretrain
 
-STACK_SIGNAL = signal.SIGRTMIN + 7  # no library of ours uses it
+STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank. Returns the process's exit code (errors.py)."""
+    """Run one rank, record its pid and its exit code in the `--state` folder, and return the exit code.
+
+    The rank's number is read from the environment variable RANK, which DeepSpeed's launcher sets. All arguments but
+    `--state` are passed on to `pretrain.main`.
+
+    Args:
+        argv: command-line arguments; None means those of this process.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`.
+
+    Raises:
+        Whatever `pretrain.main` raises; EXIT_CRASH is recorded for it.
+    """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
-    args, arguments = parser.parse_known_args(argv)
+    args, pretrain_arguments = parser.parse_known_args(argv)
     rank = int(os.environ["RANK"])
-    faulthandler.enable()  # of SIGSEGV and its like, to stderr
+    faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     faulthandler.register(STACK_SIGNAL, file=(args.state / f"stack-{rank}").open("wb", buffering=0))
     _write(args.state / f"pid-{rank}", os.getpid())
     code = EXIT_CRASH
     try:
-        code = pretrain.main(arguments)
+        code = pretrain.main(pretrain_arguments)
         return code
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else EXIT_CRASH if end.code else EXIT_DONE
+    except SystemExit as system_exit:
+        code = _exit_code(system_exit)
         raise
     finally:
         _write(args.state / f"exit-{rank}", code)
 
 
+def _exit_code(system_exit: SystemExit) -> int:
+    """Return the exit code that Python gives the process: an integer as it is, None as 0, a message as 1."""
+    if isinstance(system_exit.code, int):
+        return system_exit.code
+    return EXIT_CRASH if system_exit.code else EXIT_DONE
+
+
 def _write(file: Path, number: int) -> None:
-    """Whole or not at all, for a reader at any moment."""
+    """Replace a file by a number as text, in one step, so that a reader never sees a part of it."""
     with replacing(file) as out:
         out.write(str(number).encode())
 

@@ -1,16 +1,17 @@
-"""The processes of one start on one node: started through DeepSpeed, told to stop, shown, killed to the last one.
+"""The processes of one start on one node: start them through DeepSpeed, signal them, show their stacks, kill them.
 
 Guarantees:
-- Signals go to the ranks themselves. DeepSpeed's two launcher processes are never told: SIGTERM makes the first one
-  leave its ranks orphaned and the second one end them one by one. Once the ranks end, both are dismissed, because the
-  second kills what still saves 30 s after the first rank's end, if that had another code than 0.
-- TERM, USR1 and USR2 are ignored from before the first exec on, so that a rank that is still importing outlives them;
-  a rank is told once it has its own handler.
-- What a rank's end means is read from the rank's own files (rank_main.py). A launcher that dies changes
-  nothing: its ranks are known by their pids.
-- `kill` leaves no process of this start, nor an orphan of an earlier one: all of them carry MARK in their environment.
+- Signals are sent to the ranks themselves, never to DeepSpeed's two launcher processes: SIGTERM makes the first one
+  (`runner`) end and leave its ranks running, and the second one (`launch`) end the ranks one by one. Once the ranks
+  end, both launchers are killed, because the second one kills the ranks that still save 30 s after the first rank has
+  ended with a code other than 0.
+- The ranks ignore SIGTERM, SIGUSR1 and SIGUSR2 from before their first exec until they install handlers, so that a
+  rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
+- The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
+  lost, because the pids of its ranks are known.
+- `kill` ends all processes of this start and all orphans of earlier ones: each carries MARK in its environment.
 
-Cost: reading a few files of /proc a poll. All of /proc is read only by `kill`.
+Cost: a poll reads a few files of /proc. Only `kill` and `dismiss_launcher` read all of /proc.
 """
 
 from __future__ import annotations
@@ -26,27 +27,41 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.run.processes import MARK, _field, is_alive, marked_pids
+from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
 from launcher.supervise.rank_main import STACK_SIGNAL
 
-_STACK_WAIT_S = 3.0
-_KILL_WAIT_S = 30.0
-_IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # ignored signals stay ignored across exec
+_STACK_WAIT_S = 3.0  # how long `stacks` waits for all ranks to write theirs
+_KILL_WAIT_S = 30.0  # how long `kill` repeats SIGKILL before it gives up
+_IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
 
 
 class RankProcesses:
-    """One start. `close` kills what is left of it."""
+    """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block.
+
+    All methods but `start`, `kill` and `close` only look or send signals, and may be called at any time. Not
+    thread-safe.
+    """
 
     def __init__(self, mark: str) -> None:
+        """Make the folder into which the ranks write their pids, exit codes and stacks. No process is started.
+
+        Args:
+            mark: value of the environment variable MARK, by which `kill` recognizes processes of this run and node
+                (`electra_dist.run.processes.mark_of`).
+        """
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix="electra-dist-ranks-")
         self.state = Path(self._folder.name)
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._told: set[tuple[int, int]] = set()
+        self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.time()
 
     def start(self, command: Sequence[str]) -> None:
-        """Run the command that starts the ranks, in a session of its own."""
+        """Run the command that starts the ranks, in a session of its own; do not wait for it.
+
+        Args:
+            command: the result of `Placement.command`.
+        """
         self.started = time.time()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
@@ -56,66 +71,88 @@ class RankProcesses:
         )
 
     def launcher_runs(self) -> bool:
-        """Whether the `deepspeed` command is there; its exit code means nothing."""
+        """Return whether the `deepspeed` command still runs. Its exit code is ignored: it can be 0 after a kill."""
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
-        """End DeepSpeed's two processes, and nothing else. Of the ranks it takes no notice."""
-        ranks = set(self._numbers("pid").values())
+        """Kill DeepSpeed's two launcher processes; the ranks keep running."""
+        rank_pids = set(self._numbers("pid").values())
         for pid in marked_pids(self._mark):
-            if pid not in ranks and b"deepspeed.launcher" in _command_line(pid):
+            if pid not in rank_pids and b"deepspeed.launcher" in _command_line(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
-        """Rank -> pid of those that have begun and not ended."""
+        """Return rank -> pid of the ranks that have started and not ended."""
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Rank -> exit code, as the rank itself chose it; it may still be about to leave."""
+        """Return rank -> exit code of the ranks that wrote one; the process of such a rank may still exist."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
-        """Ranks that ended without a word: killed, or aborted by a library."""
+        """Return the ranks that ended without an exit code: they were killed, or a library aborted them."""
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
     def stopped(self) -> list[int]:
-        """Ranks that are not even running: stopped by a signal or a debugger, or waiting for a device."""
-        return [rank for rank, pid in sorted(self.alive().items()) if _field(pid, "State")[:1] in "TtD"]
+        """Return the ranks that cannot run: stopped by a signal or a debugger, or blocked in the kernel."""
+        return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
-        """Send a signal to every rank that has its own handler by now, once; returns the ranks told this time."""
-        ended, told = self.codes(), []
+        """Send signal `number` to every rank that has a handler for it and was not sent it before.
+
+        Call it repeatedly: a rank that is still importing is skipped until its handler is installed. Ranks that wrote
+        an exit code are skipped, too.
+
+        Returns:
+            The ranks that were sent the signal by this call.
+        """
+        codes = self.codes()
+        signalled = []
         for rank, pid in self.alive().items():
-            if rank not in ended and (pid, number) not in self._told and _catches(pid, number):
+            if rank not in codes and (pid, number) not in self._sent and _catches(pid, number):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-                    self._told.add((pid, number))
-                    told.append(rank)
-        return told
+                    self._sent.add((pid, number))
+                    signalled.append(rank)
+        return signalled
 
     def stacks(self) -> list[str]:
-        """What every rank is at: the kernel's view, then its Python stacks. Stopped ones are continued for that."""
-        views, answers = {}, {}
+        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
+
+        Stopped ranks are continued (SIGCONT), because they cannot answer otherwise. Blocks for up to 3.1 s.
+        """
+        report: dict[int, list[str]] = {}
+        stack_files: dict[int, Path] = {}
+        old_sizes: dict[int, int] = {}
         for rank, pid in self.alive().items():
-            views[rank] = [f"rank {rank}, pid {pid}: {_kernel_view(pid)}"]
-            file = self.state / f"stack-{rank}"
-            answers[rank] = (file, file.stat().st_size)
+            report[rank] = [f"rank {rank}, pid {pid}: {_kernel_view(pid)}"]
+            stack_files[rank] = self.state / f"stack-{rank}"
+            old_sizes[rank] = stack_files[rank].stat().st_size
             if _catches(pid, STACK_SIGNAL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
                     os.kill(pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT_S
-        while time.monotonic() < deadline and any(file.stat().st_size == old for file, old in answers.values()):
+        while time.monotonic() < deadline and any(
+            file.stat().st_size == old_sizes[rank] for rank, file in stack_files.items()
+        ):
             time.sleep(0.05)
-        time.sleep(0.1)  # the rest of an answer that has begun
-        for rank, (file, old) in answers.items():
-            lines = condensed(file.read_bytes()[old:].decode(errors="replace"))
-            views[rank] += [f"  {line}" for line in lines] or [f"  no answer within {_STACK_WAIT_S:.0f} s"]
-        return [line for rank in sorted(views) for line in views[rank]]
+        time.sleep(0.1)  # A rank that has begun to write gets the time to finish.
+        for rank, file in stack_files.items():
+            new_text = file.read_bytes()[old_sizes[rank] :].decode(errors="replace")
+            lines = condensed(new_text) or [f"no answer within {_STACK_WAIT_S:.0f} s"]
+            report[rank] += [f"  {line}" for line in lines]
+        return [line for rank in sorted(report) for line in report[rank]]
 
     def kill(self) -> list[int]:
-        """kill -9 everything of this run on this node. Returns pids that cannot be killed: they wait for a device."""
+        """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s.
+
+        This includes orphans of earlier starts, which carry the same mark.
+
+        Returns:
+            The pids that still exist: they are blocked in the kernel on a device, and only a reboot ends them.
+        """
         deadline = time.monotonic() + _KILL_WAIT_S
         if self._launcher is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -132,42 +169,55 @@ class RankProcesses:
         return left
 
     def close(self) -> list[int]:
-        """Kill what is left and forget its files."""
+        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed."""
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
+        """Return rank -> number from the files `NAME-RANK` of the state folder."""
         return {int(file.name.rpartition("-")[2]): int(file.read_text()) for file in self.state.glob(f"{name}-*")}
 
 
 def condensed(stacks: str) -> list[str]:
-    """faulthandler's text of all threads: the main one first, equal ones once, a call a line, the innermost first."""
-    threads = Counter(tuple(block.splitlines()[1:]) for block in reversed(stacks.strip().split("\n\n")) if block)
+    """Return faulthandler's dump of all threads in a shorter form, one line per call.
+
+    The threads come in reverse order, so that the main thread, which faulthandler writes last, is first. Threads with
+    equal stacks are shown once with their number. Within a stack the innermost call is first.
+    """
+    blocks = [block for block in stacks.strip().split("\n\n") if block]
+    stack_counts = Counter(tuple(block.splitlines()[1:]) for block in reversed(blocks))
     lines = []
-    for calls, count in threads.items():
-        lines.append(f"{count} thread{'s' * (count > 1)}:")
+    for calls, count in stack_counts.items():
+        lines.append("1 thread:" if count == 1 else f"{count} threads:")
         for call in calls:
-            found = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', call)
-            lines.append(f"  {found[1]}:{found[2]} {found[3]}" if found else f"  {call.strip()}")
+            match = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', call)
+            lines.append(f"  {match[1]}:{match[2]} {match[3]}" if match else f"  {call.strip()}")
     return lines
 
 
 def _catches(pid: int, number: int) -> bool:
-    mask = _field(pid, "SigCgt")
-    return bool(mask) and bool(int(mask, 16) >> (number - 1) & 1)
+    """Return whether a process has a handler for signal `number`; False for a process that is gone."""
+    mask = status_field(pid, "SigCgt")  # hexadecimal; bit 0 is signal 1
+    if not mask:
+        return False
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _command_line(pid: int) -> bytes:
+    """Return the command line of a process, its words separated by NUL bytes; empty for a process that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
 def _kernel_view(pid: int) -> str:
-    parts = [_field(pid, "State")]
+    """Return the state of a process and where it waits in the kernel, as far as this user may read it."""
+    parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
-        with contextlib.suppress(OSError):  # the second one is root's
-            text = " < ".join(Path(f"/proc/{pid}/{name}").read_text().replace("[<0>] ", "").split("\n")).strip(" <")
-            parts.append(f"{name} {text}" if text.strip("0") else "")
+        with contextlib.suppress(OSError):  # Only root may read `stack`.
+            frames = Path(f"/proc/{pid}/{name}").read_text().replace("[<0>] ", "").split("\n")
+            text = " < ".join(frames).strip(" <")
+            is_waiting = text.strip("0") != ""  # wchan is "0" for a process that runs
+            parts.append(f"{name} {text}" if is_waiting else "")
     return ", ".join(part for part in parts if part)

@@ -1,19 +1,19 @@
-"""How the supervisors of several nodes meet again after a fault, through small files in RUN/meeting/SESSION/.
+"""How the supervisors of several nodes agree on the next start of the ranks, through files in RUN/meeting/SESSION/.
 
-    start-000007.json           node 0: the seventh start, on this port
-    end-000007-node-1.json      node 1: my ranks of it have ended, with this code; `final`: and I end too
-    ../sessions                 a line for each session that began: whoever is of an earlier one was given up, and ends
+    start-000007.json           by node 0: start 7 begins, on this port
+    end-000007-node-1.json      by node 1: its ranks of start 7 ended with this code; `final`: its supervisor ends, too
+    ../sessions                 one line for each session that began; supervisors of all but the last one must end
 
-Guarantees: node 0 decides when there is another start; the others join one that they have not joined yet. A node
-whose ranks ended tells the others, so that ranks that would wait in a collective for minutes are ended in seconds. A
-session is one job: a node that lives on behind a cut link never joins the job that took over. Without a word for it, a
-start of an earlier job is joined at worst until node 0's new one is seen. Each start has a port of its own, so that
-no rank of an earlier one meets it.
+Guarantees: node 0 decides when there is another start; the other nodes join a start that they have not joined yet. A
+node whose ranks ended reports it, so that ranks elsewhere, which would wait in a collective for minutes, are ended
+within seconds. A session is one job: a node that still runs behind a cut link never joins the job that replaced its
+own. Without a session name, a node may join a stale start of an earlier job, until it sees the new start of node 0.
+Each start has its own port, so that no rank of an earlier start can connect to it.
 
-Cost: one listing of a small folder a second. Alone (one node) it is the same files and nobody to wait for.
+Cost: one listing of a small folder per second. With one node the same files are written, and nothing is waited for.
 
-Where it stops: on NFS a file may be seen a minute late, and so is the news. A cut network says nothing here: then each
-side finds its ranks hung by itself.
+Limits: on NFS a file may become visible a minute late, and with it the report. A cut network is not reported through
+these files: then each side finds its own ranks hung.
 """
 
 from __future__ import annotations
@@ -31,124 +31,170 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_E
 from electra_dist.run.folder import MEETING_DIR
 from electra_dist.store.files import replacing
 
-_KEPT, _PORTS, _POLL_S = 3, 64, 1.0
+_KEPT_STARTS = 3  # files of older starts are deleted
+_NUM_PORTS = 64  # consecutive starts use the ports in turn
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    number: int
+    """The content of an end file: how the ranks of one node ended in one start."""
+
+    number: int  # of the start
     node: int
     code: int
-    final: bool
+    final: bool  # whether the node's supervisor ended, too
 
 
 class Rendezvous:
-    """This node's view. `number` is the start that it takes part in."""
+    """One node's view of the starts of a run; `number` is the start that this node takes part in, 0 before the first.
+
+    A supervisor calls `start` before each start of its ranks, polls `news` while they run, and calls `end` after it.
+    """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Take part, as node number `node`.
+        """Prepare to take part. Nothing is read or written.
 
         Args:
-            port: the first of the ports that starts use in turn; None (one node): any free one.
-            session: a word that all nodes of a job know and no other job has; empty: there is none.
+            run_dir: the run folder, on a file system that all nodes share.
+            node: number of this node, from 0; node 0 announces the starts.
+            port: the first of the 64 ports that starts use in turn; None (one node only): any free one.
+            session: a name that all nodes of a job know and no other job has; empty: there is none.
         """
-        self._folder, self._node, self._port = Path(run_dir) / MEETING_DIR / session, node, port
-        self._session, self._sessions = session, Path(run_dir) / MEETING_DIR / "sessions"
+        self._folder = Path(run_dir) / MEETING_DIR / session
+        self._node = node
+        self._port = port
+        self._session = session
+        self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
         self.number = 0
         self._next_look = 0.0
 
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
-        """Node 0: announce a start. Others: wait for one that is new to them. Returns its port.
+        """Agree on the next start and return its port: node 0 announces it at once, the other nodes wait for it.
 
-        None if another node has ended for good, if `give_up` says so, or after `timeout_s`.
+        Args:
+            give_up: polled while waiting; the wait ends when it returns True.
+            timeout_s: how long to wait, seconds.
+
+        Returns:
+            The port of the start; None if another node has ended for good, if the wait was given up, or on timeout.
         """
         if self._node == 0:
             return None if self.left_by() else self._announce()
         deadline = time.monotonic() + timeout_s
         while not give_up() and time.monotonic() < deadline:
             newest = max(self._starts(), default=0)
-            gone = any(end.number == newest and end.node == 0 and end.final for end in self._ends())
-            if newest > self.number and not gone:
+            node_0_left = any(end.number == newest and end.node == 0 and end.final for end in self._ends())
+            if newest > self.number and not node_0_left:
                 self.number = newest
                 return int(json.loads(self._start_file(newest).read_text())["port"])
-            if newest == self.number > 0 and gone:
+            if newest == self.number > 0 and node_0_left:
                 return None
             time.sleep(_POLL_S / 4)
         return None
 
     def end(self, code: int, *, final: bool) -> None:
-        """Tell the others how this node's ranks ended."""
+        """Report to the other nodes how this node's ranks ended.
+
+        Args:
+            code: an exit code of `electra_dist/errors.py`.
+            final: whether this supervisor ends, too, and joins no further start.
+        """
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
 
     def news(self) -> str:
-        """Why this node's ranks should end too; empty if there is no reason. Looks once a second."""
+        """Return why this node's ranks should end, as one line; empty if there is no reason.
+
+        The reasons are: another session has taken over, node 0 has begun a new start, or another node's ranks have
+        crashed or its supervisor has ended. Reads the folder at most once per second; other calls return "".
+        """
         if time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + _POLL_S
-        if other := self.taken_over():
-            return f"{other} has taken the run over"
-        if self._node and max(self._starts(), default=0) > self.number:
+        newer_session = self.taken_over()
+        if newer_session:
+            return f"{newer_session} has taken the run over"
+        if self.superseded():
             return "node 0 has begun a new start"
-        failed = [end for end in self._others(since=self.number) if end.code not in (EXIT_DONE, EXIT_STOPPED)]
-        failed += [end for end in self._others(since=self.number - 1) if end.final and end.number < self.number]
-        return f"the ranks of node {failed[0].node} have ended with {failed[0].code}" if failed else ""
+        crashes = [end for end in self._ends_of_others(self.number) if end.code not in (EXIT_DONE, EXIT_STOPPED)]
+        left_before = [end for end in self._ends_of_others(self.number - 1) if end.final and end.number < self.number]
+        reasons = crashes + left_before
+        return f"the ranks of node {reasons[0].node} have ended with exit code {reasons[0].code}" if reasons else ""
 
     def left_by(self) -> tuple[int, int] | None:
-        """A node that has ended for good, in this start or just before it, and what follows from that for this one."""
-        for end in self._others(since=self.number - 1):
+        """Return (node, exit code for this node) if another node ended for good in this start or the one before it.
+
+        A crash or a user error of the other node becomes the exit code of this one; anything else becomes
+        EXIT_STOPPED, because this node is not at fault. None if no node has left.
+        """
+        for end in self._ends_of_others(self.number - 1):
             if end.final:
-                return end.node, end.code if end.code in (EXIT_CRASH, EXIT_USER_ERROR) else EXIT_STOPPED
+                code = end.code if end.code in (EXIT_CRASH, EXIT_USER_ERROR) else EXIT_STOPPED
+                return end.node, code
         return None
 
     def taken_over(self) -> str:
-        """The session that has begun after this one: this node was cut off, given up, and must not start again."""
+        """Return the name of the newest session if it began after this one, otherwise an empty string.
+
+        If it did, this node was cut off and the run goes on without it: the caller must not start ranks again.
+        """
         if not self._session or not self._sessions.exists():
             return ""
-        begun = self._sessions.read_text().split()  # in an old view of the file this session may be missing
-        return begun[-1] if self._session in begun and begun[-1] != self._session else ""
+        sessions = self._sessions.read_text().split()
+        # A shared file system may show an old version of the file, in which this session is missing.
+        return sessions[-1] if self._session in sessions and sessions[-1] != self._session else ""
 
     def superseded(self) -> bool:
-        """Whether node 0 has moved on, so that this start's end says nothing."""
+        """Return whether node 0 has begun a newer start, so that the end of this one no longer matters."""
         return bool(self._node) and max(self._starts(), default=0) > self.number
 
     def _announce(self) -> int:
-        if self._session and not self.number:
+        """Begin the next start as node 0, delete the files of old starts, and return the port."""
+        is_first = not self.number
+        if self._session and is_first:
             self._sessions.parent.mkdir(parents=True, exist_ok=True)
             with open(self._sessions, "a", encoding="ascii") as sessions:
                 sessions.write(self._session + "\n")
-        # The first number of a job leaves a gap: nobody who left an earlier job shall count as having left this one.
-        self.number = max(self._starts(), default=0) + (1 if self.number else 2)
-        port = _free_port() if self._port is None else self._port + self.number % _PORTS
+        # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
+        self.number = max(self._starts(), default=0) + (2 if is_first else 1)
+        port = _free_port() if self._port is None else self._port + self.number % _NUM_PORTS
         self._write(self._start_file(self.number), {"port": port})
         for file in self._folder.glob("*-*.json"):
-            if int(file.name.split("-")[1].removesuffix(".json")) <= self.number - _KEPT:
+            start_number = int(file.name.split("-")[1].removesuffix(".json"))
+            if start_number <= self.number - _KEPT_STARTS:
                 file.unlink(missing_ok=True)
         return port
 
-    def _others(self, since: int) -> list[_End]:
+    def _ends_of_others(self, since: int) -> list[_End]:
+        """Return the ends that other nodes reported for the starts from number `since` to the current one."""
         return [end for end in self._ends() if since <= end.number <= self.number and end.node != self._node]
 
     def _starts(self) -> list[int]:
+        """Return the numbers of all announced starts, in no particular order."""
         return [int(file.stem.partition("-")[2]) for file in self._folder.glob("start-*.json")]
 
     def _ends(self) -> list[_End]:
+        """Return all reported ends, in no particular order."""
         ends = []
         for file in self._folder.glob("end-*.json"):
             match = re.fullmatch(r"end-(\d+)-node-(\d+)", file.stem)
-            with contextlib.suppress(FileNotFoundError):  # node 0 tidies up
+            with contextlib.suppress(FileNotFoundError):  # Node 0 may delete old files meanwhile.
                 assert match, file
                 ends.append(_End(number=int(match[1]), node=int(match[2]), **json.loads(file.read_text())))
         return ends
 
     def _start_file(self, number: int) -> Path:
+        """Return the path of the file that announces start `number`."""
         return self._folder / f"start-{number:06d}.json"
 
     def _write(self, file: Path, content: dict[str, int]) -> None:
+        """Replace a file by one line of JSON in one step, so that no node reads a part of it."""
         with replacing(file) as temporary:
             temporary.write(json.dumps(content).encode() + b"\n")
 
 
 def _free_port() -> int:
+    """Return a port of this host that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

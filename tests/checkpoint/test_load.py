@@ -59,7 +59,7 @@ def test_same_step_of_the_other_target_is_taken_before_an_older_one(
     found, notes, values = load(two_targets)
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     if bad == 0:
-        assert notes[0].endswith(f"; the same step is good in {two_targets[1].url}")
+        assert f"; the same step is good in {two_targets[1].url}; run `electra-dist checkpoint repair`" in notes[0]
         assert not two_targets[0].exists(f"{folder_name(20, 1)}/{MANIFEST}")
     else:  # the preferred one is good: the other is not looked at
         assert notes == []

@@ -27,7 +27,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, saved: list[set[int]], at_work: lis
     at_work_now = iter(at_work)
     monkeypatch.setattr(pretraining, "saved_steps", lambda cell: next(saved_now))
     monkeypatch.setattr(pretraining, "marked_pids", lambda mark: next(at_work_now))
-    monkeypatch.setattr(pretraining, "_supervised", lambda cell, ranks, look: (started.append(cell.name), 1)[1])
+    monkeypatch.setattr(pretraining, "_supervise", lambda cell, ranks, look: (started.append(cell.name), 1)[1])
     return started
 
 
@@ -50,5 +50,7 @@ def test_a_run_that_ends_early_is_started_once_and_named_with_its_last_error(
     log.parent.mkdir(parents=True)
     log.write_text("a line\nerror: the disk is full\nsupervise: end, exit code 1\n")
     started = pretend(monkeypatch, [set(), {4}], [[], []])
-    assert pretrain(cell, 1, lambda: None) == f"it ended with exit code 1: error: the disk is full ({log})"
+    expected = "the run ended with exit code 1: error: the disk is full; "
+    expected += f"read {log}, correct the cause and repeat the command"
+    assert pretrain(cell, 1, lambda: None) == expected
     assert started == [cell.name]

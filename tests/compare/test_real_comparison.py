@@ -33,7 +33,7 @@ def test_stopped_in_a_run_and_typed_again(make_comparison: Callable[..., Path], 
     finally:
         process.kill()
     assert process.returncode == 75, text
-    assert "the same command goes on" in text
+    assert "run the same command again" in text
     baseline = {path: path.stat().st_mtime_ns for path in out.glob("scores/random-seed1/*.json")}
     assert len(baseline) == 2
 

@@ -53,7 +53,7 @@ class Pretence:
         self._event(cell.name)
         reached = self.broken.pop(cell.name, len(cell.marks))
         self.saved[cell.name] = set(cell.marks[:reached])
-        return "" if reached == len(cell.marks) else "it ended with exit code 1: no space (a log)"
+        return "" if reached == len(cell.marks) else "the run ended with exit code 1: no space; read a log"
 
     def load(self, spec: str, vocab: Path, step: int | None) -> Pretrained:
         file = Path(spec.removeprefix("random:") if step is None else f"{spec}.yaml")
@@ -107,7 +107,7 @@ def test_a_run_that_fails_is_named_its_checkpoints_scored_and_it_is_tried_again(
     assert not compare(file)
     failed = [failure for failure in results(tmp_path / "out")["failures"] if "exit code" in failure["what"]]
     assert [(f["entry"], f["seed"]) for f in failed] == [("rtd", 1)]
-    assert "* rtd seed 1: it ended with exit code 1: no space" in (tmp_path / "out" / "compare.md").read_text()
+    assert "* rtd seed 1: the run ended with exit code 1: no space" in (tmp_path / "out" / "compare.md").read_text()
     rows = [(row["entry"], row["step"]) for row in results(tmp_path / "out")["table"]]
     assert [entry for entry, _ in rows] == ["random", "rtd", "mlm", "mlm"]  # rtd's second checkpoint is missing
     assert compare(file)
@@ -172,7 +172,7 @@ def test_no_more_runs_at_a_time_than_told_and_an_interrupt_ends_them_all(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(pretraining, "pretrain", endless)
-    monkeypatch.setattr(pretraining, "_LOOK_S", 0.01)
+    monkeypatch.setattr(pretraining, "_POLL_S", 0.01)
     with pytest.raises(KeyboardInterrupt), Pretrainings(cells, 1, parallel) as runs:  # noqa: PT012
         for cell in cells:
             runs.result(cell, looked)

@@ -42,13 +42,15 @@ def test_medians_spreads_and_averages() -> None:
 
 def test_the_failed_are_named_in_the_table_and_on_the_page() -> None:
     rows = summarize_rows(SCORES, TASKS)
-    lost = Failure(entry="mlm", seed=2, what="it ended with exit code 1: error: no space (out/runs/mlm-seed2.log)")
+    lost = Failure(
+        entry="mlm", seed=2, what="the run ended with exit code 1: error: no space; read out/runs/mlm-seed2.log"
+    )
     failures = [lost, *score_failures(SCORES)]
     page = markdown("comparison", rows, failures, 3, ["note"])
     assert "| mlm | 12 | 1.2e+10 | 60.0 (55.0 to 65.0, 2 of 3 seeds) | 0.0 (0.0 to 0.0, 1 of 3 seeds) |" in page
     assert "| rtd | 10 | 1e+10 | 70.0 (60.0 to 90.0) |" in page
     assert "| random initialisation | 0 | 0 | 50.0 (50.0 to 50.0) |" in page
-    assert "* mlm seed 2: it ended with exit code 1: error: no space" in page
+    assert "* mlm seed 2: the run ended with exit code 1: error: no space" in page
     assert "* mlm seed 1: b after 12 steps: degenerate: all 60" in page
     assert "* mlm seed 3: b after 12 steps: diverged" in page
     assert "None." in markdown("comparison", rows, [], 3, [])

@@ -88,7 +88,7 @@ def test_bad_entries(tree: dict[str, Any], tmp_path: Path) -> None:
 
 def test_missing_and_garbled(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    with pytest.raises(StoreMissing, match=r"no corpus here .*electra-dist corpus build"):
+    with pytest.raises(StoreMissing, match=r"no finished corpus.*electra-dist corpus build"):
         read_manifest(store)
     for garbage in (b"{", b"\xff\xfe", b""):
         store.write("corpus.json", garbage)

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 
 import torch.distributed as dist
 from rich.progress import Progress

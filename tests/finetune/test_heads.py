@@ -12,7 +12,7 @@ from electra_dist.finetune.config import FinetuneConfig
 from electra_dist.finetune.heads import Classifier, SpanHead, SpanModel
 from electra_dist.finetune.squad.task import best_spans
 from electra_dist.finetune.squad.windows import AnswerWindow
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
 SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)
@@ -44,14 +44,14 @@ def test_the_classifier_is_dense_layers_on_the_state_of_cls(encoder: Pretrained,
     last = "1" if head == "reference" else "4"
     logits = state @ w[f"{last}.weight"].T + w[f"{last}.bias"]
     np.testing.assert_allclose(model.predict(IDS).detach().numpy(), logits, atol=1e-6)
-    loss = model(IDS, torch.tensor([[2], [0]]), Noise.off(IDS))
+    loss = model(IDS, torch.tensor([[2], [0]]), DropoutKeys.off(IDS))
     assert loss.item() == pytest.approx(-(log_softmax(logits[0])[2] + log_softmax(logits[1])[0]) / 2, abs=1e-6)
 
 
 def test_a_regression_is_the_squared_error_of_one_output(encoder: Pretrained) -> None:
     model = Classifier(encoder.backbone(), 32, 1, SETTINGS, seed=1).eval()
     output = model.predict(IDS).detach().numpy()[:, 0]
-    loss = model(IDS, torch.tensor([[0.2], [0.9]]), Noise.off(IDS))
+    loss = model(IDS, torch.tensor([[0.2], [0.9]]), DropoutKeys.off(IDS))
     assert loss.item() == pytest.approx(((output - [0.2, 0.9]) ** 2).mean(), abs=1e-7)
 
 
@@ -84,7 +84,7 @@ def test_the_span_loss_is_the_reference_s_formula(encoder: Pretrained) -> None:
         span = -(log_softmax(starts)[start] + log_softmax(ends)[end]) / 2
         bce = np.log1p(np.exp(-no_answer if impossible else no_answer))
         expected += (span + 0.5 * bce) / 2
-    loss = model(IDS, torch.tensor(targets), Noise.off(IDS))
+    loss = model(IDS, torch.tensor(targets), DropoutKeys.off(IDS))
     assert loss.item() == pytest.approx(expected, abs=1e-5)
 
 

@@ -122,7 +122,7 @@ def test_a_run_that_diverges_and_one_that_learns_nothing_are_named(encoder: Pret
     broken = dataclasses.replace(encoder, state={k: v * float("nan") for k, v in encoder.state.items()})
     diverged = finetune_task(broken, animals, SHORT, 0, CPU)
     assert diverged.score is None
-    assert diverged.failure == "diverged: the loss is nan at step 0"
+    assert diverged.failure == "diverged: the loss is nan at step 0; lower lr or raise warmup_fraction"
     constant = finetune_task(encoder, animals, FAST.model_copy(update={"lr": 1e-12}), 4, CPU)
     assert constant.failure.startswith("degenerate: all 60 predictions are")
     good = finetune_task(encoder, animals, FAST, 5, CPU)

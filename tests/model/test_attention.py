@@ -85,10 +85,10 @@ def test_dropout_on_a_cpu_is_the_definition_with_keyed_bits(tokens: int) -> None
 def test_blocks_that_hold_no_two_tokens_of_one_example_are_left_out() -> None:
     ids = torch.full((1, 512), 7)
     ids[0, ::128] = SPECIAL.cls  # four examples of one block each
-    scope = same_example(derive(ids, SPECIAL), torch.float32, "flex")
-    assert isinstance(scope, BlockMask)
-    assert torch.equal(scope.to_dense()[0, 0], torch.eye(4, dtype=torch.int32))
-    assert scope.sparsity() == 75.0
+    attention_mask = same_example(derive(ids, SPECIAL), torch.float32, "flex")
+    assert isinstance(attention_mask, BlockMask)
+    assert torch.equal(attention_mask.to_dense()[0, 0], torch.eye(4, dtype=torch.int32))
+    assert attention_mask.sparsity() == 75.0
 
 
 @torch.no_grad()
@@ -128,14 +128,14 @@ def test_an_objective_has_the_same_loss_by_either(name: str) -> None:
 def test_the_choice_and_its_reason(
     overrides: list[str], device: str, fault: str, backend: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_trial", lambda *_: fault)
+    monkeypatch.setattr(attention, "_find_flex_fault", lambda *_: fault)
     config: Config = load_config(LARGE, overrides)
     choice = choose_attention(config, device)
     assert choice.backend == backend and reason in choice.reason
 
 
 def test_the_trial_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "does not support backward on CPU" in attention._trial("cpu", torch.float32)
+    assert "does not support backward on CPU" in attention._find_flex_fault("cpu", torch.float32)
 
     def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
         index = torch.arange(query.shape[2])
@@ -143,12 +143,12 @@ def test_the_trial_passes_where_both_agree_and_names_what_breaks(monkeypatch: py
         seen = block_mask.mask_mod(rows, torch.zeros_like(rows), index[None, None, :, None], index)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
-    monkeypatch.setattr(attention, "_flex", lambda compiled: dense)
-    assert attention._trial("cpu", torch.float32) == ""
+    monkeypatch.setattr(attention, "_flex_function", lambda compiled: dense)
+    assert attention._find_flex_fault("cpu", torch.float32) == ""
     monkeypatch.setattr(
-        attention, "_flex", lambda compiled: lambda q, k, v, block_mask: dense(q, k, 2 * v, block_mask)
+        attention, "_flex_function", lambda compiled: lambda q, k, v, block_mask: dense(q, k, 2 * v, block_mask)
     )
-    assert attention._trial("cpu", torch.float32).startswith("it differs by")
+    assert attention._find_flex_fault("cpu", torch.float32).startswith("it differs by")
 
 
 def test_a_demand_for_a_gpu_is_refused_on_a_cpu() -> None:
@@ -158,5 +158,5 @@ def test_a_demand_for_a_gpu_is_refused_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("more", ["model.attention_dropout=0.1", "objective.name=electric"])
 def test_a_demand_that_cannot_be_met_is_refused(more: str) -> None:
-    with pytest.raises(UserError, match="flex knows neither dropout nor directions"):
+    with pytest.raises(UserError, match="flex supports neither attention dropout nor"):
         load_config(LARGE, ["engine.attention=flex", "model.attention_dropout=0", more])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from electra_dist.model.encoder import Encoder, Noise
+from electra_dist.model.encoder import DropoutKeys, Encoder
 
 
 @pytest.mark.parametrize("place", ["hidden_dropout", "attention_dropout"])
@@ -16,7 +16,7 @@ def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any]
     embedded, bias, rows = torch.randn(6, 10, 32), torch.zeros(6, 1, 10, 10), torch.arange(40, 46)
 
     def run(chosen: slice, step: int = 5) -> torch.Tensor:
-        return encoder(embedded[chosen], bias[chosen], Noise(7, step, rows[chosen], "reference"))
+        return encoder(embedded[chosen], bias[chosen], DropoutKeys(7, step, rows[chosen], "reference"))
 
     whole = run(slice(0, 6))
     torch.testing.assert_close(torch.cat([run(slice(0, 2)), run(slice(2, 6))]), whole, rtol=1e-5, atol=1e-5)

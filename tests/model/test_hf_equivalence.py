@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.small_models import SIZES
 
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.rows import attention_bias, derive
 
 TOLERANCE = 1e-5
@@ -38,10 +38,10 @@ def test_logits_equal(
     assert layout.token_type_BS.any()
     assert not layout.is_real_BS.all()
     with torch.no_grad():
-        hidden = towers.generator(towers.embed(ids, layout), bias, Noise.off(ids))
+        hidden = towers.generator(towers.embed(ids, layout), bias, DropoutKeys.off(ids))
         table = towers.embeddings.word.weight[: model.vocab_size]
         ours_mlm = towers.generator_head.transform(hidden) @ table.T + towers.generator_head.bias
-        hidden = towers.discriminator(towers.embed(ids, layout), bias, Noise.off(ids))
+        hidden = towers.discriminator(towers.embed(ids, layout), bias, DropoutKeys.off(ids))
         ours_rtd = towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
         theirs_mlm = generator(**inputs).logits
         theirs_rtd = discriminator(**inputs).logits
@@ -67,7 +67,9 @@ def test_one_example_a_row_equals_hugging_face_called_as_users_do(
     ids = make_rows([[(10, 7)], [(19, 0)], [(3, 2)]], seq_len=21)
     layout = derive(ids, special)
     with torch.no_grad():
-        hidden = towers.discriminator(towers.embed(ids, layout), attention_bias(layout, torch.float32), Noise.off(ids))
+        hidden = towers.discriminator(
+            towers.embed(ids, layout), attention_bias(layout, torch.float32), DropoutKeys.off(ids)
+        )
         ours = towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
         theirs = discriminator(
             input_ids=ids, token_type_ids=layout.token_type_BS, attention_mask=layout.is_real_BS.long()
@@ -87,7 +89,9 @@ def test_packed_example_equals_the_example_alone(
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         layout = derive(ids, special)
-        hidden = towers.discriminator(towers.embed(ids, layout), attention_bias(layout, torch.float32), Noise.off(ids))
+        hidden = towers.discriminator(
+            towers.embed(ids, layout), attention_bias(layout, torch.float32), DropoutKeys.off(ids)
+        )
         return towers.discriminator_head(hidden, ids > 99, layout.is_real_BS, backend="reference").logits_T
 
     with torch.no_grad():

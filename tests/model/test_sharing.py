@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.init import build_towers
 from electra_dist.model.parameters import parameter_counts
 from electra_dist.model.rows import attention_bias, derive
@@ -98,10 +98,12 @@ def test_exported_towers_answer_alike(
     bias = attention_bias(layout, torch.float32)
     inputs = {"input_ids": ids, "token_type_ids": layout.token_type_BS}
     with torch.no_grad():
-        states = towers.discriminator(towers.embed_discriminator(ids, layout), bias, Noise.off(ids))
+        states = towers.discriminator(towers.embed_discriminator(ids, layout), bias, DropoutKeys.off(ids))
         detection = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
         assert (detection(**inputs).logits - towers.discriminator_head.logits(states)).abs().max() <= 1e-5
-        slots = towers.generator_head.transform(towers.generator(towers.embed(ids, layout), bias, Noise.off(ids)))
+        slots = towers.generator_head.transform(
+            towers.generator(towers.embed(ids, layout), bias, DropoutKeys.off(ids))
+        )
         predicted = slots @ towers.embeddings.word.weight[:300].T + towers.generator_head.bias
         filler = AutoModelForMaskedLM.from_pretrained(folders["generator"]).eval()
         assert (filler(**inputs).logits - predicted).abs().max() <= 1e-5
@@ -119,7 +121,9 @@ def test_a_large_tower_that_predicts_tokens_is_exported_with_its_token_head(
     ids = make_rows([[(18, 0)]], seq_len=20)
     layout = derive(ids, special)
     with torch.no_grad():
-        states = towers.discriminator(towers.embed(ids, layout), attention_bias(layout, torch.float32), Noise.off(ids))
+        states = towers.discriminator(
+            towers.embed(ids, layout), attention_bias(layout, torch.float32), DropoutKeys.off(ids)
+        )
         ours = towers.token_head.transform(states) @ towers.discriminator_table()[:300].T + towers.token_head.bias
         theirs = AutoModelForMaskedLM.from_pretrained(folders["discriminator"]).eval()
         assert (theirs(input_ids=ids).logits - ours).abs().max() <= 1e-5

@@ -11,7 +11,7 @@ from transformers import ElectraForPreTraining
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.minimal_pairs import pseudo_log_likelihood, replaced_logits
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.init import build_towers
 from electra_dist.model.rows import attention_bias, derive
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
@@ -63,11 +63,11 @@ def test_every_way_of_sharing_gives_the_discriminator_that_was_trained(
     loaded = Pretrained.from_state("run", towers.state_dict(), model, vocabulary, True)
     layout = derive(ids, loaded.special)
     embedded = towers.embed_discriminator(ids, layout)
-    expected = towers.discriminator(embedded, attention_bias(layout, embedded.dtype), Noise.off(ids))
+    expected = towers.discriminator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
     torch.testing.assert_close(loaded.backbone()(ids), expected)
     generator = Pretrained.from_state("run", towers.state_dict(), model, vocabulary, True, "generator")
     embedded = towers.embed(ids, layout)
-    expected = towers.generator(embedded, attention_bias(layout, embedded.dtype), Noise.off(ids))
+    expected = towers.generator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
     torch.testing.assert_close(generator.backbone()(ids), expected)
 
 

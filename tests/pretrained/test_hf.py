@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.rows import RowLayout, attention_bias, derive
 from electra_dist.pretrained.hf import (
     export_discriminator,
@@ -26,9 +26,9 @@ from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
 
 
-def whole(layout: RowLayout) -> tuple[torch.Tensor, Noise]:
+def whole(layout: RowLayout) -> tuple[torch.Tensor, DropoutKeys]:
     """What an encoder takes beside the embeddings."""
-    return attention_bias(layout, torch.float32), Noise.off(layout.is_real_BS)
+    return attention_bias(layout, torch.float32), DropoutKeys.off(layout.is_real_BS)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_discriminator_folder(exported: Any, special: Any) -> None:
         hidden = towers.discriminator(
             towers.embed(batch["input_ids"], layout),
             attention_bias(layout, torch.float32),
-            Noise.off(layout.is_real_BS),
+            DropoutKeys.off(layout.is_real_BS),
         )
         logits = towers.discriminator_head(hidden, hidden[..., 0] > 0, layout.is_real_BS, backend="reference").logits_T
         plain = AutoModel.from_pretrained(folder / "discriminator").eval()
@@ -73,7 +73,7 @@ def test_generator_folder(exported: Any, special: Any) -> None:
     layout = derive(ids, special)
     with torch.no_grad():
         hidden = towers.generator(
-            towers.embed(ids, layout), attention_bias(layout, torch.float32), Noise.off(layout.is_real_BS)
+            towers.embed(ids, layout), attention_bias(layout, torch.float32), DropoutKeys.off(layout.is_real_BS)
         )
         table = towers.embeddings.word.weight[: model.vocab_size]
         logits = towers.generator_head.transform(hidden) @ table.T + towers.generator_head.bias

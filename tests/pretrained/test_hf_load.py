@@ -57,8 +57,8 @@ def test_discriminator_alone(released: tuple[Path, Path], model: ModelConfig) ->
     generator = sum(p.numel() for p in towers.generator.parameters())
     head = sum(p.numel() for p in towers.generator_head.parameters())
     assert notes == [
-        f"generator: not in {released[0]}; its {generator:,} parameters start at random",
-        f"generator_head: not in {released[0]}; its {head:,} parameters start at random",
+        f"generator: not in {released[0]}; its {generator:,} parameters start with random values",
+        f"generator_head: not in {released[0]}; its {head:,} parameters start with random values",
         MOMENTS,
     ]
 
@@ -98,7 +98,7 @@ def test_a_model_without_a_head_and_pickled_weights(tmp_path: Path, released: An
     notes = load_pretrained(towers, tmp_path / "body", None)
     count = sum(p.numel() for p in towers.discriminator_head.parameters())
     assert notes == [
-        f"discriminator_head: not in {tmp_path / 'body'}; its {count:,} parameters start at random",
+        f"discriminator_head: not in {tmp_path / 'body'}; its {count:,} parameters start with random values",
         MOMENTS,
     ]
     expected = body.state_dict()["encoder.layer.0.intermediate.dense.weight"]

@@ -70,7 +70,7 @@ def test_a_run_begins_with_the_weights_of_a_run_or_an_export(
         first = step_records(tmp_path / name)[0]
         expected = expected_first_losses(load_config(config), weights)
         assert (first["mlm_loss"], first["rtd_loss"]) == pytest.approx(expected, rel=1e-5)
-        assert "start at zero" in done.stdout and "at random" not in done.stdout
+        assert "start at zero" in done.stdout and "random values" not in done.stdout
         assert "init_from: the weights of" in (tmp_path / name / "log.txt").read_text()
     shutil.rmtree(tmp_path / "export")  # not needed any more: the run has a checkpoint of its own
     again = pretrain(config, 1)
@@ -126,7 +126,7 @@ def test_what_another_objective_lacks_is_named(
         "discriminator_head",
         "optimizer",
     ]
-    assert "start at random" in notes[1]
+    assert "start with random values" in notes[1]
     assert torch.equal(towers.embeddings.position.weight, state["embeddings.position.weight"][:16])
     assert torch.equal(towers.generator_head.dense.weight, untouched.generator_head.dense.weight)
     deeper = changed(config, "mlm", discriminator={**config.model.discriminator.model_dump(), "num_layers": 3})

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config_file import load_config
-from electra_dist.model.encoder import Noise
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.rows import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import export_towers
@@ -56,9 +56,9 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     bias, table = attention_bias(layout, torch.float32), towers.embeddings.word.weight[: model.vocab_size]
     with torch.no_grad():
         embedded = towers.embed(ids, layout)
-        states = towers.discriminator(embedded, bias, Noise.off(ids))
+        states = towers.discriminator(embedded, bias, DropoutKeys.off(ids))
         detected = towers.discriminator_head.logits(states)
-        slots = towers.generator_head.transform(towers.generator(embedded, bias, Noise.off(ids)))
+        slots = towers.generator_head.transform(towers.generator(embedded, bias, DropoutKeys.off(ids)))
         predicted = slots @ table.T + towers.generator_head.bias
 
         theirs = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()

@@ -201,7 +201,7 @@ def test_final_errors_fail_at_once(s3: s3_server.S3Server, bucket: str, monkeypa
 
     for call in ("read", "write", "exists", "list", "write_new"):
         assert re.match(
-            r"s3://nowhere/a.*: no such bucket; create bucket nowhere or mend", failure("s3://nowhere/a", call)
+            r"s3://nowhere/a.*: no such bucket; create bucket nowhere or correct", failure("s3://nowhere/a", call)
         )
     assert "no such object" in failure(f"{bucket}/a")
     if s3_server.best_kind() == "radosgw":  # moto accepts any key and secret

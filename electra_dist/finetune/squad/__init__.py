@@ -1,1 +1,1 @@
-"""SQuAD: windows over contexts, the task, its metrics."""
+"""SQuAD 1.1 and 2.0: windows over long passages, the task for fine-tuning, and the official metrics."""

@@ -1,12 +1,13 @@
-"""SQuAD's official scores, of both versions.
+"""Official metrics of SQuAD 1.1 and 2.0: exact match, F1 and the best no-answer threshold.
 
-Rules: an answer is lower-cased, its ASCII punctuation is deleted, the words a, an and the become spaces, and runs of
-white space one space. Exact: equal to one of the gold answers. F1: of the two bags of words, best over the gold
-answers. Version 2: a gold answer that is empty after that does not count, a question without gold answers has the one
-gold answer "", and if either side has no words, F1 is 1 where both have none, else 0 (version 1: always 0).
+Guarantee: the rules are those of the official scripts. An answer is lower-cased, its ASCII punctuation is deleted, the
+words a, an and the are replaced by spaces, and runs of white space by one space. "Exact" means equal to one of the
+gold answers. F1 compares the two bags of words; the best value over the gold answers counts. In version 2, gold
+answers that are empty after normalization do not count, and a question without gold answers has the single gold answer
+"". If either side has no words, F1 is 1 if both have none, else 0 (in version 1 always 0).
 
-`best_threshold` is the official search: questions in the order of their no-answer score, each answered up to the
-threshold and "" above it.
+`best_threshold` is the official search: questions are sorted by their no-answer score; those up to the threshold are
+answered, the others get "".
 """
 
 from __future__ import annotations
@@ -15,81 +16,118 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-Gold = Mapping[str, Sequence[str]]  # question id -> gold answers
+Gold = Mapping[str, Sequence[str]]  # question id -> gold answers; empty for a question without an answer
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalized(answer: str) -> str:
-    """The answer as it is compared."""
+    """Return an answer in the form in which answers are compared: lower case, no punctuation, no articles."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact(predicted: str, gold: str) -> float:
-    """1 if both are the same answer."""
+    """Return 1.0 if both answers are equal after normalization, else 0.0."""
     return float(normalized(predicted) == normalized(gold))
 
 
 def f1(predicted: str, gold: str, version: int) -> float:
-    """Harmonic mean of precision and recall over words."""
-    predicted_words, gold_words = normalized(predicted).split(), normalized(gold).split()
+    """Return the harmonic mean of precision and recall over the words of two normalized answers, in [0, 1].
+
+    Args:
+        predicted: the predicted answer.
+        gold: one gold answer.
+        version: 1 or 2. If an answer has no words, version 1 gives 0; version 2 gives 1 if neither has any, else 0.
+    """
+    predicted_words = normalized(predicted).split()
+    gold_words = normalized(gold).split()
     if version == 2 and not (predicted_words and gold_words):
         return float(predicted_words == gold_words)
-    common = (Counter(predicted_words) & Counter(gold_words)).total()
-    if common == 0:
+    num_common = (Counter(predicted_words) & Counter(gold_words)).total()
+    if num_common == 0:
         return 0.0
-    precision, recall = common / len(predicted_words), common / len(gold_words)
+    precision = num_common / len(predicted_words)
+    recall = num_common / len(gold_words)
     return 2 * precision * recall / (precision + recall)
 
 
 def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]:
-    """`exact` and `f1`, in per cent; a question without a prediction counts as wrong."""
-    return {"exact": _mean(predicted, gold, exact), "f1": _mean(predicted, gold, lambda p, g: f1(p, g, 1))}
+    """Return the metrics of SQuAD 1.1, `exact` and `f1`, in per cent.
+
+    Args:
+        predicted: question id -> predicted answer; a question without a prediction counts as wrong.
+        gold: question id -> gold answers, at least one each.
+    """
+    return {"exact": _mean_score(predicted, gold, exact), "f1": _mean_score(predicted, gold, partial(f1, version=1))}
 
 
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
-    """The official numbers, in per cent.
+    """Return the metrics of SQuAD 2.0, in per cent.
 
-    `best_*` are at the best threshold; `has_answer_*` are over the questions with an answer, each answered.
+    `best_exact` and `best_f1` are the values at the best no-answer threshold, which `best_exact_threshold` and
+    `best_f1_threshold` contain. `has_answer_exact` and `has_answer_f1` are means over the questions with an answer,
+    without a threshold.
 
     Args:
-        predicted: best answer of each question, as if it had one.
-        no_answer: the higher, the less likely that it has one.
-        gold: gold answers; none for a question without an answer.
+        predicted: question id -> best answer, as if every question had one. Every question needs a prediction.
+        no_answer: question id -> no-answer score; the higher, the less likely the question has an answer.
+        gold: question id -> gold answers; empty for a question without an answer.
     """
-    answered = [question for question in gold if gold[question]]
-    real = {question: [g for g in golds if normalized(g)] or [""] for question, golds in gold.items()}
+    answerable = [question for question in gold if gold[question]]
+    # Gold answers that normalize to "" do not count; "" is the gold answer of a question that has no others.
+    scored_gold = {
+        question: [answer for answer in answers if normalized(answer)] or [""] for question, answers in gold.items()
+    }
     metrics: dict[str, float] = {}
-    for name, score in (("exact", exact), ("f1", lambda p, g: f1(p, g, 2))):
-        scores = {question: _best(predicted[question], real[question], score) for question in gold}
+    for name, score in (("exact", exact), ("f1", partial(f1, version=2))):
+        scores = {question: _best_score(predicted[question], scored_gold[question], score) for question in gold}
         best, threshold = best_threshold(scores, predicted, no_answer, gold)
         metrics |= {f"best_{name}": best, f"best_{name}_threshold": threshold}
-        metrics[f"has_answer_{name}"] = 100.0 * sum(scores[q] for q in answered) / max(1, len(answered))
+        answerable_total = sum(scores[question] for question in answerable)
+        metrics[f"has_answer_{name}"] = 100.0 * answerable_total / max(1, len(answerable))
     return metrics
 
 
 def best_threshold(
     scores: Mapping[str, float], predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold
 ) -> tuple[float, float]:
-    """The best mean score in per cent over all thresholds, and that threshold (0 where answering never pays)."""
-    current = best = float(sum(not golds for golds in gold.values()))
+    """Find the no-answer threshold with the best mean score, as the official script does.
+
+    The search starts with "" as the prediction for every question, then answers the questions one by one in the order
+    of their no-answer scores.
+
+    Args:
+        scores: question id -> score of its predicted answer, in [0, 1].
+        predicted: question id -> predicted answer.
+        no_answer: question id -> no-answer score; questions with a score up to the threshold are answered.
+        gold: question id -> gold answers; empty for a question without an answer.
+
+    Returns:
+        (best mean score in per cent, its threshold); the threshold is 0 if answering never improves the score.
+    """
+    total = float(sum(not answers for answers in gold.values()))
+    best_total = total
     threshold = 0.0
     for question in sorted(no_answer, key=lambda question: no_answer[question]):
         if gold[question]:
-            current += scores[question]
+            total += scores[question]
         elif predicted[question]:
-            current -= 1
-        if current > best:
-            best, threshold = current, no_answer[question]
-    return 100.0 * best / len(gold), threshold
+            total -= 1
+        if total > best_total:
+            best_total = total
+            threshold = no_answer[question]
+    return 100.0 * best_total / len(gold), threshold
 
 
-def _mean(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    total = sum(_best(predicted[question], gold[question], score) for question in gold if question in predicted)
+def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
+    """Return the mean over all questions in per cent; a question without a prediction counts as 0."""
+    total = sum(_best_score(predicted[question], gold[question], score) for question in gold if question in predicted)
     return 100.0 * total / len(gold)
 
 
-def _best(predicted: str, gold: Sequence[str], score: Callable[[str, str], float]) -> float:
+def _best_score(predicted: str, gold: Sequence[str], score: Callable[[str, str], float]) -> float:
+    """Return the highest `score` of a predicted answer over the gold answers."""
     return max(score(predicted, answer) for answer in gold)

@@ -1,9 +1,10 @@
-"""SQuAD 1.1 and 2.0 as a task: windows in, the official scores out.
+"""SQuAD 1.1 and 2.0 as a fine-tuning task: training on windows, prediction of answer spans, official metrics.
 
-Guarantee: the answer to a question is the best span over its windows by log p(start) + log p(end | start), among the
-beam's spans that lie in the passage, start where the window is the token's own, do not end before they start and have
-at most `max_answer` tokens. Its no-answer score is the smallest logit of its windows; version 2 is scored at the
-official best threshold. Version 1 trains the answerability head too, as the reference does, and ignores it.
+Guarantee: the answer to a question is the span with the highest log p(start) + log p(end | start) over all windows of
+the question, among the spans of the beam that lie in the passage, start at a token that the window owns (see
+windows.py), do not end before they start and have at most `max_answer` tokens. The no-answer score of a question is
+the lowest no-answer logit of its windows; version 2 is scored at the official best threshold. In version 1 the
+answerability output is trained, too, as in the reference, and ignored in prediction.
 
 Source: google-research/electra, finetune/qa/qa_metrics.py.
 """
@@ -23,6 +24,7 @@ from electra_dist.finetune.squad.metrics import squad1_metrics, squad2_metrics
 from electra_dist.finetune.squad.windows import (
     AnswerWindow,
     Passage,
+    Question,
     SquadFile,
     encode_passages,
     make_windows,
@@ -33,54 +35,68 @@ from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.texts import find_file
 from electra_dist.pretrained.encoder import Pretrained
 
-Span = tuple[float, int, int]  # log probability, first and last token of the passage
+Span = tuple[float, int, int]  # (log-probability, first token, last token), tokens numbered within the passage
+
+_LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files
 
 
 class SquadTask(Task):
-    """Questions on passages."""
+    """Question answering on SQuAD 1.1 or 2.0, scored by the official metrics."""
 
     def __init__(self, version: int, data: Path) -> None:
-        """Reads {train,dev}-vN.json, or dev-vN.split-{train,heldout}.json, in `data` or `data`/squad."""
-        self.version, self.name = version, f"squad{version}"
+        """Read the training and development files.
+
+        Args:
+            version: 1 for SQuAD 1.1, 2 for SQuAD 2.0.
+            data: folder of train-v1.1.json and dev-v1.1.json (or v2.0), or one with a folder squad/ that contains
+                them. If there is no training file, dev-v1.1.split-train.json is read; if there is no development file,
+                dev-v1.1.split-heldout.json.
+
+        Raises:
+            UserError: a file is missing, or is not a SQuAD file of that version.
+        """
+        self.version = version
+        self.name = f"squad{version}"
         self.metric = "f1" if version == 1 else "best_f1"
-        label = {1: "v1.1", 2: "v2.0"}[version]
-        files = [
-            find_file([folder / name for folder in (data, data / "squad") for name in names])
-            for names in (
-                (f"train-{label}.json", f"dev-{label}.split-train.json"),
-                (f"dev-{label}.json", f"dev-{label}.split-heldout.json"),
-            )
-        ]
-        self.train, self.dev = (read_squad(file, version) for file in files)
-        self.digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-        lost = sum(bool(question.answers) and question.start < 0 for question in self.train.questions)
-        self.notes = [f"{files[0]}: {lost} questions whose answer is not in the passage are left out"] if lost else []
+        label = _LABELS[version]
+        train_file = _find(data, f"train-{label}.json", f"dev-{label}.split-train.json")
+        dev_file = _find(data, f"dev-{label}.json", f"dev-{label}.split-heldout.json")
+        self.train = read_squad(train_file, version)
+        self.dev = read_squad(dev_file, version)
+        self.digest = hashlib.sha256(train_file.read_bytes() + dev_file.read_bytes()).hexdigest()
+        num_lost = sum(_is_lost(question) for question in self.train.questions)
+        self.notes = []
+        if num_lost > 0:
+            self.notes = [f"{train_file}: {num_lost} questions whose answer is not in the passage are left out"]
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Every window of every question whose answer is in its passage."""
+        """Return every window of every training question, with its start, its end and whether it is unanswerable.
+
+        Questions whose answer does not occur in the passage are left out.
+        """
         passages, windows = _windows(self.train, encoder, settings)
         ids, targets = [], []
         for window in windows:
             question = self.train.questions[window.question]
-            if question.answers and question.start < 0:
+            if _is_lost(question):
                 continue
-            first, last = 0, -1
+            first_token, last_token = 0, -1  # an empty span, for a question without an answer
             if question.answers:
                 end = question.start + len(question.answers[0])
-                first, last = passages[question.passage].tokens(question.start, end)
+                first_token, last_token = passages[question.passage].tokens(question.start, end)
             ids.append(window.ids)
-            targets.append(window_target(window, first, last, impossible=not question.answers))
+            targets.append(window_target(window, first_token, last_token, impossible=not question.answers))
         return Examples(ids, torch.tensor(targets))
 
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> SpanModel:
-        """A span model."""
+        """Build a span model on the host: a copy of the encoder with a new SQuAD head."""
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return SpanModel(backbone, encoder.tower.hidden_size, settings, seed)
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Official metrics on the development file."""
+        """Predict an answer to every development question with a trained `SpanModel`, and score the answers."""
         assert isinstance(model, SpanModel)
         passages, windows = _windows(self.dev, encoder, settings)
         device = next(model.parameters()).device
@@ -88,11 +104,9 @@ class SquadTask(Task):
         no_answer: dict[int, float] = {}
         ids = [window.ids for window in windows]
         for rows, scores in predict(model.search, ids, encoder.special.pad, settings.batch, device, progress):
-            for window, span, logit in zip(
-                (windows[row] for row in rows),
-                best_spans([windows[row] for row in rows], scores, settings.max_answer),
-                scores.no_answer_B.tolist(),
-            ):
+            batch_windows = [windows[row] for row in rows]
+            spans = best_spans(batch_windows, scores, settings.max_answer)
+            for window, span, logit in zip(batch_windows, spans, scores.no_answer_B.tolist()):
                 question = window.question
                 no_answer[question] = min(no_answer.get(question, logit), logit)
                 if span is not None and (question not in best or span > best[question]):
@@ -100,47 +114,87 @@ class SquadTask(Task):
         return self.score(passages, best, no_answer)
 
     def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Official metrics of the best span and the no-answer logit of each question of the development file."""
-        predicted, scores = {}, {}
+        """Compute the official metrics from the predicted spans of the development questions.
+
+        Args:
+            passages: the passages of the development file in tokens.
+            best: number of a question -> its best span; a question without one is answered with "".
+            no_answer: number of a question -> its no-answer logit; 0 if it is missing.
+
+        Returns:
+            The metrics in per cent. The outcome has failed if no question has an answer or, in version 2, if no
+            threshold is better than answering no question at all.
+        """
+        predicted, no_answer_scores = {}, {}
         for number, question in enumerate(self.dev.questions):
-            span = best.get(number)
-            predicted[question.id] = passages[question.passage].answer(*span[1:]) if span else ""
-            scores[question.id] = no_answer.get(number, 0.0)
+            answer = ""
+            if number in best:
+                _, first_token, last_token = best[number]
+                answer = passages[question.passage].answer(first_token, last_token)
+            predicted[question.id] = answer
+            no_answer_scores[question.id] = no_answer.get(number, 0.0)
         gold = {question.id: question.answers for question in self.dev.questions}
         failure = "" if any(predicted.values()) else "degenerate: no question has an answer"
         if self.version == 1:
             return TaskOutcome(squad1_metrics(predicted, gold), failure)
-        metrics = squad2_metrics(predicted, scores, gold)
-        if metrics["best_f1"] <= 100.0 * sum(not answers for answers in gold.values()) / len(gold):
+        metrics = squad2_metrics(predicted, no_answer_scores, gold)
+        score_without_answers = 100.0 * sum(not answers for answers in gold.values()) / len(gold)
+        if metrics["best_f1"] <= score_without_answers:
             failure = "degenerate: no threshold beats `no answer` to every question"
         return TaskOutcome(metrics, failure)
 
 
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
-    """The best allowed span of each window's beam, in tokens of the passage; None where the beam holds none."""
-    found: list[Span | None] = []
-    tables = [tensor.tolist() for tensor in scores[:4]]
-    for window, start_logps, starts, end_logps, ends in zip(windows, *tables):
+    """Return the best allowed span of each window's beam.
+
+    A span is allowed if it lies in the passage, starts at a token that the window owns, does not end before it starts
+    and is not too long.
+
+    Args:
+        windows: the windows of a batch.
+        scores: their beams, in the same order.
+        max_answer: longest answer, in tokens.
+
+    Returns:
+        For each window (log-probability, first token, last token), the tokens numbered within the passage; None if
+        the beam contains no allowed span.
+    """
+    best: list[Span | None] = []
+    beams = zip(
+        scores.start_logp_BK.tolist(), scores.start_BK.tolist(), scores.end_logp_BKK.tolist(), scores.end_BKK.tolist()
+    )
+    for window, (start_logps, starts, end_logps, ends) in zip(windows, beams):
+        passage_shift = window.first - window.offset  # from positions in the row to tokens of the passage
         spans = [
-            (start_logp + end_logp, start, end)
-            for start_logp, start, logps, stops in zip(start_logps, starts, end_logps, ends)
-            for end_logp, end in zip(logps, stops)
-            if _allowed(window, start - window.offset, end - window.offset, max_answer)
+            (start_logp + end_logp, start + passage_shift, end + passage_shift)
+            for start_logp, start, end_logps_of_start, ends_of_start in zip(start_logps, starts, end_logps, ends)
+            for end_logp, end in zip(end_logps_of_start, ends_of_start)
+            if _is_allowed(window, start - window.offset, end - window.offset, max_answer)
         ]
-        shift = window.first - window.offset
-        logp, start, end = max(spans, default=(0.0, -1, -1))
-        found.append((logp, start + shift, end + shift) if start >= 0 else None)
-    return found
+        best.append(max(spans, default=None))
+    return best
 
 
-def _allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    inside = 0 <= start <= end < len(window.owned)
-    return inside and window.owned[start] and end - start < max_answer
+def _find(data: Path, *names: str) -> Path:
+    """Return the first of `names` that is a file in `data` or in `data`/squad; raise UserError if there is none."""
+    return find_file([folder / name for folder in (data, data / "squad") for name in names])
+
+
+def _is_lost(question: Question) -> bool:
+    """Return whether a question has a gold answer that does not occur in its passage."""
+    return bool(question.answers) and question.start < 0
+
+
+def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
+    """Return whether a span may be an answer; `start` and `end` are counted from the window's first passage token."""
+    is_inside = 0 <= start <= end < len(window.owned)
+    return is_inside and window.owned[start] and end - start < max_answer
 
 
 def _windows(
     file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
 ) -> tuple[list[Passage], list[AnswerWindow]]:
+    """Encode the passages of a file, and cut them into the windows of all questions, in the order of the questions."""
     passages = encode_passages(file.passages, encoder.tokenizer)
     queries = encoder.tokenizer.encode([question.text for question in file.questions])
     windows: list[AnswerWindow] = []

@@ -1,14 +1,15 @@
-"""SQuAD files to windows of ids, and spans of tokens back to characters.
+"""SQuAD files as windows of token ids, and spans of tokens as text of the passage.
 
-Guarantee: the windows of a passage cover each of its tokens, neighbours start `doc_stride` tokens apart, and each
-token belongs to one window: the one where the smaller of its contexts to both sides is largest (the reference's
-`max context`). An answer is the characters of the passage from the first token's first to the last token's last, so
-what a model predicts is text of the file, not of the vocabulary.
+Guarantee: the windows of a passage together cover every token, and neighbouring windows start `doc_stride` tokens
+apart. Each token is owned by one window: the one in which the smaller of its contexts to the left and to the right is
+largest (the reference's `max context`). An answer is the text of the passage from the first character of its first
+token to the last character of its last token, so a prediction is text of the file, not of the vocabulary.
 
-Training takes the first gold answer; where the text at `answer_start` is another one, the nearest place where the
-answer stands; a question whose answer is nowhere in the passage is left out and counted.
+Training uses the first gold answer. If the text at `answer_start` differs from it, the nearest occurrence in the
+passage is used; a question whose answer does not occur in the passage is left out of training and counted.
 
-Source: google-research/electra, finetune/qa/qa_tasks.py, which goes by words and a heuristic; offsets are exact.
+Source: google-research/electra, finetune/qa/qa_tasks.py, which aligns answers by words and a heuristic; the character
+offsets of tokens are used instead, which are exact.
 """
 
 from __future__ import annotations
@@ -26,125 +27,173 @@ from electra_dist.tokenizer import WordPieceTokenizer
 
 
 class Question(NamedTuple):
-    """One question of a file."""
+    """One question of a SQuAD file, with its gold answers."""
 
     id: str
     text: str
-    passage: int  # number of its passage
-    answers: tuple[str, ...]  # gold; empty where there is none
-    start: int  # first character of the first answer in the passage; -1 where it is not to be found
+    passage: int  # number of its passage in the file, counted from 0
+    answers: tuple[str, ...]  # gold answers; empty for a question without an answer
+    start: int  # index in the passage of the first character of answers[0]; -1 if it does not occur there
 
 
 class SquadFile(NamedTuple):
-    """Passages and questions."""
+    """Contents of a SQuAD file: all passages, and all questions with the numbers of their passages."""
 
     passages: list[str]
     questions: list[Question]
 
 
 class Passage(NamedTuple):
-    """A passage in tokens."""
+    """A passage as text and as tokens with their positions in the text."""
 
     text: str
     ids: list[int]
-    offsets: list[tuple[int, int]]  # characters of each token
+    offsets: list[tuple[int, int]]  # [start, end) of each token, in characters of the text
 
     def answer(self, first: int, last: int) -> str:
-        """The text from token `first` to token `last`, with combining marks that a tokenizer strips."""
-        start, end = self.offsets[first][0], self.offsets[last][1]
+        """Return the text from token `first` to token `last`, both included.
+
+        Combining marks that follow the last token are included: the tokenizer strips them, so no token covers them.
+        """
+        start = self.offsets[first][0]
+        end = self.offsets[last][1]
         while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":
             end += 1
         return self.text[start:end]
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """First and last token that touch the characters [start, end); last < first where none does."""
-        touching = [i for i, (left, right) in enumerate(self.offsets) if left < end and right > start]
-        return (touching[0], touching[-1]) if touching else (0, -1)
+        """Return the first and the last token that overlap the characters [start, end); (0, -1) if none does."""
+        overlapping = [
+            number
+            for number, (token_start, token_end) in enumerate(self.offsets)
+            if token_start < end and token_end > start
+        ]
+        if not overlapping:
+            return 0, -1
+        return overlapping[0], overlapping[-1]
 
 
 class AnswerWindow(NamedTuple):
-    """`[CLS] question [SEP] part of the passage [SEP]`."""
+    """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`."""
 
-    question: int  # number within the file
+    question: int  # number of the question within the file
     ids: list[int]
-    offset: int  # position in `ids` of the first token of the passage
-    first: int  # number of that token in the passage
-    owned: list[bool]  # for each token of the part: this window is where it has most context
+    offset: int  # position in `ids` of the first passage token of the window
+    first: int  # number of that token within the passage
+    owned: list[bool]  # for each passage token of the window: whether this window has the most context for it
 
 
 def read_squad(file: Path, version: int) -> SquadFile:
-    """All questions of a SQuAD JSON file.
+    """Read all passages and questions of a SQuAD JSON file.
+
+    Args:
+        file: JSON in the official format, UTF-8.
+        version: 1 or 2; version 2 files have `is_impossible` for every question.
 
     Raises:
-        UserError: it is none, or of the other version.
+        UserError: the file is not a SQuAD file of that version, or has no questions.
     """
     try:
         articles = json.loads(file.read_text("utf-8"))["data"]
         passages: list[str] = []
         questions: list[Question] = []
-        for paragraph in (paragraph for article in articles for paragraph in article["paragraphs"]):
-            context = paragraph["context"]
-            for entry in paragraph["qas"]:
-                questions.append(_question(entry, len(passages), context, version))
-            passages.append(context)
+        for article in articles:
+            for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
+                for entry in paragraph["qas"]:
+                    questions.append(_parse_question(entry, len(passages), context, version))
+                passages.append(context)
     except (ValueError, KeyError, TypeError) as error:
-        what = f"no key {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{file}: not a SQuAD {version} file: {what}") from None
+        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
+        ) from None
     if not questions:
-        raise UserError(f"{file}: no questions; give a SQuAD {version} file")
+        raise UserError(f"{file}: no questions; replace it with a SQuAD {version} file that has some")
     return SquadFile(passages, questions)
 
 
-def _question(entry: dict[str, Any], passage: int, context: str, version: int) -> Question:
-    impossible = version == 2 and entry["is_impossible"]
-    if not impossible and not entry["answers"]:
+def _parse_question(entry: dict[str, Any], passage: int, context: str, version: int) -> Question:
+    """Convert one entry of `qas`; `passage` is the number of its passage and `context` the text.
+
+    Raises:
+        ValueError: the question should have an answer and has none.
+        KeyError: the entry lacks a key of this version's format.
+    """
+    is_impossible = version == 2 and entry["is_impossible"]
+    if is_impossible:
+        return Question(entry["id"], entry["question"], passage, answers=(), start=-1)
+    if not entry["answers"]:
         raise ValueError(f"question {entry['id']} has no answer")
-    answers = () if impossible else tuple(answer["text"] for answer in entry["answers"])
-    start = _place(context, answers[0], entry["answers"][0]["answer_start"]) if answers else -1
+    answers = tuple(answer["text"] for answer in entry["answers"])
+    start = _nearest_occurrence(context, answers[0], entry["answers"][0]["answer_start"])
     return Question(entry["id"], entry["question"], passage, answers, start)
 
 
-def _place(context: str, answer: str, start: int) -> int:
-    """Where `answer` stands in `context`: at `start`, or as near to it as there is one, or -1."""
+def _nearest_occurrence(context: str, answer: str, start: int) -> int:
+    """Return the index of `answer` in `context` that is nearest to `start`; -1 if it does not occur."""
     if context.startswith(answer, start):
         return start
-    before, after = context.rfind(answer, 0, start + len(answer)), context.find(answer, start)
-    found = [place for place in (before, after) if place >= 0]
-    return min(found, key=lambda place: abs(place - start), default=-1)
+    before = context.rfind(answer, 0, start + len(answer))
+    after = context.find(answer, start)
+    occurrences = [index for index in (before, after) if index >= 0]
+    return min(occurrences, key=lambda index: abs(index - start), default=-1)
 
 
 def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list[Passage]:
-    """Each passage in tokens."""
+    """Tokenize each passage, without special tokens and without truncation, with the offsets of its tokens."""
     return [Passage(text, *tokenizer.encode_with_offsets(text)) for text in texts]
 
 
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
 ) -> list[AnswerWindow]:
-    """The windows of question `number`, whose ids are `query`; none for a passage without tokens."""
+    """Build the windows of one question over its passage.
+
+    Args:
+        number: number of the question within the file.
+        query: ids of the question, without special tokens; truncated to `settings.max_query`.
+        passage: the passage in tokens.
+        special: ids of [CLS] and [SEP].
+        settings: `max_length` and `doc_stride` determine the windows, in tokens.
+
+    Returns:
+        The windows in the order of the passage; none for a passage without tokens.
+
+    Raises:
+        UserError: `max_length` leaves no room for the passage beside the question.
+    """
     query = query[: settings.max_query]
-    room = settings.max_length - len(query) - 3
+    num_special = 3  # [CLS] and two [SEP]
+    room = settings.max_length - len(query) - num_special
     if room < 1:
         raise UserError(
-            f"max_length {settings.max_length} leaves no room beside a question; raise it or cut max_query"
+            f"max_length {settings.max_length} leaves no room for the passage beside a question of {len(query)} "
+            f"tokens; raise max_length or lower max_query"
         )
     spans = window_spans(len(passage.ids), room, settings.doc_stride)
-    owner = [_owner(spans, token) for token in range(len(passage.ids))] if spans[1:] else [0] * len(passage.ids)
+    owners = _owners(spans, len(passage.ids))
     head = [special.cls, *query, special.sep]
     return [
         AnswerWindow(
-            number,
-            [*head, *passage.ids[start:end], special.sep],
-            len(head),
-            start,
-            [owner[token] == window for token in range(start, end)],
+            question=number,
+            ids=[*head, *passage.ids[start:end], special.sep],
+            offset=len(head),
+            first=start,
+            owned=[owners[token] == window for token in range(start, end)],
         )
         for window, (start, end) in enumerate(spans)
     ]
 
 
 def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """Tokens [start, end) of each window of at most `room`."""
+    """Return the passage tokens [start, end) of each window.
+
+    Args:
+        num_tokens: tokens of the passage; 0 gives no window.
+        room: most passage tokens in a window.
+        stride: distance between the starts of neighbouring windows; it is lowered to `room`, so no token is skipped.
+    """
     spans = []
     start = 0
     while start < num_tokens:
@@ -157,7 +206,17 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 
 
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
-    """(start, end, 1 if there is no answer) in a window; [CLS] where the answer's tokens are not all in it."""
+    """Return the training target of a window: (start position, end position, 1 if the question has no answer).
+
+    Positions are indices into the window's ids. Both are 0, the position of [CLS], if the window does not contain the
+    whole answer.
+
+    Args:
+        window: the window.
+        first: first token of the answer, numbered within the passage.
+        last: last token of the answer; below `first` for an empty answer.
+        impossible: whether the question has no answer.
+    """
     end = window.first + len(window.owned)
     if impossible or not window.first <= first <= last < end:
         return 0, 0, int(impossible)
@@ -165,11 +224,27 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
     return first + shift, last + shift, 0
 
 
+def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
+    """Return for each token of a passage the number of the window that owns it."""
+    if len(spans) <= 1:
+        return [0] * num_tokens
+    return [_owner(spans, token) for token in range(num_tokens)]
+
+
 def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
-    """The window in which `token` has most context; the first one of equals."""
+    """Return the window in which `token` has the most context, the first one of equals.
+
+    The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
+    token of the window, which favors the longer of two windows.
+
+    Source: `max context` of the reference, finetune/qa/qa_tasks.py.
+    """
 
     def context(window: int) -> float:
         start, end = spans[window]
-        return min(token - start, end - 1 - token) + 0.01 * (end - start)
+        left = token - start
+        right = end - 1 - token
+        return min(left, right) + 0.01 * (end - start)
 
-    return max((w for w, (start, end) in enumerate(spans) if start <= token < end), key=context)
+    containing = [window for window, (start, end) in enumerate(spans) if start <= token < end]
+    return max(containing, key=context)

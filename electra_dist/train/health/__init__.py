@@ -1,1 +1,1 @@
-"""Whether this rank is well, and what it must do: heartbeat, GPU, stop requests, errors of other ranks."""
+"""Health of a rank and requests to it: heartbeat, GPU readings, requests to stop or save, errors of other ranks."""

@@ -1,12 +1,12 @@
-"""A mistake that one rank alone meets inside a run, such as a shard beyond repair, ends all ranks as what it is.
+"""End all ranks with exit code 78 when one of them alone meets a user's error, such as a shard that is damaged.
 
-Guarantee: it is printed once, by the first rank that meets it, and every rank that can still tell ends with exit code
-78. Without this, rank 0 would end with the broken connection that the other one's end leaves behind, and the launcher
-would take whichever code it saw first.
+Guarantee: the error is printed once, by the first rank that meets it, and every rank that still reaches the store ends
+with exit code 78. Without this, rank 0 would end with the broken connection that follows when another rank ends, and
+the launcher would take whichever exit code it received first.
 
-How: the process group's key-value store, which lives in rank 0's process and does not need the others.
+How: through the process group's key-value store, which lives in rank 0's process and does not need the other ranks.
 
-Where it stops: a rank that hangs in a collective that does not notice a missing peer (NCCL) is ended by its launcher.
+Limits: a rank that hangs in a collective that does not notice a missing peer (NCCL) is ended by its launcher.
 """
 
 from __future__ import annotations
@@ -18,22 +18,34 @@ import torch.distributed as dist
 
 from electra_dist.errors import UserError
 
-_COUNT, _TOLD = "user_errors", "user_error_told"
+# Keys of the process group's store.
+_NUM_ERRORS = "user_errors"
+_IS_REPORTED = "user_error_reported"
 
 
 def report_once(error: UserError) -> None:
-    """Print the error unless another rank was first; the others learn that there was one."""
-    is_first = True  # also where rank 0 is gone: better twice than never
+    """Print a user's error to stderr unless another rank has printed one, and mark it for the other ranks.
+
+    Not collective; any rank may call it at any time while the process group exists. If the store in rank 0's process
+    cannot be reached any more, the error is printed all the same: printed twice is better than not at all.
+
+    Args:
+        error: its text is printed after "error: ".
+    """
+    is_first = True
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
-        is_first = store.add(_COUNT, 1) == 1
-        store.set(_TOLD, "1")
+        is_first = store.add(_NUM_ERRORS, 1) == 1
+        store.set(_IS_REPORTED, "1")
     if is_first:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def another_rank_reported() -> bool:
-    """Whether a rank has told a user's mistake: then a broken collective is its echo."""
+    """Return whether any rank has reported a user's error; a failed collective is then only its consequence.
+
+    Not collective. It returns False if the store in rank 0's process cannot be reached any more.
+    """
     with contextlib.suppress(RuntimeError):
-        return bool(dist.distributed_c10d._get_default_store().check([_TOLD]))
+        return bool(dist.distributed_c10d._get_default_store().check([_IS_REPORTED]))
     return False

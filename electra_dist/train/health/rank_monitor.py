@@ -1,14 +1,14 @@
-"""What a rank shows its supervisor, and what it sees of its node: heartbeats, GPU health, stragglers.
+"""Watch one rank: write its heartbeat, check the GPUs of its node, limit its collectives, find slow ranks.
 
-Guarantee: a beat at every step and change of phase, so that a hang is noticed from outside (run/heartbeat.py).
-At log steps the first rank of each node reads its GPUs; new uncorrected memory errors get the node a strike and end
-the run with exit code 69, without a save: what such a GPU holds is not to be trusted.
+Guarantee: a rank beats at every step and change of phase, so that a hang is noticed from outside (run/heartbeat.py).
+At log steps the first rank of each node reads its GPUs. New uncorrected memory errors add a strike to the node and end
+the run with exit code 69, without a save, because the state of a faulty GPU is not to be trusted.
 
-A collective gives up after twice the limit that a supervisor has for the phase, learned step times included: without a
-supervisor, ranks whose peer is behind a cut link end by themselves.
+A collective times out after twice the limit that a supervisor applies to the phase, learned step times included:
+without a supervisor, ranks whose peer cannot be reached end by themselves.
 
-Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth in three looks in a
-row. A forward has no collective before ZeRO-3, so it is the rank's own time.
+Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth at three log steps in
+a row. A forward has no collective below ZeRO stage 3, so it is the rank's own time.
 """
 
 from __future__ import annotations
@@ -31,62 +31,102 @@ from electra_dist.run.heartbeat import Heartbeat, Phase
 from electra_dist.run.strikes import Strike, add_strike, node_name
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
 
-_LOOKS = 3
-_COLLECTIVE_FACTOR = 2.0  # of the limit of the phase: a supervisor comes first, and shows the stacks
+_LOOKS = 3  # log steps in a row at which a straggler must be slow
+_COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
 _LONGEST_COLLECTIVE_S = 3600.0
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """What a look at the nodes found, as rank 0 knows it."""
+    """What one look at all ranks found: GPU readings and stragglers."""
 
-    gpu: GpuReading | None  # of rank 0's node
-    slow_ranks: list[int]
+    gpu: GpuReading | None  # of this rank's node; None on a rank that does not read GPUs
+    slow_ranks: list[int]  # slowest first
 
 
 class RankMonitor:
-    """One per rank, for the life of the process."""
+    """Heartbeat and health checks of one rank, for the life of its process.
+
+    Call `began` when the attempt number is known, `beat` at every step and change of phase, `look` at log steps, and
+    `close` when the run ends without an exception.
+    """
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
-        self._run_dir, self._limits = run_dir, hang_limits(cluster)
+        """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
+
+        The process group must exist.
+
+        Args:
+            run_dir: folder of the run, for heartbeats and strikes.
+            cluster: gives the hang limits, from which the timeouts of collectives follow.
+
+        Raises:
+            StoreError: the run folder cannot be written.
+        """
+        self._run_dir = run_dir
+        self._limits = hang_limits(cluster)
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
-        self._sampler = GpuSampler() if int(os.environ["LOCAL_RANK"]) == 0 else None
-        self._first = self._sampler.read() if self._sampler else None
-        self._looks: deque[list[float]] = deque(maxlen=_LOOKS)
+        is_first_on_node = int(os.environ["LOCAL_RANK"]) == 0
+        self._sampler = GpuSampler() if is_first_on_node else None
+        self._first_reading = self._sampler.read() if self._sampler else None
+        self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per look
         self._collective_limit_s = 0.0
-        self.sick = False  # this rank's node is not to be trusted
+        self.sick = False  # whether this rank's node is not to be trusted
 
     def began(self, attempt: int) -> None:
-        """The run's attempt number is known."""
+        """Set the attempt number that heartbeats carry from the next one on."""
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Say where this rank is; `step` steps are done."""
+        """Write a heartbeat, and adapt the timeout of collectives to the phase.
+
+        Args:
+            phase: what this rank is about to do.
+            step: optimizer steps done.
+        """
         self._heartbeat.beat(phase, step)
-        limit_s = min(_COLLECTIVE_FACTOR * self._limits.of_its_collective(self._heartbeat.last), _LONGEST_COLLECTIVE_S)
+        hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
+        limit_s = min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S)
+        # The limit follows the learned step time; small changes are not worth setting it again.
         if abs(limit_s - self._collective_limit_s) > 0.1 * self._collective_limit_s:
             self._collective_limit_s = limit_s
-            for group in list(c10d._world.pg_map):  # DeepSpeed has its own beside the default one
+            for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
                 c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     def look(self, forward_s: float) -> RankObservation:
-        """Read the GPUs and compare the ranks. Collective; at log steps."""
-        times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-        if torch.cuda.is_available():
-            times = [t.cuda() for t in times]
-        dist.all_gather(times, torch.full_like(times[0], forward_s))
-        self._looks.append([float(t) for t in times])
+        """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at log steps.
+
+        If the GPUs have new uncorrected memory errors, a strike is added to the node and `sick` becomes True.
+
+        Args:
+            forward_s: seconds of this rank's first forward of the step.
+
+        Returns:
+            The readings, and the ranks that were slow at the last three looks (equal on all ranks).
+        """
+        self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
-        reason = gone_bad(self._first, reading)
+        reason = gone_bad(self._first_reading, reading)
         if reason and not self.sick:
             self.sick = True
-            add_strike(
-                self._run_dir, Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")
-            )
-        return RankObservation(reading, stragglers(list(self._looks), in_a_row=_LOOKS))
+            strike = Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")
+            add_strike(self._run_dir, strike)
+        return RankObservation(reading, stragglers(list(self._forward_times), in_a_row=_LOOKS))
+
+    @staticmethod
+    def _gather(seconds: float) -> list[float]:
+        """Return the value of every rank, by rank. Collective."""
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        if torch.cuda.is_available():
+            times = [t.cuda() for t in times]  # NCCL gathers tensors on GPUs only
+        dist.all_gather(times, torch.full_like(times[0], seconds))
+        return [float(t) for t in times]
 
     def close(self) -> None:
-        """The run ends well: the supervisor need not watch this rank any more."""
+        """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver.
+
+        A rank that ends by an exception does not call it.
+        """
         self._heartbeat.close()
         if self._sampler:
             self._sampler.close()

@@ -1,17 +1,17 @@
-"""Being told to stop or to save: signals, the end of a Slurm job, and two files in the run folder.
+"""Receive requests to stop or to save: signals, the end of a Slurm job, and two files in the run folder.
 
-Guarantee: handlers only set a flag; nothing else happens inside one. The flags of all ranks are added up in the step's
-all-reduce (`train/step.py`), so that a signal to any one rank stops all of them after the same step, with a
+Guarantee: signal handlers only set a flag; nothing else happens inside one. The flags of all ranks are added up in the
+step's all-reduce (`train/step.py`), so that a signal to any one rank stops all of them after the same step, with a
 checkpoint, and exit code 75.
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
-    RUN/stop                             stop        touch it; removed when obeyed
-    RUN/save                             save now    touch it; removed when obeyed
+    RUN/stop                             stop        create it (touch); removed once the run has saved and stops
+    RUN/save                             save now    create it (touch); removed when the save begins
     SLURM_JOB_END_TIME                   stop (longest step + longest save) x 2 ahead of it
 
-Threads are told by the process; there are no worker processes that a signal could kill first.
+Reading and writing are done by threads of this process; there are no worker processes that a signal could end first.
 
-Cost: two `stat` calls a step, on rank 0.
+Cost: two `stat` calls per step, on rank 0.
 """
 
 from __future__ import annotations
@@ -29,52 +29,70 @@ _LEAST_MARGIN_S = 10.0
 
 
 class StopRequest:
-    """This rank's view of whether to stop or save. Install it in the main thread, before anything slow."""
+    """The requests to stop or save that this rank has received.
+
+    Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop asks it
+    before every step and adds up the answers of all ranks.
+    """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        """Install the handlers. Rank 0 also watches the files and the clock."""
-        self._reason = ""
-        self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
+        """Install the signal handlers, in place of those that were there.
+
+        Args:
+            run_dir: folder of the run, where the files `stop` and `save` may appear.
+            is_first_rank: whether this is rank 0, which also watches these files and the end of the Slurm job.
+        """
+        self._reason = ""  # why to stop; empty as long as there is no request
+        self._stop_file = run_dir / STOP_FILE
+        self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
-        end = os.environ.get("SLURM_JOB_END_TIME", "")
-        self._end_time = float(end) if end.isdigit() else None
-        self.longest_step_s = 0.0
-        self.longest_save_s = 0.0
+        job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+        self._job_end_time = float(job_end) if job_end.isdigit() else None  # Unix seconds
+        self.longest_step_s = 0.0  # set by the step loop
+        self.longest_save_s = 0.0  # set by the step loop
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Take note of a signal; raise KeyboardInterrupt for a SIGINT that follows another request to stop."""
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
 
     def wants_stop(self) -> bool:
-        """Whether this rank has been told to stop."""
+        """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
+
+        Once True it stays True.
+        """
         if not self._reason and self._watches:
             if self._stop_file.exists():
+                # launcher/slurm/job.py recognises this reason by its first word.
                 self._reason = f"file {self._stop_file}"
-            elif self._end_time is not None and time.time() > self._end_time - self.margin_s:
-                self._reason = f"the job ends in {self._end_time - time.time():.0f} s"
+            elif self._job_end_time is not None and time.time() > self._job_end_time - self.margin_s:
+                self._reason = f"the job ends in {self._job_end_time - time.time():.0f} s"
         return bool(self._reason)
 
     def wants_save(self) -> bool:
-        """Whether this rank has been told to save and go on."""
+        """Return whether to save and go on: on rank 0, whether the file `save` exists; always False on other ranks."""
         return self._watches and self._save_file.exists()
 
     @property
     def margin_s(self) -> float:
-        """How long before the job's end the run stops by itself."""
+        """Seconds before the end of the Slurm job at which the run stops by itself.
+
+        Twice the longest step and the longest save so far, and at least 10 s.
+        """
         return max(_LEAST_MARGIN_S, 2.0 * (self.longest_step_s + self.longest_save_s))
 
     @property
     def reason(self) -> str:
-        """Why, as this rank knows it."""
-        return self._reason or "another rank was told to"
+        """Why the run stops, as far as this rank knows: a signal's name, the file, or the end of the job."""
+        return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """A save has begun: take its switch file away. Rank 0 only."""
+        """Remove the file `save`, because a save has begun. Rank 0 only; without the file it does nothing."""
         self._save_file.unlink(missing_ok=True)
 
     def stopped(self) -> None:
-        """The run stops: take the switch file away. Rank 0 only."""
+        """Remove the file `stop`, because the run has saved and stops. Rank 0 only."""
         self._stop_file.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""C and CUDA: the host library and the discriminator tail."""
+"""Code in C and CUDA: the host library (`host.c`) and the discriminator tail (`discriminator_tail.cu`)."""

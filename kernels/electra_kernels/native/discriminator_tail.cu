@@ -1,11 +1,12 @@
-// CUDA C++ twin of the discriminator tail (see discriminator_tail.py): the same two passes without Triton.
+// CUDA C++ version of the discriminator tail (see discriminator_tail.py): the same two passes without Triton.
 //
-// A plain C ABI over device pointers and a stream, loaded by ctypes: no torch headers, so one library serves every torch.
-// Each function returns a cudaError_t as int. Nothing is allocated and nothing waits for the device.
+// The interface is a plain C ABI over device pointers and a stream, loaded by ctypes. It needs no torch headers, so
+// one library works with every version of torch. Each function returns a cudaError_t as int. Nothing is allocated and
+// nothing waits for the device.
 //
-// Forward: one warp a token. Backward: a block takes every P-th token and each thread keeps the parameter gradients of
-// its own columns in registers; partial sums [P, H] are added by the caller, in a fixed order.
-// Inputs are read 16 bytes at a time where the width allows, else one element at a time.
+// Forward: one warp handles one token. Backward: a block handles every P-th token, and each thread keeps the parameter
+// gradients of its own columns in registers; the caller adds the partial sums [P, H], in a fixed order.
+// Inputs are read 16 bytes at a time where the width allows, and one element at a time otherwise.
 //
 // Shapes: T tokens, H hidden, P blocks of the backward pass.
 
@@ -23,13 +24,16 @@ constexpr int kForwardThreads = 256;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxForwardBlocks = 4096;
 
+// bfloat16 as its bits, without a header of CUDA.
 struct bf16 {
   uint16_t bits;
 };
 
+// Convert to fp32, exactly.
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
+// Store fp32 in the precision of the output.
 __device__ void round_to(float x, float* out) { *out = x; }
 __device__ void round_to(float x, bf16* out) {  // to nearest, ties to even; NaN stays NaN
   uint32_t bits = __float_as_uint(x);
@@ -37,21 +41,24 @@ __device__ void round_to(float x, bf16* out) {  // to nearest, ties to even; NaN
   out->bits = static_cast<uint16_t>(bits >> 16);
 }
 
-// N elements that move as one access.
+// N elements that are read or written in one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-// sigmoid(z) - label over the common denominator: a confident token keeps its gradient.
+// Return sigmoid(z) - label as one quotient over the common denominator. The plain difference would round to 0 for a
+// token that is predicted correctly with confidence.
 __device__ float sigmoid_minus(float z, float label) {
   const float small = expf(-fabsf(z));
   const float numerator = z >= 0.0f ? fmaf(-label, small, 1.0f - label) : fmaf(1.0f - label, small, -label);
   return numerator / (1.0f + small);
 }
 
+// Return the cumulative normal distribution at a; gelu(a) = a * gelu_cdf(a).
 __device__ float gelu_cdf(float a) { return fmaf(erff(a * 0.70710678f), 0.5f, 0.5f); }
 
+// Write logit and masked loss of each token: one warp a token, N neighbouring columns a thread.
 template <typename T, int N>
 __global__ void tail_forward(const T* dense, const float* bias, const float* out_weight, const float* out_bias,
                              const float* label, const float* mask, float* loss, float* logits, int64_t tokens,
@@ -79,6 +86,7 @@ __global__ void tail_forward(const T* dense, const float* bias, const float* out
   }
 }
 
+// Write the gradient of the dense output, and row blockIdx.x of the partial sums of the parameters' gradients.
 template <typename T, int N>
 __global__ void tail_backward(const T* dense, const float* bias, const float* out_weight, const float* label,
                               const float* mask, const float* logits, const float* upstream, T* grad_dense,
@@ -112,6 +120,7 @@ __global__ void tail_backward(const T* dense, const float* bias, const float* ou
   }
 }
 
+// Launch the forward kernel for element type T and N columns per access.
 template <typename T, int N>
 int forward(const void* dense, const float* bias, const float* out_weight, const float* out_bias, const float* label,
             const float* mask, float* loss, float* logits, int64_t tokens, int hidden, void* stream) {
@@ -123,6 +132,7 @@ int forward(const void* dense, const float* bias, const float* out_weight, const
   return static_cast<int>(cudaGetLastError());
 }
 
+// Launch the backward kernel for element type T and N columns per access.
 template <typename T, int N>
 int backward(const void* dense, const float* bias, const float* out_weight, const float* label, const float* mask,
              const float* logits, const float* upstream, void* grad_dense, float* grad_bias, float* grad_out_weight,
@@ -137,7 +147,8 @@ int backward(const void* dense, const float* bias, const float* out_weight, cons
 
 }  // namespace
 
-// is_bf16: the dense output and its gradient are bf16, else fp32. All else is fp32. tokens > 0; pointers of 16 bytes.
+// Launch the forward pass; see tail_forward. With is_bf16, the dense output is bf16, otherwise fp32. All other arrays
+// are fp32. tokens must be above 0, and every array aligned to 16 bytes.
 extern "C" int electra_tail_forward(int is_bf16, const void* dense, const float* bias, const float* out_weight,
                                     const float* out_bias, const float* label, const float* mask, float* loss,
                                     float* logits, int64_t tokens, int hidden, void* stream) {
@@ -146,7 +157,8 @@ extern "C" int electra_tail_forward(int is_bf16, const void* dense, const float*
   return run(dense, bias, out_weight, out_bias, label, mask, loss, logits, tokens, hidden, stream);
 }
 
-// grad_bias and grad_out_weight are [blocks, hidden], grad_out_bias is [blocks]: partial sums.
+// Launch the backward pass; see tail_backward. grad_dense has the type of dense. grad_bias and grad_out_weight,
+// [blocks, hidden], and grad_out_bias, [blocks], are partial sums that the caller adds over blocks.
 extern "C" int electra_tail_backward(int is_bf16, const void* dense, const float* bias, const float* out_weight,
                                      const float* label, const float* mask, const float* logits,
                                      const float* upstream, void* grad_dense, float* grad_bias,

@@ -1,18 +1,18 @@
-/* Work of a CPU that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards, the
-   head's row pass.
+/* CPU loops for work that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards, and
+   the head's row pass.
 
-   Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of data/order.py;
-   the row pass of mlm_head.py to the rounding of fp32.
-   How: LANES counters side by side in plain loops that the compiler makes vectors of. No threads of its own.
-   Built with the package where there is a C compiler (setup.py); host.py finds it, and NumPy serves where it is
-   missing.
-   Where it stops: no state, no allocation, no errors: callers check ranges. */
+   Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of data/order.py,
+   bit for bit; the row pass of mlm_head.py to the rounding of fp32.
+   How: LANES counters side by side, in plain loops that the compiler turns into vector instructions. The functions
+   start no threads; host.py calls them from several. They are built with the package where there is a C compiler
+   (setup.py). host.py loads them, and NumPy or torch does the work where they are missing.
+   Limits: no state, no allocation, no error codes except that of electra_gather_rows. Callers check ranges. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#define LANES 32 /* more than compilers unroll whole, after which they see no vectors */
+#define LANES 32 /* too many to unroll completely: compilers do not vectorise a loop that they have unrolled */
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
 #define X86
 #include <immintrin.h>
@@ -22,12 +22,15 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int electra_host_version = 1; /* host.py takes no other: count it up with any change of a function's arguments */
+/* Version of the functions' arguments. host.py loads no other version: increment both with any change of arguments. */
+const int electra_host_version = 1;
 
+/* One Philox counter for each lane, four words each; the random words replace them. */
 typedef struct {
     uint32_t w0[LANES], w1[LANES], w2[LANES], w3[LANES];
 } Words;
 
+/* Replace the counters by their random words, Philox4x32-10, on any CPU. */
 static void philox_anywhere(Words *c, uint64_t seed)
 {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -45,8 +48,8 @@ static void philox_anywhere(Words *c, uint64_t seed)
 }
 
 #ifdef X86
-/* Four counters a vector, a word in the low half of each 64 bits; what is in the high halves never matters. Compilers
-   do not find this by themselves: it is four times as fast. */
+/* Replace the counters by their random words, with AVX2. A vector holds one word of four counters, each in the low
+   half of 64 bits; the high halves are never used. It is four times as fast as what compilers generate. */
 __attribute__((target("avx2"))) static void philox_avx2(Words *c, uint64_t seed)
 {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
@@ -79,6 +82,7 @@ __attribute__((target("avx2"))) static void philox_avx2(Words *c, uint64_t seed)
 }
 #endif
 
+/* Replace the counters by their random words, with AVX2 where the CPU has it. */
 INLINE void philox(Words *c, uint64_t seed)
 {
 #ifdef X86
@@ -90,6 +94,7 @@ INLINE void philox(Words *c, uint64_t seed)
     philox_anywhere(c, seed);
 }
 
+/* Set *c to the random words of LANES neighbouring blocks of four positions, from `block` on, of one row. */
 INLINE void words_of(Words *c, uint64_t seed, uint32_t purpose, uint32_t step, uint32_t row, uint32_t block)
 {
     for (int i = 0; i < LANES; i++) {
@@ -101,7 +106,8 @@ INLINE void words_of(Words *c, uint64_t seed, uint32_t purpose, uint32_t step, u
     philox(c, seed);
 }
 
-/* out[num_rows][4 * num_blocks], `stride` from row to row: 32 bits for each position from 4 * first_block on. */
+/* Write 32 random bits for each row and each position from 4 * first_block on, as keyed_random.bits_grid does.
+   out is [num_rows][4 * num_blocks]; `stride` is the distance from row to row in elements. */
 VECTORS void electra_bits(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
                           int64_t first_block, int64_t num_blocks, int64_t stride, int64_t *out)
 {
@@ -120,7 +126,8 @@ VECTORS void electra_bits(uint64_t seed, uint32_t purpose, uint32_t step, const 
         }
 }
 
-/* As electra_bits: `scale` where the bits are at least `threshold`, else 0. */
+/* Write the factors of dropout: `scale` where the bits are at least `threshold`, and 0 elsewhere. The bits and the
+   other arguments are those of electra_bits. */
 VECTORS void electra_keep_scale(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
                                 int64_t first_block, int64_t num_blocks, int64_t stride, uint64_t threshold, float scale,
                                 float *out)
@@ -140,12 +147,13 @@ VECTORS void electra_keep_scale(uint64_t seed, uint32_t purpose, uint32_t step, 
         }
 }
 
+/* Indices on their way through the permutation, one for each lane. The network permutes Z_a x Z_b, a * b >= size. */
 typedef struct {
     uint64_t place[LANES], size[LANES], a[LANES], b[LANES];
     uint32_t epoch[LANES], block[LANES];
 } Walkers;
 
-/* One pass of the network over Z_a x Z_b: order.py's _feistel. */
+/* Run every lane's place once through the Feistel network over Z_a x Z_b, as _feistel of data/order.py does. */
 INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
 {
     uint64_t half[2][LANES];
@@ -172,7 +180,8 @@ INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
         w->place[i] = half[0][i] * w->b[i] + half[1][i];
 }
 
-/* out[count]: the place of index[i] in the permutation of [0, size[i]): order.py's permute. */
+/* Write to out[i] the place of index[i] in the keyed permutation of [0, size[i]), as permute of data/order.py does.
+   A place outside [0, size) goes through the network again until it is inside. All arrays have `count` elements. */
 VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, const uint64_t *index,
                              const uint64_t *size, const uint64_t *epoch, const uint64_t *block, int64_t count,
                              uint64_t *out)
@@ -202,11 +211,14 @@ VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, co
     }
 }
 
+/* Index of a mapped shard (Shard.table in data/shard.py). `address` is where its mapping begins. `starts` points to
+   the first row of each block and, last, the number of rows; `offsets` points to the byte offset of each block. */
 typedef struct {
-    int64_t address, num_blocks, starts, offsets; /* of the last two num_blocks + 1 and num_blocks: data/shard.py */
+    int64_t address, num_blocks, starts, offsets;
 } Table;
 
-/* out[count][row_bytes]: row rows[i] of the shard tables[which[i]]; 0 if there is no such row. */
+/* Copy row rows[i] of the shard tables[which[i]] to row i of out, [count][row_bytes]. Return 1, or 0 at the first row
+   number that is not in its shard. */
 int electra_gather_rows(const Table *tables, const int64_t *which, const int64_t *rows, int64_t count,
                         int64_t row_bytes, char *out)
 {
@@ -229,7 +241,8 @@ int electra_gather_rows(const Table *tables, const int64_t *which, const int64_t
     return 1;
 }
 
-/* exp of x <= 0 within 2e-7 of itself; 0 below -87. The series for e^r, |r| <= ln 2 / 2. */
+/* Replace x <= 0 by exp(x), with a relative error below 2e-7; 0 for x below -87. With x = n ln 2 + r,
+   |r| <= ln 2 / 2, the result is 2^n times the power series of e^r. */
 INLINE void exp_of(float *x)
 {
     float p[LANES], power[LANES];
@@ -246,14 +259,15 @@ INLINE void exp_of(float *x)
         x[i] = x[i] < -87.0f ? 0.0f : p[i] * power[i];
 }
 
-/* log of normal x > 0 within 2e-7 of itself: x = 2^e (1 + f), log(1 + f) = 2 atanh(f / (2 + f)). */
+/* Replace normal x > 0 by log(x), with a relative error below 2e-7. With x = 2^e (1 + f), the result is
+   e ln 2 + 2 atanh(f / (2 + f)), and atanh is a power series. */
 INLINE void log_of(float *x)
 {
     int32_t bits[LANES], e[LANES];
     float m[LANES];
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < LANES; i++) {
-        e[i] = (bits[i] - 0x3F3504F3) >> 23; /* 1 + f between the roots of 1/2 and 2 */
+        e[i] = (bits[i] - 0x3F3504F3) >> 23; /* makes 1 + f lie between the square roots of 1/2 and 2 */
         bits[i] -= e[i] * (1 << 23);
     }
     memcpy(m, bits, sizeof m);
@@ -264,11 +278,11 @@ INLINE void log_of(float *x)
     }
 }
 
-/* sampling.py's gumbel_from_bits. */
+/* Write the Gumbel noise of 32 random bits, with the formula of gumbel_from_bits in gumbel.py. */
 INLINE void gumbel_of(float *noise, const uint32_t *bits)
 {
     float series[LANES], small[LANES];
-    for (int i = 0; i < LANES; i++) { /* uint32 to float in halves, each exact; their sum is rounded once */
+    for (int i = 0; i < LANES; i++) { /* uint32 to float in two exact halves; their sum is rounded once */
         float u = (float)(int32_t)(bits[i] >> 16) * 65536.0f + (float)(int32_t)(bits[i] & 0xFFFF);
         float rest = (float)(int32_t)(~bits[i] >> 16) * 65536.0f + (float)(int32_t)(~bits[i] & 0xFFFF);
         u = (u + 0.5f) * 0x1p-32f;
@@ -284,11 +298,13 @@ INLINE void gumbel_of(float *noise, const uint32_t *bits)
         noise[i] = -noise[i];
 }
 
+/* Largest value of each lane, and its place. */
 typedef struct {
     float value[LANES];
     int32_t at[LANES];
 } Best;
 
+/* Update the largest values with LANES values at places first, first + 1, ...; an equal value does not replace. */
 INLINE void keep_best(Best *best, const float *value, int32_t first)
 {
     for (int i = 0; i < LANES; i++) {
@@ -298,7 +314,7 @@ INLINE void keep_best(Best *best, const float *value, int32_t first)
     }
 }
 
-/* The lane of the greatest value, of the lowest place among equals. */
+/* Return the lane of the largest value; among equal values, the lane of the lowest place. */
 INLINE int best_lane(const Best *best)
 {
     int found = 0;
@@ -309,6 +325,7 @@ INLINE int best_lane(const Best *best)
     return found;
 }
 
+/* Read logit + bias of LANES tokens from `first` on; tokens from `vocab` on are -infinity. */
 INLINE void load(float *z, const float *logits, const float *bias, int32_t first, int32_t vocab)
 {
     if (first + LANES <= vocab)
@@ -319,7 +336,11 @@ INLINE void load(float *z, const float *logits, const float *bias, int32_t first
             z[i] = first + i < vocab ? logits[first + i] + bias[first + i] : -INFINITY;
 }
 
-/* mlm_head.py's row pass for rows of `stride` floats, of which `vocab` are tokens: see row_pass_reference there. */
+/* Run the head's row pass, row_pass_reference of mlm_head.py, on num_rows rows of logits.
+
+   A row has `stride` floats, of which the first `vocab` are tokens. per_temperature is 1 / temperature. loss,
+   most_likely and sampled have one element a row. With with_gradient, (softmax - onehot) * weight overwrites the
+   logits, with 0 from `vocab` on. */
 VECTORS void electra_row_pass(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
                               float *logits, int64_t stride, int32_t vocab, const float *bias, const int64_t *target,
                               const float *weight, float per_temperature, int disallow_correct, int with_gradient,

@@ -1,1 +1,1 @@
-"""Triton kernels, one file an operation, and their compilation ahead of time."""
+"""Triton kernels, one file per operation, and their compilation without a GPU (`ahead_of_time.py`)."""

@@ -1,12 +1,15 @@
-"""Compile every Triton kernel for a GPU that is not there, and report what the assembler made of it.
+"""Compile every Triton kernel without a GPU, and report the resources that its machine code uses.
 
 `python -m electra_kernels.ahead_of_time --arch 80 90` prints one line for each kernel: registers, stack, shared
-memory, and counts of machine instructions. The interpreter checks a kernel's values and accepts code that the
-compiler does not; this checks types, spills (stack or local-memory instructions) and the width of loads. It needs
-Triton's own assembler and disassembler, no driver and no GPU: 3 s a kernel on one core. Must run without
-TRITON_INTERPRET.
+memory, and counts of machine instructions. Triton's interpreter checks a kernel's values, but accepts code that the
+compiler rejects; this program checks types, spills (stack or local-memory instructions) and the width of loads.
 
-Shapes are those of the large model in bf16: V = 30592, H = 1024 and 256, S = 512, N = 128.
+How: it uses Triton's own compiler, assembler and disassembler, and neither a driver nor a GPU.
+
+Cost: 3 s for each kernel on one core.
+
+Limits: TRITON_INTERPRET must not be set. Shapes are those of the large model in bf16: V = 30592, H = 1024 and 256,
+S = 512, N = 128.
 """
 
 from __future__ import annotations
@@ -29,7 +32,16 @@ from electra_kernels.triton.replace import replace_kernel
 
 
 class KernelCase(NamedTuple):
-    """A kernel with its argument types, compile-time values, and the integers known to divide by 16."""
+    """Kernel to compile, with everything that its compilation depends on except the GPU.
+
+    Attributes:
+        name: Name of the line in the table.
+        kernel: Function decorated by `triton.jit`.
+        types: Triton type of each argument, for example "*bf16"; may hold names that the kernel does not have.
+        constants: Value of each compile-time argument.
+        divisible: Integer arguments that the compiler may assume to be multiples of 16.
+        num_warps: Warps of a program.
+    """
 
     name: str
     kernel: Any
@@ -40,7 +52,10 @@ class KernelCase(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What one kernel became."""
+    """Resources and instruction counts of one kernel, compiled for one GPU architecture.
+
+    Spills show as a stack or as local accesses. None of our kernels uses tensor cores, so `tensor_core` should be 0.
+    """
 
     name: str
     arch: int
@@ -49,22 +64,33 @@ class Compiled(NamedTuple):
     shared_bytes: int
     wide_loads: int  # LDG of 128 bits
     wide_stores: int  # STG of 128 bits
-    local_accesses: int  # LDL and STL: spills
+    local_accesses: int  # LDL and STL, which are spills
     instructions: int
-    tensor_core: int  # HMMA and HGMMA: ours have none
+    tensor_core: int  # HMMA and HGMMA
+
+
+_SHARED_TYPES = {
+    "bias_ptr": "*bf16",
+    "loss_ptr": "*fp32",
+    "mask_ptr": "*fp32",
+    "label_ptr": "*fp32",
+    "logits_ptr": "*fp32",
+    "positions_ptr": "*i64",
+}
+_SIZES = ("seq_len", "num_slots", "hidden", "num_tokens")  # multiples of 16 in the large model
 
 
 def cases() -> list[KernelCase]:
-    """Every kernel in the form that the large model launches, and two as fp32 takes them."""
-    pointers = {
-        "bias_ptr": "*bf16",
-        "loss_ptr": "*fp32",
-        "mask_ptr": "*fp32",
-        "label_ptr": "*fp32",
-        "logits_ptr": "*fp32",
-        "positions_ptr": "*i64",
-    }
-    row = pointers | {
+    """Return every kernel in the form that the large model launches in bf16, and two of them also for fp32."""
+    head_cases = _head_cases()
+    tail_forward, tail_backward = _tail_cases()
+    fp32_cases = [_as_fp32(head_cases[0], "head_train_fp32"), _as_fp32(tail_forward, "tail_fwd_fp32")]
+    return [*head_cases, tail_forward, tail_backward, *fp32_cases, *_slot_cases(), *_norm_cases()]
+
+
+def _head_cases() -> list[KernelCase]:
+    """Return the row kernel of the head: training, evaluation, and sampling alone."""
+    types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
         "weight_ptr": "*fp32",
@@ -74,7 +100,31 @@ def cases() -> list[KernelCase]:
         **dict.fromkeys(("stride", "seed_low", "seed_high", "step"), "i32"),
         "inverse_temperature": "fp32",
     }
-    tail = pointers | {
+    switches = {
+        "WITH_TEMPERATURE": False,
+        "DISALLOW_CORRECT": False,
+        "PAIR": False,
+        "WIDTH": 30592,
+        "BLOCK": mlm_head.BLOCK,
+        "APPROXIMATE": True,
+    }
+    passes = {"head_train": (True, True), "head_evaluate": (True, False), "sample": (False, False)}
+    return [
+        KernelCase(
+            name,
+            mlm_head.row_kernel,
+            types,
+            switches | {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient},
+            ("stride",),
+            mlm_head.NUM_WARPS,
+        )
+        for name, (with_loss, with_gradient) in passes.items()
+    ]
+
+
+def _tail_cases() -> tuple[KernelCase, KernelCase]:
+    """Return forward and backward of the discriminator tail."""
+    types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
         "out_weight_ptr": "*bf16",
         "out_bias_ptr": "*bf16",
@@ -84,7 +134,24 @@ def cases() -> list[KernelCase]:
         "num_tokens": "i32",
         "hidden": "i32",
     }
-    replace = pointers | {
+    tile = {"BLOCK_T": 2, "BLOCK_H": 1024}
+    forward, backward = discriminator_tail.tail_forward_kernel, discriminator_tail.tail_backward_kernel
+    warps = discriminator_tail.NUM_WARPS
+    return (
+        KernelCase("tail_forward", forward, types, tile | {"PAIR": False}, _SIZES, warps),
+        KernelCase("tail_backward", backward, types, tile, _SIZES, warps),
+    )
+
+
+def _as_fp32(case: KernelCase, name: str) -> KernelCase:
+    """Return the same kernel for fp32 tensors, which keeps sums of two numbers where bf16 needs one (PAIR)."""
+    types = {argument: kind.replace("bf16", "fp32") for argument, kind in case.types.items()}
+    return case._replace(name=name, types=types, constants=case.constants | {"PAIR": True})
+
+
+def _slot_cases() -> list[KernelCase]:
+    """Return the kernels over masked slots: replace and label, and the backward pass of the masked gather."""
+    replace_types = _SHARED_TYPES | {
         "ids_ptr": "*i64",
         "weight_ptr": "*fp32",
         "sampled_ptr": "*i64",
@@ -93,12 +160,21 @@ def cases() -> list[KernelCase]:
         "seq_len": "i32",
         "num_slots": "i32",
     }
-    gather = pointers | {
+    gather_types = _SHARED_TYPES | {
         "grad_ptr": "*bf16",
         "out_ptr": "*bf16",
         **dict.fromkeys(("seq_len", "num_slots", "hidden"), "i32"),
     }
-    norm = pointers | {
+    gather_block = {"BLOCK_N": 128, "BLOCK_H": 256}
+    return [
+        KernelCase("replace", replace_kernel, replace_types, {"BLOCK_S": 64, "BLOCK_N": 128}, _SIZES, 4),
+        KernelCase("gather_backward", masked_gather.scatter_add_kernel, gather_types, gather_block, _SIZES, 1),
+    ]
+
+
+def _norm_cases() -> list[KernelCase]:
+    """Return dropout + add + LayerNorm: both directions, at both hidden sizes, with dropout and without (`_p0`)."""
+    types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
         **dict.fromkeys(("mean_ptr", "variance_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32"),
@@ -107,64 +183,22 @@ def cases() -> list[KernelCase]:
         **dict.fromkeys(("seed_low", "seed_high"), "i32"),
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
-    switches = {
-        "WITH_TEMPERATURE": False,
-        "DISALLOW_CORRECT": False,
-        "PAIR": False,
-        "WIDTH": 30592,
-        "BLOCK": mlm_head.BLOCK,
-        "APPROXIMATE": True,
-    }
-    tail_blocks = {"BLOCK_T": 2, "BLOCK_H": 1024}
-    row_kernel, warps = mlm_head.row_kernel, mlm_head.NUM_WARPS
-    tail_warps = discriminator_tail.NUM_WARPS
-    tail_forward = discriminator_tail.tail_forward_kernel
-    tail_backward = discriminator_tail.tail_backward_kernel
-    shapes = ("seq_len", "num_slots", "hidden", "num_tokens")
+    kernels = {"norm_fwd": dropout_add_norm.norm_forward_kernel, "norm_bwd": dropout_add_norm.norm_backward_kernel}
+    warps_of_width = {256: 1, 1024: 4}
+    drops = {"": True, "_p0": False}
     return [
-        KernelCase("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
-        KernelCase("head_evaluate", row_kernel, row, switches | _passes(True, False), ("stride",), warps),
-        KernelCase("sample", row_kernel, row, switches | _passes(False, False), ("stride",), warps),
-        KernelCase("tail_forward", tail_forward, tail, tail_blocks | {"PAIR": False}, shapes, tail_warps),
-        KernelCase("tail_backward", tail_backward, tail, tail_blocks, shapes, tail_warps),
-        *(
-            case._replace(
-                name=f"{case.name}_fp32",
-                types={name: kind.replace("bf16", "fp32") for name, kind in case.types.items()},
-                constants=case.constants | {"PAIR": True},
-            )
-            for case in (
-                KernelCase("head_train", row_kernel, row, switches | _passes(True, True), ("stride",), warps),
-                KernelCase("tail_fwd", tail_forward, tail, tail_blocks, shapes, tail_warps),
-            )
-        ),
-        KernelCase("replace", replace_kernel, replace, {"BLOCK_S": 64, "BLOCK_N": 128}, shapes, 4),
-        KernelCase(
-            "gather_backward",
-            masked_gather.scatter_add_kernel,
-            gather,
-            {"BLOCK_N": 128, "BLOCK_H": 256},
-            shapes,
-            1,
-        ),
-        *(
-            KernelCase(f"{name}_{width}{suffix}", kernel, norm, {"DROP": drop, "BLOCK_H": width}, shapes, warps)
-            for name, kernel in (
-                ("norm_fwd", dropout_add_norm.norm_forward_kernel),
-                ("norm_bwd", dropout_add_norm.norm_backward_kernel),
-            )
-            for width, warps in ((256, 1), (1024, 4))
-            for suffix, drop in (("", True), ("_p0", False))
-        ),
+        KernelCase(f"{name}_{width}{suffix}", kernel, types, {"DROP": drop, "BLOCK_H": width}, _SIZES, warps)
+        for name, kernel in kernels.items()
+        for width, warps in warps_of_width.items()
+        for suffix, drop in drops.items()
     ]
 
 
-def _passes(with_loss: bool, with_gradient: bool) -> dict[str, Any]:
-    return {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient}
-
-
 def compile_case(case: KernelCase, arch: int) -> Compiled:
-    """Compile for compute capability `arch` (80, 90) and read the machine code."""
+    """Compile a kernel for compute capability `arch` (80 or 90) and count resources and instructions.
+
+    The machine code comes from Triton's compiler, so its cache applies. TRITON_INTERPRET must not be set.
+    """
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
     aligned = [name for name in names if signature[name].startswith("*") or name in case.divisible]
@@ -192,7 +226,7 @@ def compile_case(case: KernelCase, arch: int) -> Compiled:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """Resource usage and machine code as text, by the disassembler that Triton brings."""
+    """Return resource usage and machine code as text, by the `cuobjdump` in Triton's package."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -205,31 +239,35 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def _number(pattern: str, text: str) -> str:
+    """Return the first group of the first match of `pattern`, digits of the disassembler's report."""
     match = re.search(pattern, text)
-    assert match, f"no {pattern} in the disassembler's output"
+    assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
     return match[1]
 
 
 def table(rows: list[Compiled]) -> str:
-    """One line for each kernel, widths fixed, for people and for the snapshot."""
+    """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed width.
+
+    The test's snapshot (tests/kernels/compiled_kernels.txt) has this form.
+    """
     header = (
         f"{'kernel':<16} {'arch':>5} {'regs':>5} {'stack':>6} {'shared':>7} {'ldg128':>7} {'stg128':>7} {'sass':>6}"
     )
     lines = [
-        f"{r.name:<16} sm_{r.arch} {r.registers:>5} {r.stack_bytes:>6} {r.shared_bytes:>7} "
-        f"{r.wide_loads:>7} {r.wide_stores:>7} {r.instructions:>6}"
-        for r in rows
+        f"{row.name:<16} sm_{row.arch} {row.registers:>5} {row.stack_bytes:>6} {row.shared_bytes:>7} "
+        f"{row.wide_loads:>7} {row.wide_stores:>7} {row.instructions:>6}"
+        for row in rows
     ]
     return "\n".join([f"triton {triton.__version__}", header, *lines])
 
 
 def main() -> None:
-    """Command line."""
+    """Compile all kernels for the architectures on the command line and print the table; --json writes a file, too."""
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, e.g. 80 90")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the table's rows to this JSON file")
     arguments = parser.parse_args()
-    assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: it replaces the compiler"
+    assert os.environ.get("TRITON_INTERPRET") != "1", "TRITON_INTERPRET is 1, so kernels are not compiled: unset it"
     rows = [compile_case(case, arch) for arch in arguments.arch for case in cases()]
     print(table(rows))
     if arguments.json:

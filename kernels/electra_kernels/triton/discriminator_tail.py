@@ -1,19 +1,21 @@
 """Triton kernels of the discriminator tail: one forward, one backward, both over strips of tokens.
 
-Guarantee: `discriminator_tail.rtd_losses_reference` in fp32, and its gradients. Sums over tokens are made in a fixed
-order (strip by strip), so every run gives the same bits on the same device.
+Guarantee: the function of `discriminator_tail.rtd_losses_reference` in fp32, and its gradients. Sums over tokens are
+computed in a fixed order (strip by strip), so every run gives the same bits on the same device.
 
-How: a program takes every P-th tile of tokens and keeps the bias and the output weight in registers. Backward forms
-the activation again from the dense output, uses the logits that forward stored, writes the gradient of the dense
-output and keeps the parameters' gradients of its strip in registers; the P partial sums are added afterwards, in fp64.
+How: a program handles every P-th tile of tokens (a strip) and keeps the bias and the output weight in registers.
+Backward computes the activation again from the dense output, uses the logits that forward stored, writes the gradient
+of the dense output, and keeps the strip's gradients of the parameters in registers. The P partial sums are added
+afterwards, in fp64.
 
-Exactness: `sigmoid - label` is one quotient and softplus is taken apart so that a token called right with confidence
-keeps its gradient and its loss; GELU times a factor has two roundings, not four, in fewer instructions; a tile has at
-most 8 rows, so no sum in registers is long. What is added to that is some fifty instructions a token, not an element.
+Exactness: `sigmoid - label` is one quotient, and softplus is split into two terms, so that a token predicted correctly
+with confidence keeps its gradient and its loss. GELU times a factor has two roundings instead of four, in fewer
+instructions. A tile has at most 8 rows, so no sum in registers is long. The additional cost is some fifty instructions
+a token, not an element.
 
 Cost at T = 32768, H = 1024 bf16: 67 MB read forward; 67 MB read and 67 MB written backward, and 8 MB of partial sums.
 
-Where it stops: H up to 8192 (a row lives in registers); fp64 is computed in fp32.
+Limits: H up to 8192, because a row is held in registers; fp64 is computed in fp32.
 
 Shapes: T tokens, H hidden, P programs.
 """
@@ -34,35 +36,41 @@ from electra_kernels.triton.rounding import fits_fp32, precise_log, precise_rati
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors
 NUM_WARPS = 4
-_CELLS = 2048  # of a tile: 16 for each thread
+_CELLS = 2048  # elements of a tile: 16 for each thread
 _ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal distribution
-_MOST_ROWS = 8  # of a tile: its rows are added one after another
+_MOST_ROWS = 8  # rows of a tile, which are added one after another
 
 
 @triton.jit
 def gelu_times(a, erf, factor):
-    """factor * gelu(a) = factor * a / 2 * (1 + erf) with two roundings."""
+    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2))."""
     half = a * (0.5 * factor)
     return tl.fma(half, erf, half)
 
 
 @triton.jit
 def gelu_slope(a, erf):
-    """Derivative of gelu at a."""
+    """Return the derivative of GELU at a, cdf(a) + a * density(a) of the normal distribution.
+
+    `erf` is erf(a / sqrt(2)).
+    """
     return tl.fma(a * _DENSITY_AT_0, tl.exp(-0.5 * a * a), tl.fma(erf, 0.5, 0.5))
 
 
 @triton.jit
 def exp_of_minus_abs(logit):
-    """exp(-abs(logit)), rounded about once."""
+    """Return exp(-abs(logit)), rounded about once."""
     high, low = scaled_exp(-tl.abs(logit), None, 1.0, None)
     return high + low
 
 
 @triton.jit
 def sigmoid_minus(logit, label):
-    """sigmoid(logit) - label over the common denominator: a confident token keeps its gradient."""
+    """Return sigmoid(logit) - label as one quotient over the common denominator.
+
+    The plain difference would round to 0 for a token that is predicted correctly with confidence.
+    """
     small, positive = exp_of_minus_abs(logit), logit >= 0.0
     numerator = tl.fma(tl.where(positive, -label, 1.0 - label), small, tl.where(positive, 1.0 - label, -label))
     quotient, quotient_low = precise_ratio(numerator, *two_sum(1.0, small))
@@ -85,7 +93,10 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Masked loss and logit of every token of a strip."""
+    """Write masked loss and logit of every token of a strip.
+
+    Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each. BLOCK_H is a power of 2 and at least H.
+    """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
     out_weight = tl.load(out_weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -104,7 +115,7 @@ def tail_forward_kernel(
             logit, logit_low = two_sum(logit, logit_low + tl.sum(a_low * gelu_slope(a, erf) * out_weight[None, :], 1))
         label = tl.load(label_ptr + token, mask=live, other=0.0)
         mask = tl.load(mask_ptr + token, mask=live, other=0.0)
-        # softplus(logit) - label * logit; for a label of 0 or 1 the part before the logarithm is exact
+        # The loss is softplus(logit) - label * logit. For a label of 0 or 1, the term without logarithm is exact.
         log, log_low = precise_log(*two_sum(1.0, exp_of_minus_abs(logit)))
         loss, loss_low = two_sum(tl.fma(-label, logit, tl.maximum(logit, 0.0)), log)
         loss_low += log_low + logit_low * sigmoid_minus(logit, label)
@@ -130,7 +141,10 @@ def tail_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Gradient of the dense output of a strip, and the strip's share of the parameters' gradients."""
+    """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
+
+    Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each, and writes row p of the partial sums.
+    """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
     out_weight = tl.load(out_weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -169,7 +183,16 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masked loss and logit of every token, fp32."""
+    """Return masked loss and logit of every token, fp32 [T] each, by one launch of the Triton kernel.
+
+    Args:
+        dense_TH: Contiguous matrix product of the dense layer, without its bias.
+        bias_H: Contiguous bias of the dense layer.
+        out_weight_H: Contiguous weights of the output unit.
+        out_bias: Bias of the output unit, one element.
+        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
+        mask_T: Contiguous fp32, the weight of each token in the loss.
+    """
     num_tokens, hidden = dense_TH.shape
     loss_T, logits_T = torch.empty_like(label_T), torch.empty_like(label_T)
     grid, blocks = _launch_shape(num_tokens, hidden)
@@ -189,7 +212,20 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of the dense output, its bias, the output weight and the output bias."""
+    """Return the gradients of the dense output, its bias, the output weight and the output bias.
+
+    Args:
+        dense_TH: Contiguous matrix product of the dense layer, without its bias.
+        bias_H: Contiguous bias of the dense layer.
+        out_weight_H: Contiguous weights of the output unit.
+        label_T: Contiguous fp32, as in the forward pass.
+        mask_T: Contiguous fp32, as in the forward pass.
+        logits_T: Logits that `forward_pass` returned.
+        upstream_T: Contiguous fp32 gradient of each token's masked loss.
+
+    Returns:
+        The first in the dtype of `dense_TH`, the others in fp32.
+    """
     num_tokens, hidden = dense_TH.shape
     grid, blocks = _launch_shape(num_tokens, hidden)
     grad_dense_TH = torch.empty_like(dense_TH)
@@ -207,6 +243,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid (number of programs), and the tile's shape with the launch options, of both kernels."""
     width = triton.next_power_of_2(hidden)
     height = max(1, min(_MOST_ROWS, _CELLS // width))
     grid = (max(1, min(NUM_PROGRAMS, triton.cdiv(num_tokens, height))),)

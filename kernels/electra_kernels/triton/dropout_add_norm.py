@@ -1,15 +1,16 @@
 """Triton kernels of dropout + add + LayerNorm: one forward over tokens, one backward over strips of tokens.
 
-Guarantee: `dropout_add_norm.dropout_add_norm_reference` in fp32 with the same bits. Gradients of the parameters are
-summed in a fixed order.
+Guarantee: the function of `dropout_add_norm.dropout_add_norm_reference` in fp32, with the same random bits. Gradients
+of the parameters are summed in a fixed order.
 
-How: a program holds a token's H elements in registers, draws one Philox call for each four neighbours (none at
-probability 0), and takes mean and variance in two reductions. Backward draws the same bits again and forms the sum
-before the norm from both inputs, as forward did: a sum stored in bf16 would cost the same traffic and put its rounding
-into every gradient. A program takes every P-th token and keeps the parameters' gradients of its strip in registers.
+How: a program of the forward pass holds a token's H elements in registers, makes one Philox call for each four
+neighbours (none at probability 0), and computes mean and variance in two reductions. Backward draws the same bits
+again and computes the sum before the norm from both inputs, as forward does: a sum stored in bf16 would cost the same
+traffic and add its rounding to every gradient. A program of the backward pass handles every P-th token (a strip) and
+keeps the strip's gradients of the parameters in registers.
 
-Exactness (`rounding.py`): products are fused with the sums that follow, and the inverse deviation is a sum of
-two numbers, made from the stored variance: six instructions a token in place of the error of `sqrt.approx`.
+Exactness (`rounding.py`): products are fused with the sums that follow. The inverse deviation is a sum of two numbers,
+computed from the stored variance; it costs six instructions a token and avoids the error of `sqrt.approx`.
 
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 8 MB of partial sums.
 
@@ -42,7 +43,11 @@ _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 def keep_scale(
     row_ptr, token, seed_low, seed_high, step, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr
 ):
-    """0 or `scale` for each column of a token; see `dropout_add_norm.keep_scale`."""
+    """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
+
+    The values are those of `dropout_add_norm.keep_scale`. `site_quads` is the first position of the site divided by 4,
+    and `limit` is `keyed_random.drop_threshold` as int32.
+    """
     row = tl.load(row_ptr + token // seq_len)
     first_quad = site_quads + (token % seq_len) * (hidden // 4)
     bits = four_way_bits(seed_low, seed_high, first_quad, row, step, _PURPOSE, BLOCK_H)
@@ -51,7 +56,10 @@ def keep_scale(
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """(summed - mean) / sqrt(variance), and the inverse root as a sum of two."""
+    """Return (summed - mean) / sqrt(variance), 0 outside the row, and the inverse root as a pair (high, low).
+
+    `variance` includes eps. `inside` is true for the columns below H.
+    """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
     return tl.fma(centred, root, centred * root_low), root, root_low
@@ -79,7 +87,10 @@ def norm_forward_kernel(
     DROP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Norm, mean and variance of one token."""
+    """Write norm, mean and variance of one token; program t handles token t.
+
+    DROP is false at probability 0. BLOCK_H is a power of 2 and at least H.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -129,7 +140,11 @@ def norm_backward_kernel(
     DROP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Gradients of both inputs for a strip of tokens, and the strip's share of the parameters' gradients."""
+    """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
+
+    Program p of P handles tokens p, p + P, p + 2 P and so on. With DROP false, both inputs have the same gradient and
+    only `grad_residual_ptr` is written.
+    """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -172,7 +187,20 @@ def forward_pass(
     eps: float,
     dropout: DropoutKey,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm, and each token's mean and variance (with eps)."""
+    """Return LayerNorm(residual + dropout(x)), and mean and variance (with eps) of each token, by one launch.
+
+    Args:
+        x_BSH: Contiguous output of a sub-layer; H is a multiple of 4.
+        residual_BSH: Contiguous input of the sub-layer.
+        weight_H: Scale of the LayerNorm.
+        bias_H: Shift of the LayerNorm.
+        row_B: Contiguous int64 row numbers within the global batch.
+        eps: Added to the variance.
+        dropout: Probability and key.
+
+    Returns:
+        The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, halves of one storage.
+    """
     batch, seq_len, hidden = x_BSH.shape
     out_BSH = torch.empty_like(x_BSH)
     mean_T, variance_T = torch.empty(2, batch * seq_len, device=x_BSH.device)
@@ -195,7 +223,11 @@ def backward_pass(
     row_B: torch.Tensor,
     dropout: DropoutKey,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, the residual, the norm's weight and its bias."""
+    """Return the gradients of x, the residual, the norm's weight and its bias; dropped elements are drawn again.
+
+    All tensors are contiguous. `mean_T` and `variance_T` are those of `forward_pass`. At probability 0, the gradients
+    of x and the residual are one tensor. The gradients of the parameters are fp32.
+    """
     batch, seq_len, hidden = grad_BSH.shape
     grid: Any = (min(NUM_PROGRAMS, batch * seq_len),)
     grad_residual_BSH = torch.empty_like(grad_BSH)
@@ -211,12 +243,14 @@ def backward_pass(
 
 
 def _key_words(dropout: DropoutKey, seq_len: int, hidden: int) -> tuple[int | float, ...]:
-    assert hidden % 4 == 0, hidden
+    """Return the kernels' arguments seed_low, seed_high, step, site_quads, limit and scale."""
+    assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     words = (dropout.seed, dropout.seed >> 32, dropout.step, dropout.site * seq_len * hidden // 4)
     return *map(as_int32, (*words, drop_threshold(dropout.probability))), 1.0 / (1.0 - dropout.probability)
 
 
 def _options(dropout: DropoutKey, hidden: int) -> dict[str, Any]:
+    """Return the compile-time arguments and launch options that both kernels share."""
     width = triton.next_power_of_2(hidden)
     return {
         "DROP": dropout.probability > 0,

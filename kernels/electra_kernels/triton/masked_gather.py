@@ -1,10 +1,10 @@
 """Triton backward of the masked gather: one program per position of a row writes that position's gradient once.
 
-Guarantee: `masked_gather.scatter_add_reference` with the same order of additions (slots in order, in fp32), so the
-result is the same in every run. No atomics, no zero fill beforehand.
+Guarantee: the result of `masked_gather.scatter_add_reference` with the same order of additions (slots in order, in
+fp32), so it is the same in every run. It needs no atomics and no zero fill beforehand.
 
-How: a program compares its position with the row's N slots, then walks through the slots that match; most have none
-or one. Only position 0 of short rows has many, where the empty slots point, at most N.
+How: a program compares its position with the row's N slots, then walks through the slots that match. Most positions
+have none or one. Only position 0 of short rows has many, at most N, because the empty slots point there.
 
 Cost at 64 x 512 x 256 bf16, N = 128: 8 MB read, 17 MB written.
 
@@ -34,7 +34,11 @@ def scatter_add_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The gradient of one position of one row."""
+    """Write the gradient of one position of one row: the sum of its slots' gradients, or zeros.
+
+    Program p handles position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least as large
+    as the number of slots and the hidden size.
+    """
     place = tl.program_id(0).to(tl.int64)
     row = place // seq_len
     position = place % seq_len
@@ -51,7 +55,10 @@ def scatter_add_kernel(
 
 
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """`masked_gather.scatter_add_reference` by one launch."""
+    """Return the gradient of the masked gather, [B, S, H], by one launch of the Triton kernel.
+
+    Arguments and result are those of `masked_gather.scatter_add_reference`; the sums are in fp32.
+    """
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]
     out_BSH = grad_MH.new_empty(num_rows, seq_len, hidden)

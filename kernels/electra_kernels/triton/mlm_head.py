@@ -1,22 +1,23 @@
 """Triton row kernel of the generator's head, and of `sampling.sample`: one program per row of a chunk of logits.
 
 Guarantee: the function of `mlm_head.row_pass_reference` and `sampling.sample_reference`, in fp32, with the same bits
-of noise. Nothing a program computes depends on another row, on the chunk or on the launch.
+of noise. The results of a program do not depend on other rows, on the chunk or on the launch.
 
-How: first pass, 2048 tokens at a time: bias, online log-sum-exp, most likely token, Gumbel score. Every lane keeps
-its own maxima and its own sum and they are merged once at the end, so that a block costs no reduction and one
-exponential a token. Second pass, from L2: (softmax - onehot) * weight written over the logits. One Philox call serves
-the four tokens 4q .. 4q + 3, neighbours in a lane, so that loads stay 16 bytes wide. There is no `tl.dot`.
+How: the first pass, 2048 tokens at a time, adds the bias and computes online log-sum-exp, most likely token and Gumbel
+score. Every lane keeps its own maxima and its own sum, and they are merged once at the end, so that a block costs no
+reduction and one exponential a token. The second pass reads from L2 and writes (softmax - onehot) * weight over the
+logits. One Philox call gives the bits of the four tokens 4q .. 4q + 3, neighbours in a lane, so that loads stay 16
+bytes wide. There is no `tl.dot`.
 
-Exactness, all in registers (`rounding.py`): the merge, the logarithm and weight / sum are sums of two numbers,
-so the loss and each gradient are rounded about once, where the plain formula rounds five times. The second pass's
-exponential is a polynomial that takes the scale in (16 instructions for the 7 of an approximate one). Unless the
-logits are bf16, where fp32 holds it all but always, logit + bias is kept as two numbers as well.
+Exactness, all in registers (`rounding.py`): the merge, the logarithm and weight / sum are sums of two numbers, so the
+loss and each gradient are rounded about once, where the plain formula rounds five times. The exponential of the second
+pass is a polynomial that includes the scale (16 instructions; an approximate one has 7). logit + bias is kept as two
+numbers as well, except for bf16 logits, where fp32 almost always holds the sum exactly.
 
-Cost at 8192 rows of 30592 bf16: 1.5 GB of HBM traffic with the product's write, if the second read hits L2; registers
-and shared memory are in the compile snapshot (tests/kernels). No time is claimed: none was measured.
+Cost at 8192 rows of 30592 bf16: 1.5 GB of HBM traffic with the product's write, if the second read hits L2. Registers
+and shared memory are in the compile snapshot (tests/kernels). The time has not been measured.
 
-Where it stops: fp64 is computed in fp32; rows must be contiguous (stride 1 between tokens).
+Limits: fp64 is computed in fp32; rows must be contiguous (stride 1 between tokens).
 
 Shapes: M rows, V padded vocabulary.
 """
@@ -45,12 +46,15 @@ NUM_WARPS = 8
 _BLOCK_INTERPRETED = 32768  # the interpreter's cost is per operation, not per element
 _SERIES_BELOW: tl.constexpr = tl.constexpr(SERIES_BELOW)
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE))
-_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below every finite logit; -inf would make inf - inf
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below the logits; starting from -inf would give inf - inf
 
 
 @triton.jit
 def noise_log(x, APPROXIMATE: tl.constexpr):
-    """Natural logarithm for noise: one instruction instead of 20, within 2e-7 (absolute) or 2.4e-7 (relative)."""
+    """Return the natural logarithm for noise, within an error of 2e-7 (absolute) or 2.4e-7 (relative).
+
+    With APPROXIMATE it takes one instruction of the GPU instead of 20. The interpreter needs APPROXIMATE false.
+    """
     if APPROXIMATE:
         log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -61,7 +65,10 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Exp(1) from 32 random bits, resolved where it is small; see `sampling.gumbel_from_bits`."""
+    """Return a number of the distribution Exp(1) from 32 random bits, accurate also where it is small.
+
+    The formula is that of `gumbel.gumbel_from_bits`. APPROXIMATE is as in `noise_log`.
+    """
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
     one_minus_u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -70,28 +77,34 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Gumbel noise of tokens [start, start + BLOCK) of a row; `start` and BLOCK are multiples of 4."""
+    """Return the Gumbel noise of tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
+
+    `start` and BLOCK are multiples of 4; seed halves and step are int32. APPROXIMATE is as in `noise_log`.
+    """
     bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
 
 
 @triton.jit
 def merge_best(value, index):
-    """The largest value over the lanes and, among equals, the lowest index."""
+    """Return the largest value over the lanes, and its index; among equal values, the lowest index."""
     best = tl.max(value, 0)
     return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF), 0)
 
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """logit + bias in fp32, and what the rounding lost (PAIR) or 0."""
+    """Return logit + bias in fp32, and its rounding error (with PAIR) or 0 (without)."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 
 
 @triton.jit
 def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
-    """(scale + scale_low) * exp(z + z_low - top) as a sum of two."""
+    """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
+
+    With scale = weight / sum of exponentials, it is the softmax times the weight. Without PAIR, `z_low` is ignored.
+    """
     if PAIR:
         difference, difference_low = two_sum(z, -top)
         softmax, softmax_low = scaled_exp(difference, difference_low + z_low, scale, scale_low)
@@ -124,7 +137,11 @@ def row_kernel(
     BLOCK: tl.constexpr,
     APPROXIMATE: tl.constexpr,  # the GPU's one-instruction logarithm in the noise; the interpreter has no assembly
 ):
-    """Loss, most likely token and sample of a row; dlogits in place (WITH_GRADIENT). WITH_LOSS false: sample only."""
+    """Write loss, most likely token and sample of a row; program m handles row m of the chunk.
+
+    With WITH_GRADIENT, the gradient of the logits overwrites the logits. With WITH_LOSS false, only the sample is
+    written, and bias, target and weight are not read.
+    """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
     row = tl.load(row_ptr + m)
@@ -194,9 +211,13 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """`mlm_head.row_pass_reference` by one launch."""
+    """Return loss, most likely token and sample of each row of a chunk of logits, by one launch of the Triton kernel.
+
+    Arguments and result are those of `mlm_head.row_pass_reference`. With `options.with_gradient`, the gradient of the
+    logits overwrites the logits.
+    """
     num_rows, num_absent = len(logits_MV), logits_MV.shape[1] - len(bias_V)
-    # Whole aligned rows of logits and bias: a mask that ends within 16 bytes would make every load 2 bytes wide.
+    # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     bias_V = F.pad(bias_V, (0, num_absent), value=-torch.inf)
     loss_M = torch.empty(num_rows, dtype=torch.float32, device=logits_MV.device)
     best_M, sampled_M = torch.empty_like(target_M), torch.empty_like(target_M)
@@ -211,7 +232,10 @@ def row_pass(
 
 
 def sample(logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`sampling.sample` by one launch."""
+    """Draw one token for each row from softmax(logits / temperature), int64 [M], by one launch of the Triton kernel.
+
+    Arguments are those of `sampling.sample`. Logits whose rows are not contiguous are copied.
+    """
     if logits_MV.stride(-1) != 1:
         logits_MV = logits_MV.contiguous()
     sampled_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
@@ -230,6 +254,15 @@ def _launch(
     options: RowOptions,
     with_loss: bool,
 ) -> None:
+    """Launch the row kernel with one program per row of logits.
+
+    Args:
+        logits_MV: Logits, adjacent columns; overwritten by their gradient with `options.with_gradient`.
+        inputs: Bias (of the width of the logits), targets, weights and row numbers, all contiguous.
+        outputs: Losses, most likely tokens and samples.
+        options: Seed, step and switches.
+        with_loss: Whether to compute more than the samples; without it, other inputs than the rows are not read.
+    """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     grid: Any = (len(logits_MV),)
     row_kernel[grid](

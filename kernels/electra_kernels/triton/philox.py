@@ -1,4 +1,4 @@
-"""Philox4x32-10 inside Triton kernels."""
+"""Keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -9,9 +9,16 @@ import triton.language as tl
 
 @triton.jit
 def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
-    """The bits of `keyed_random.bits_grid` at positions [4 * first_quad, 4 * first_quad + BLOCK) of a row, as uint32.
+    """Return the bits of `keyed_random.bits_grid` at BLOCK neighbouring positions of a row, as uint32 [BLOCK].
 
-    Seed halves and step are int32 with the bits of their unsigned words.
+    Args:
+        seed_low: Low 32 bits of the seed, as int32.
+        seed_high: High 32 bits of the seed, as int32.
+        first_quad: First position, divided by 4.
+        row: Number of the row within the global batch.
+        step: Global step, as int32 with the bits of its unsigned word.
+        purpose: Value of a `keyed_random.Purpose`.
+        BLOCK: Number of positions, a power of 2 and at least 4.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -22,5 +29,9 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 
 
 def as_int32(word: int) -> int:
-    """The low 32 bits as a signed number, so that every launch has one argument type and one compiled kernel."""
+    """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31).
+
+    Triton chooses the type of an integer argument by its size; with this, every launch has the same argument type and
+    uses the same compiled kernel.
+    """
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

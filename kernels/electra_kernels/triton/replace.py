@@ -2,8 +2,10 @@
 
 Guarantee: `replace.replace_and_label_reference` exactly (integers).
 
-How: a program compares its positions with the row's N slots, a [64, N] table in registers, and reduces it to counts
-and sums. Comparing costs B * S * N = 4 M operations at 64 x 512 x 128, less than a launch.
+How: a program compares its positions with the row's N slots, a [64, N] table in registers, and reduces the table to
+counts and sums.
+
+Cost: the comparison is B * S * N = 4 M operations at 64 x 512 x 128, which takes less time than a launch.
 
 Shapes: B rows, S positions, N slots per row.
 """
@@ -35,7 +37,11 @@ def replace_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Corrupted ids and labels of BLOCK_S positions of one row."""
+    """Write corrupted ids and labels of BLOCK_S positions of one row.
+
+    Program (row, block) handles positions [block * BLOCK_S, block * BLOCK_S + BLOCK_S) of the row. BLOCK_N is a power
+    of 2 and at least the number of slots.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     slot = tl.arange(0, BLOCK_N)
@@ -54,7 +60,10 @@ def replace_kernel(
 def replace_and_label(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`replace.replace_and_label_reference` by one launch."""
+    """Return corrupted rows and labels, by one launch of the Triton kernel.
+
+    Arguments and results are those of `replace.replace_and_label_reference`, equal in every element.
+    """
     (num_rows, seq_len), num_slots = ids_BS.shape, positions_BN.shape[1]
     corrupted_BS = torch.empty_like(ids_BS, memory_format=torch.contiguous_format)
     label_BS = torch.empty_like(corrupted_BS, dtype=torch.bool)

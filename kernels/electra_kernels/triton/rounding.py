@@ -1,14 +1,16 @@
-"""Register arithmetic that keeps what a rounding loses: fp32 results as unevaluated sums of two numbers.
+"""Arithmetic in registers that keeps rounding errors: an fp32 result is an unevaluated sum of two numbers, high + low.
 
-Guarantee: a kernel that ends in `high + low` of these functions rounds once where the plain expression rounds at every
-operation, and takes no approximate instruction of the GPU at its word: `ex2.approx` (error up to 2 ulp), `div.full`
-(2 ulp) and `sqrt.approx` are either not used or corrected. No kernel computes in fp64, which is 64 times slower than
-fp32 on GPUs that are not made for it.
+Guarantee: a kernel that ends in `high + low` of these functions rounds once, where the plain expression rounds at
+every operation. Approximate instructions of the GPU, `ex2.approx` (error up to 2 ulp), `div.full` (2 ulp) and
+`sqrt.approx`, are either not used or corrected. No kernel computes in fp64, which is 64 times slower than fp32 on GPUs
+that are not made for it.
 
-How: products are fused (`tl.fma`, exact residuals), sums by Knuth's two-sum; the exponential is range reduction and
-a polynomial. Cost: `scaled_exp` is 15 instructions, `two_sum` 8. Nothing touches memory.
+How: products are fused (`tl.fma`, exact residuals) and sums use Knuth's two-sum. The exponential is a range reduction
+and a polynomial.
 
-Where it stops: `tl.fma` must round once; Triton's interpreter does from 3.9 on.
+Cost: `scaled_exp` takes 15 instructions and `two_sum` 8. Nothing accesses memory.
+
+Limits: `tl.fma` must round once; in Triton's interpreter, it does from version 3.9 on.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -20,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-_LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-88.0)  # exp of it is below the least normal number
+_LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-88.0)  # exp(-88) is below the least normal number
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)  # 16 bits: a product with -127 .. 0 is exact
 _LN2_LOW: tl.constexpr = tl.constexpr(1.4286068202862268e-06)
@@ -29,7 +31,10 @@ _TO_EXPONENT: tl.constexpr = tl.constexpr(12583039.0)  # 1.5 * 2**23 + 127: addi
 
 @triton.jit
 def two_sum(a, b):
-    """a + b rounded, and what the rounding lost (0 where the sum is not finite)."""
+    """Return a + b rounded to fp32, and the exact rounding error (0 where the sum is not finite).
+
+    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger.
+    """
     total = a + b
     b_part = total - a
     lost = (a - (total - b_part)) + (b - b_part)
@@ -38,7 +43,11 @@ def two_sum(a, b):
 
 @triton.jit
 def scaled_exp(x, x_low, scale, scale_low):
-    """(scale + scale_low) * exp(x + x_low) as a sum of two, for x <= 0; 0 below exp(-88). The lows may be None."""
+    """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0.
+
+    For x of -88 or less, the result is 0. `x_low` and `scale_low` may be None, which means 0 and takes fewer
+    instructions.
+    """
     x = tl.maximum(x, _LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     shifted = tl.fma(x, _LOG2_E, _TO_EXPONENT)
     exponent = shifted - _TO_EXPONENT
@@ -46,7 +55,7 @@ def scaled_exp(x, x_low, scale, scale_low):
     if x_low is not None:
         r += x_low
     power = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    # exp(r) = 1 + r + r^2 series(r), to 4e-9 of it (minimax fit of the weighted error).
+    # exp(r) = 1 + r + r^2 series(r), within a relative error of 4e-9 (minimax fit of the weighted error).
     series = tl.fma(tl.fma(r, 0.0013814540579915047, 0.00836874544620514), r, 0.04166838899254799)
     series = tl.fma(tl.fma(series, r, 0.1666652113199234), r, 0.4999999403953552)
     excess = tl.fma(r * r, series, r)
@@ -59,7 +68,10 @@ def scaled_exp(x, x_low, scale, scale_low):
 
 @triton.jit
 def precise_log(high, low):
-    """log(high + low) as a sum of two, for numbers of at least 1: one Newton step from the rounded logarithm."""
+    """Return log(high + low) as a pair whose sum is the result, for numbers of at least 1.
+
+    It is one Newton step from the rounded logarithm.
+    """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
     return estimate, (near_one - 1.0) + rest
@@ -67,14 +79,14 @@ def precise_log(high, low):
 
 @triton.jit
 def precise_ratio(a, b, b_low):
-    """a / (b + b_low) as a sum of two."""
+    """Return a / (b + b_low) as a pair: the rounded quotient a / b, and its correction."""
     ratio = a / b
     return ratio, tl.fma(-ratio, b_low, tl.fma(-ratio, b, a)) / b
 
 
 @triton.jit
 def precise_inverse_root(x):
-    """1 / sqrt(x) as a sum of two: one Newton step from the rounded value."""
+    """Return 1 / sqrt(x) as a pair: the rounded value, and its correction by one Newton step."""
     root = 1.0 / tl.sqrt(x)
     product = x * root
     product_low = tl.fma(x, root, -product)
@@ -83,15 +95,24 @@ def precise_inverse_root(x):
 
 @triton.jit
 def precise_sum(x, x_low, bound):
-    """Sum of a vector of non-negative x + x_low as a sum of two; `bound` is at least twice the sum of x.
+    """Return the sum of a vector of non-negative numbers x + x_low as a pair whose sum is the result.
 
-    Adding and taking away `bound` cuts each x into a multiple of one unit, whose sum has few enough bits to be exact
-    in any order, and a remainder whose sum is small.
+    Adding and subtracting `bound` splits each x into a multiple of one unit and a remainder. The sum of the multiples
+    has few enough bits to be exact in any order, and the sum of the remainders is small.
+
+    Args:
+        x: fp32 vector.
+        x_low: Rounding errors of x.
+        bound: A number that is at least twice the sum of x.
     """
     coarse = (x + bound) - bound
     return two_sum(tl.sum(coarse, 0), tl.sum((x - coarse) + x_low, 0))
 
 
 def fits_fp32(dtype: torch.dtype) -> bool:
-    """Whether fp32 holds the sum of two such numbers of like size: 8 bits leave room for a factor of 2**16 between."""
+    """Return whether fp32 holds the sum of two numbers of this dtype of similar size without rounding.
+
+    This is so for bf16: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two. Kernels keep
+    the sum as a pair for any other dtype.
+    """
     return dtype == torch.bfloat16

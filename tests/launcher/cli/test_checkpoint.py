@@ -131,7 +131,7 @@ def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> N
     path, targets = run
     for store in targets:
         small.damage(store, f"{folder_name(30, 1)}/{FILE}")
-    assert call("repair", path).count("set aside, no target has it good") == 2
+    assert call("repair", path).count("set aside, no other target has a good copy") == 2
     for store in targets:
         assert [step for step, _, _ in committed(store)] == [10, 20]
         assert store.exists(f"{folder_name(30, 1)}/{SET_ASIDE}")

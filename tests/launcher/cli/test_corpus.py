@@ -107,7 +107,7 @@ def test_index(config: Path, text: Path, tmp_path: Path) -> None:
         ({"--config": "none.yaml"}, "no such config file"),
         ({"--output": "input.txt/corpus"}, "input.txt"),
         ({"--output": "gs://bucket/x"}, "unknown kind of storage"),
-        ({"--input": ".", "--output": "corpus"}, "lies in the input"),
+        ({"--input": ".", "--output": "corpus"}, "is inside the input"),
         ({"--set": "corpus.packng=none"}, r"did you mean `corpus\.packing`"),
     ],
 )

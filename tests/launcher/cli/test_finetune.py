@@ -45,8 +45,8 @@ def test_the_command_writes_results_and_a_table_and_goes_on(encoder: Pretrained,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task", "colla"], "--task colla: unknown; one of cola, sst2"),
-        (["--task", "custom"], "--task custom: needs --text-a"),
+        (["--task", "colla"], "--task colla: unknown; choose one of cola, sst2"),
+        (["--task", "custom"], "add --text-a COLUMN and --label COLUMN"),
         (["--task", "squad2"], "train-v2.0.json: no such file"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_gpu_just_below_every_limit_is_sound_and_one_that_tells_nothing_is_no_
     findings = classify_gpus(health({"temperature": 81, "remapped_rows": [9, 2, 0, 0]}, silent), "n1")
     assert told(findings) == [("ok", "GPU 0"), ("unhealthy", "GPU 1")]  # no NVLinks beside a neighbour that has 18
     assert told(classify_gpus(health(silent), "n1")) == [("ok", "GPU 0")]
-    assert classify_gpus(health(silent), "n1")[0].what == "unknown GPU: it tells nothing"
+    assert classify_gpus(health(silent), "n1")[0].what == "unknown GPU: it reports nothing"
 
 
 def test_links_that_are_down_on_all_gpus_alike_are_a_warning_and_no_links_at_all_are_none():

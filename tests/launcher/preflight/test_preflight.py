@@ -77,7 +77,7 @@ def test_what_only_the_user_can_mend_ends_with_78_and_no_strike(tiny_config: Cal
     assert missing.returncode == 78
     wrong = [what for severity, what in findings(missing) if severity == "user error"]
     assert len(wrong) == 2
-    assert "nowhere/corpus.json: no corpus here" in wrong[0]
+    assert "nowhere/corpus.json: no finished corpus" in wrong[0]
     assert "file" in wrong[1]
     assert read_strikes(tmp_path / "run") == []
 

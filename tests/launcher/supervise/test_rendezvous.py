@@ -57,7 +57,7 @@ def test_a_node_joins_each_start_once_and_learns_who_failed(tmp_path: Path) -> N
     assert zero.news() == one.news() == ""
     one.end(1, final=False)
     zero._next_look = 0.0
-    assert "node 1 have ended with 1" in zero.news()
+    assert "node 1 have ended with exit code 1" in zero.news()
     assert one.start(never, 0.3) is None  # not the same one again
     zero.end(1, final=False)
     again = zero.start(never, 1)

@@ -66,7 +66,7 @@ def test_a_killed_node_launcher_leaves_the_ranks_running_and_the_run_goes_on_to_
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
         run.wait_for_step(7)
         os.kill(run.node_launcher(), signal.SIGKILL)
-        run.wait(lambda: run.logged("launcher is gone, 2 ranks are not"))
+        run.wait(lambda: run.logged("launcher is gone, 2 ranks still run"))
         assert len(run.events("done")) == 0
         assert run.end() == 0, run.story()
         assert len(run.events("start")) == 1 and not run.events("resume")

@@ -1,6 +1,6 @@
 #!/bin/bash
 # electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8
-# Written by the command above; `electra-dist status` of the run folder says where the run stands.
+# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.
 #SBATCH --job-name=large-0123abcd
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -20,19 +20,22 @@ python=/home/ada/electra/.venv/bin/python
 export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 export PYTHONUNBUFFERED=1
 
-if [ "${1:-}" = node ]; then # one task per node; the lines below it are the job's own
-    (   # Ignored signals stay ignored across exec: only the supervisor and the ranks, with handlers, act on them.
+if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
+    # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
+    supervisor= received=
+    pass_to_supervisor() { received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }
+    for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
+    (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
         trap '' USR1 USR2 TERM
         exec "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
             --nodes 8 --gpus-per-node 8 --master-addr "$master_addr" --master-port "$master_port" \
             --session "${state##*/}" --preflight
     ) &
     supervisor=$!
-    # Where Slurm tracks processes by cgroup it signals this shell and none of its children.
-    for signal in USR1 USR2 TERM; do trap "kill -$signal $supervisor" "$signal"; done
+    [ -z "$received" ] || kill -"$received" "$supervisor" # It came before the supervisor's number was known.
     wait "$supervisor"
     code=$?
-    while [[ " 138 140 143 " = *" $code "* ]]; do # a trap has ended the wait, not the supervisor
+    while [[ " 138 140 143 " = *" $code "* ]]; do # A trap has ended the wait; the supervisor still runs.
         wait "$supervisor"
         code=$?
     done
@@ -43,7 +46,7 @@ ours() { "$python" -m launcher.slurm.job "$@"; }
 start_step() { srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node & }
 
 told= step=
-pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun sends it to every rank
+pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
 
@@ -51,19 +54,20 @@ mkdir -p "$state"
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
 master_addr=${nodes%%,*}
-master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64)) # the first of 64
+# The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
+master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
 export master_addr master_port
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
-queued=EligibleTime                                      # of a link: when the one before had ended
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # Slurm's name for the time of a requeue
+queued=EligibleTime                                      # For a link of a chain: when the link before it ended.
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
 ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
     --submitted "$(ask "$queued")" --started "$(ask StartTime)"
-if [ "$told" != TERM ]; then # a USR1 that comes this early the ranks make up for: they know the job's end themselves
+if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
     start_step
     step=$!
     wait "$step"
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trap ends a wait early
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
     step=
 fi
 
@@ -76,7 +80,7 @@ done | stop) for job in $(pending); do scancel "$job"; done ;;
 next) scontrol requeue "$SLURM_JOB_ID" ;;
 again) scontrol requeue "$SLURM_JOB_ID" ;;
 esac
-if [ -n "$exclude" ]; then # also of this job, if it was just requeued
+if [ -n "$exclude" ]; then # Jobs that wait, and this one if it was just requeued, must not use these nodes.
     for job in $(pending) "$SLURM_JOB_ID"; do scontrol update JobId="$job" ExcNodeList="$exclude"; done
 fi
 exit "${code:-1}"
