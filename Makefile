@@ -1,4 +1,5 @@
-# Two commands do everything: `make pretrain` and `make test`. CONFIG and RUN_ARGS change the main job.
+# `make pretrain` trains a model and `make test` checks the code; both first set up the environment in VENV.
+# `make help` lists the targets. For another training, set CONFIG (a config file) and RANKS (the number of ranks).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,16 +12,16 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: pretrain test pytest cluster-test drills chaos bench docs lint typecheck clean help docs/config.md
 
 help:
-	@echo "make pretrain   set up, build the demo corpus, train, report and export (again: goes on where it was)"
-	@echo "make test       set up, lint, types, all tests"
-	@echo "make cluster-test   a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
-	@echo "make drills     kills, damages, S3 faults at length (docs/drills.md; about half an hour)"
-	@echo "make chaos      60 random faults against an uninterrupted run (about 20 minutes)"
-	@echo "make bench      all CPU benchmarks, and the table in docs/results.md (under 15 minutes)"
-	@echo "make docs       the documentation as a web site in site/"
-	@echo "make clean      remove build products (keeps runs/ and corpora/)"
+	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
+	@echo "make test           set up, then check style and types and run all tests"
+	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
+	@echo "make drills         run long series of kills, damaged files and S3 faults (docs/drills.md; about half an hour)"
+	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
+	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
+	@echo "make docs           build the documentation as a web site in site/"
+	@echo "make clean          remove build products (keeps runs/ and corpora/)"
 
-# torch first and alone: a range met by an installed torch never pulls another one over it.
+# torch is installed first and alone, so that pip finds its requirement met and never replaces an installed torch.
 $(VENV)/ready: setup.py constraints.txt kernels/electra_kernels/native/host.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -31,7 +32,7 @@ $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export,test]'
 	touch $@
 
-# The demo corpus is the prose that the Python installation carries: docstrings and pydoc topics. No network.
+# The demo corpus is text of the Python installation itself (docstrings and pydoc topics), so it needs no network.
 corpora/demo/corpus.json: | $(VENV)/ready
 	$(BIN)/electra-dist corpus python-docs --output corpora/demo-text
 	$(BIN)/electra-dist corpus build --input corpora/demo-text --output corpora/demo --config configs/demo_cpu.yaml
@@ -46,7 +47,7 @@ lint: $(VENV)/ready-test
 typecheck: $(VENV)/ready-test
 	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
 
-# Style first, for it takes seconds; then types beside the tests, of which two files run at a time.
+# Style is checked first, because it takes seconds. Then types are checked while the tests run, two files at a time.
 test: lint
 	$(MAKE) -j2 typecheck pytest
 
@@ -56,7 +57,7 @@ pytest: $(VENV)/ready-test
 cluster-test: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s $(CLUSTER_TESTS)
 
-# Each ends with a table and fails if one line of it does; docs/drills.md says what it proves.
+# Each drill ends with a table and fails if one of its lines failed. docs/drills.md describes what each one proves.
 drills: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m drill
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
@@ -67,8 +68,9 @@ drills: $(VENV)/ready-test
 chaos: $(VENV)/ready-test
 	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1
 
-# One after another, on a machine that does nothing else. Rivals beyond transformers and webdataset are in the extra
-# `bench`, which is not installed here: they pin other packages. benchmarks/scaling.py needs root.
+# The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
+# all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin
+# other packages. benchmarks/scaling.py is not included, because it needs root.
 bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/step.py --rounds 4 --save
 	$(BIN)/python benchmarks/step.py --packed --save
@@ -82,7 +84,7 @@ bench: $(VENV)/ready-test
 docs/config.md: $(VENV)/ready
 	$(BIN)/python -m electra_dist.config_reference > $@
 
-# A broken link or an unknown name fails.
+# --strict fails on a broken link or an unknown name.
 docs: docs/config.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet

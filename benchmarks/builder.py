@@ -1,17 +1,19 @@
-"""Text to shards: tokens a second and core of the corpus builder, against the tokenizer it is made of.
+"""Measure the corpus builder in tokens per second and core, against the tokenizer library that it uses.
 
-    python benchmarks/builder.py                           # 10 MB of prose that the Python installation carries
+    python benchmarks/builder.py                           # 10 MB of prose that the Python installation contains
     python benchmarks/builder.py --text DIR --vocab vocab.txt
 
-In turn, with 1 and 2 workers, on the same documents and vocabulary:
+Three ways take turns, with 1 and with 2 workers, on the same documents and vocabulary:
 
-    ours          build_corpus, what `electra-dist corpus build` runs: read, tokenise, make examples, pack, check,
-                  write shards with digests; the start of worker processes included
-    tokenizers    encode_batch_fast on the same lines in memory and nothing else (2: its own threads)
-    datasets      Hugging Face datasets: map(tokenise), map(group into rows of 512), as its run_mlm example does
+    ours          build_corpus, which `electra-dist corpus build` runs: read, tokenise, make examples, pack, check, and
+                  write shards with digests; includes the start of the worker processes
+    tokenizers    encode_batch_fast on the same lines in memory, and nothing more; two workers are two of its threads
+    datasets      Hugging Face datasets: map(tokenise), then map(group into rows of 512), like its run_mlm example
 
-All must find the same number of text tokens. The rate of ours over that of tokenizers is to be 0.85 or more.
-Where it stops: local files; the interpreter's start and the training of a vocabulary are not in it.
+Guarantee: the script exits before any timing if the ways do not find the same number of text tokens. The goal for our
+rate divided by that of tokenizers, 0.85, is printed and does not make the script fail.
+
+Limits: local files only; the interpreter's start and the training of a vocabulary are not timed.
 """
 
 from __future__ import annotations
@@ -53,16 +55,24 @@ from electra_dist.corpus.request import BuildRequest
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.tokenizer import MAX_WORD_CHARS, Vocabulary
 
-LEAST = 0.85  # of tokenizers' own rate
-LINES_A_CALL = 2048
+LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.
+LINES_A_CALL = 2048  # Lines that tokenizers gets in one batch.
 WORKERS = (1, 2)
 
 
 class Text:
-    """Documents, their vocabulary and the folder that they are in."""
+    """The documents of a benchmark, in memory and as files, and their vocabulary."""
 
     def __init__(self, folder: Path, config: Config, vocab: Path | None) -> None:
-        self.files, self.config = find_inputs([folder]), config
+        """Read all documents of a folder.
+
+        Args:
+            folder: Folder of text files, as for `corpus build --input`.
+            config: Settings of the corpus and size of the vocabulary.
+            vocab: A vocab.txt; None trains a vocabulary on the documents.
+        """
+        self.files = find_inputs([folder])
+        self.config = config
         self.documents = [decode(raw) for raw in DocumentStream(self.files, "text")]
         lowercase, size = config.corpus.lowercase, config.model.vocab_size
         if vocab:
@@ -74,7 +84,13 @@ class Text:
 
 
 def build(text: Text, folder: Path, num_workers: int) -> int:
-    """Our build; text tokens, those held out with them."""
+    """Build a corpus with our builder and return the number of its text tokens, including the held-out ones.
+
+    Args:
+        text: Documents and vocabulary.
+        folder: Folder of the corpus; an existing one is deleted first.
+        num_workers: Worker processes.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     request = BuildRequest(
         inputs=text.files,
@@ -85,34 +101,46 @@ def build(text: Text, folder: Path, num_workers: int) -> int:
         corpus=text.config.corpus,
         num_workers=num_workers,
     )
-    with open(os.devnull, "w") as nowhere:
-        console = BuildConsole(text.num_bytes, Console(file=nowhere))
+    with open(os.devnull, "w") as null_device:
+        console = BuildConsole(text.num_bytes, Console(file=null_device))
         built = build_corpus(request, console)
     return sum(manifest.totals["text_tokens"] for manifest in (built.manifest, built.heldout) if manifest)
 
 
 def encoder(text: Text) -> tokenizers.Tokenizer:
-    """BERT's WordPiece, as ours is set up."""
+    """Return the library's WordPiece tokenizer with our vocabulary and BERT's normalisation and word splitting."""
     model = tokenizers.models.WordPiece(
         text.vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
     )
-    found = tokenizers.Tokenizer(model)
-    found.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=text.config.corpus.lowercase)
-    found.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    return found
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=text.config.corpus.lowercase)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return tokenizer
 
 
 def encode(tokenizer: tokenizers.Tokenizer, lines: list[str], num_threads: int) -> list[tokenizers.Encoding]:
-    """The library's own batch call."""
+    """Tokenise lines with the library's batch call and return their encodings.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        lines: Lines of text.
+        num_threads: 1, or any larger number to let the library use threads, whose number it chooses itself.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
-    found = []
+    encodings = []
     for start in range(0, len(lines), LINES_A_CALL):
-        found += tokenizer.encode_batch_fast(lines[start : start + LINES_A_CALL], add_special_tokens=False)
-    return found
+        encodings += tokenizer.encode_batch_fast(lines[start : start + LINES_A_CALL], add_special_tokens=False)
+    return encodings
 
 
 def tokenise_and_group(text: Text, tokenizer: tokenizers.Tokenizer, num_processes: int) -> int:
-    """Hugging Face datasets' way; text tokens."""
+    """Tokenise all lines and group the tokens into rows with Hugging Face datasets; return the number of text tokens.
+
+    Args:
+        text: Documents.
+        tokenizer: The library's tokenizer.
+        num_processes: Worker processes of `map`.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -133,7 +161,19 @@ def tokenise_and_group(text: Text, tokenizer: tokenizers.Tokenizer, num_processe
 
 
 def measure(text: Text, folder: Path, rounds: int) -> Json:
-    """Seconds of every way at each number of workers."""
+    """Time every way at each number of workers, the ways in turn.
+
+    The program exits before any timing if the ways do not find the same number of text tokens.
+
+    Args:
+        text: Documents and vocabulary.
+        folder: Folder for the corpora of our builder.
+        rounds: Timed runs of each way.
+
+    Returns:
+        Number of tokens and bytes, and by number of workers and name of the way: seconds, tokens per second and core,
+        and our rate relative to its own.
+    """
     tokenizer = encoder(text)
     num_tokens = build(text, folder / "corpus", 1)
     counts = {"tokenizers": sum(len(encoding) for encoding in encode(tokenizer, text.lines, 1))}
@@ -141,7 +181,10 @@ def measure(text: Text, folder: Path, rounds: int) -> Json:
     if with_datasets:
         counts["datasets"] = tokenise_and_group(text, tokenizer, 1)
     if set(counts.values()) != {num_tokens}:
-        sys.exit(f"ours finds {num_tokens} text tokens, others {counts}: not the same work")
+        sys.exit(
+            f"ours finds {num_tokens} text tokens, the others {counts}: not the same work, so times cannot be "
+            "compared; give the tokenizer in benchmarks/builder.py the settings of electra_dist/tokenizer.py"
+        )
     found: Json = {"text_tokens": num_tokens, "text_bytes": text.num_bytes, "workers": {}}
     for workers in WORKERS:
         ways: dict[str, Callable[[], object]] = {
@@ -163,6 +206,11 @@ def measure(text: Text, folder: Path, rounds: int) -> Json:
 
 
 def report(found: Json) -> list[ResultLine]:
+    """Print a table for each number of workers and return the rows for docs/results.md.
+
+    Args:
+        found: Result of `measure`.
+    """
     lines = []
     for workers, ways in found["workers"].items():
         rows = [
@@ -180,7 +228,7 @@ def report(found: Json) -> list[ResultLine]:
 
 
 def write_random_words(folder: Path) -> None:
-    """Some hundred documents for the smoke run."""
+    """Write 150 documents of random words to FOLDER/words.txt, for the smoke run."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 7))) for _ in range(400)]
     documents = ["\n".join(" ".join(rng.choice(words, 20)) for _ in range(8)) for _ in range(150)]
@@ -188,9 +236,17 @@ def write_random_words(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
+    """Measure all ways, print their tables and return the record."""
     parse = parser(__doc__, rounds=3)
-    parse.add_argument("--text", type=Path, help="folder of documents (as of `corpus build --input`)")
-    parse.add_argument("--vocab", type=Path, help="vocab.txt; default: one is trained on the text")
+    parse.add_argument(
+        "--text",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of documents, as for `corpus build --input` (default: texts of the Python installation)",
+    )
+    parse.add_argument(
+        "--vocab", type=Path, metavar="FILE", help="vocab.txt (default: a vocabulary is trained on the text)"
+    )
     arguments = parse.parse_args(argv)
     size = 300 if arguments.smoke else 30_522
     config = load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
@@ -209,5 +265,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
 
 
 if __name__ == "__main__":
-    del __file__  # else each worker would import this script, and torch with it, which `electra-dist` spares them
+    # Worker processes import the main module by its file. Without `__file__` they do not import this script, and torch
+    # with it, which workers of `electra-dist` do not import either.
+    del __file__
     main()

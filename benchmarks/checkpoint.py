@@ -1,16 +1,20 @@
-"""What a save costs the training step: our asynchronous save, memcpy of the same bytes, DeepSpeed's save, torch.save.
+"""Measure for how long a save stalls the training step: ours, memcpy of the same bytes, DeepSpeed's and torch.save.
 
-`python benchmarks/checkpoint.py --save` builds ELECTRA-Large (both towers) under DeepSpeed ZeRO-1 in bf16 on one rank
-on the CPU and measures the four in turn, round after round, in one process:
+    python benchmarks/checkpoint.py --save                                   # 18 GB of memory, 12 GB of disk
+    python benchmarks/checkpoint.py --save --config configs/base_size.yaml   # a third of both
 
-    ours        CheckpointWriter.save until it returns; the write goes on behind and is timed apart, until committed
-    memcpy      libc's memmove of the same fp32 state into the same host buffer: what no such save can be faster than
-    DeepSpeed   engine.save_checkpoint, which writes before it returns (and neither syncs nor hashes)
-    torch.save  of the same fp32 state to one file (neither syncs nor hashes)
+It builds ELECTRA-Large (both towers) under DeepSpeed ZeRO-1 in bf16 on one CPU rank and measures four ways in turn,
+round after round, in one process:
 
-It prints medians and spread, and how much resident memory each adds at its peak, and fails if our median is more than
-1.5 of memcpy's. It needs 18 GB of memory and 12 GB of disk; `--config configs/base_size.yaml` a third of it. `--smoke`
-does the same with a small model in seconds.
+    ours        CheckpointWriter.save until it returns; the write continues in the background and is timed separately,
+                until the checkpoint is committed
+    memcpy      libc's memmove of the same fp32 state into the same host buffer, the lower bound for a copying save
+    DeepSpeed   engine.save_checkpoint, which writes before it returns (without sync and without digests)
+    torch.save  the same fp32 state in one file (without sync and without digests)
+
+It prints median, least and largest time, and the resident memory that each way adds at its peak.
+
+Guarantee: it exits with code 1 if our median is more than 1.5 times memcpy's; the smoke run only reports it.
 """
 
 from __future__ import annotations
@@ -46,19 +50,28 @@ from electra_dist.model.init import build_towers
 from electra_dist.store.open import open_store
 
 LARGE = "configs/large_25pct_mask.yaml"
-MOST = 1.5  # of memcpy's time
+MOST = 1.5  # Largest allowed ratio of our stall to memcpy's time.
 
 
 @contextlib.contextmanager
 def peak_memory(found: list[int], base: int | None = None) -> Iterator[None]:
-    """Append the growth of resident memory at its peak, above `base` or what it is now, sampled every 5 ms."""
-    process, stop = psutil.Process(), threading.Event()
+    """Measure the peak of the process's resident memory during the `with` block, by a thread that samples it.
+
+    The memory is sampled every 5 ms, so a shorter peak can be missed.
+
+    Args:
+        found: List to which the growth in bytes is appended when the block ends.
+        base: Resident bytes above which the growth is counted; None means those at the start of the block.
+    """
+    process = psutil.Process()
+    stop = threading.Event()
     start = base or process.memory_info().rss
-    peak = [start]
+    peak = start
 
     def sample() -> None:
+        nonlocal peak
         while not stop.wait(0.005):
-            peak[0] = max(peak[0], process.memory_info().rss)
+            peak = max(peak, process.memory_info().rss)
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -67,20 +80,31 @@ def peak_memory(found: list[int], base: int | None = None) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-        found.append(peak[0] - start)
+        found.append(peak - start)
 
 
 class CheckpointBench:
-    """The engine and the four ways to save it."""
+    """An engine with ELECTRA's towers, and the four ways to save its fp32 state.
+
+    Each of the four methods saves once and returns the seconds for which training would wait.
+    """
 
     def __init__(self, config: Config, folder: Path) -> None:
+        """Build the engine and reserve the host buffer of our writer.
+
+        Args:
+            config: Model, optimizer and engine.
+            folder: Folder for all checkpoints.
+        """
         torch.manual_seed(0)
         self.folder = folder
         self.engine = Engine(build_towers(config.model, config.seed), config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
         self.fragments = owned_fragments(self.engine.deepspeed.module, self.engine.optimizer)
         for fragment in self.fragments:
             for view in fragment.views.values():
-                view.add_(0.5)  # moments are born as one shared page of zeros, which is faster to read than memory
+                # New moments are one shared page of zeros, which is faster to read than memory. Writing to them
+                # gives each its own pages.
+                view.add_(0.5)
         self.before_buffer = psutil.Process().memory_info().rss
         self.store = open_store(str(folder / "checkpoints"))
         self.writer = CheckpointWriter([self.store], folder / "staging", 0, 1, CheckpointConfig(keep_last=1))
@@ -103,11 +127,11 @@ class CheckpointBench:
 
     @property
     def num_bytes(self) -> int:
-        """Of the fp32 master and both moments."""
+        """Return the bytes of the state that is saved: the fp32 master weights and both moments."""
         return sum(view.nbytes for fragment in self.fragments for view in fragment.views.values())
 
     def ours(self) -> float:
-        """Until `save` returns."""
+        """Save with our writer and return the seconds until `save` returned; then wait until it is committed."""
         self.step += 1
         begin = time.perf_counter()
         self.writer.save(self.state.model_copy(update={"step": self.step}), self.fragments)
@@ -116,17 +140,24 @@ class CheckpointBench:
         return stall_s
 
     def memcpy(self) -> float:
-        """Into our own, touched buffer."""
+        """Copy the state into our writer's host buffer with libc's memmove and return the seconds.
+
+        The pages of the buffer exist already, because `reserve` touched them.
+        """
         assert self.writer._buffer is not None
-        begin, to = time.perf_counter(), self.writer._buffer.data_ptr()
+        begin = time.perf_counter()
+        address = self.writer._buffer.data_ptr()
         for fragment in self.fragments:
             for view in fragment.views.values():
-                ctypes.memmove(to, view.data_ptr(), view.nbytes)
-                to += view.nbytes
+                ctypes.memmove(address, view.data_ptr(), view.nbytes)
+                address += view.nbytes
         return time.perf_counter() - begin
 
     def deepspeed(self) -> float:
-        """DeepSpeed's own."""
+        """Save with DeepSpeed's `save_checkpoint` and return the seconds; delete the files afterwards.
+
+        Its messages go to stderr.
+        """
         begin = time.perf_counter()
         with contextlib.redirect_stdout(sys.stderr):
             self.engine.deepspeed.save_checkpoint(str(self.folder / "deepspeed"), tag="x")
@@ -135,7 +166,7 @@ class CheckpointBench:
         return elapsed
 
     def torch_save(self) -> float:
-        """The same tensors."""
+        """Save the same tensors with `torch.save` and return the seconds; delete the file afterwards."""
         begin = time.perf_counter()
         torch.save([fragment.views for fragment in self.fragments], self.folder / "torch.pt")
         elapsed = time.perf_counter() - begin
@@ -144,7 +175,16 @@ class CheckpointBench:
 
 
 def measure(bench: CheckpointBench, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds and memory of each way, the ways in turn."""
+    """Measure the four ways of saving in turn.
+
+    Args:
+        bench: Engine and state.
+        rounds: Saves by each way.
+
+    Returns:
+        By name of the way: seconds of each save, their median, and the largest growth of resident memory in bytes. The
+        growth of ours includes its host buffer.
+    """
     ways: dict[str, Callable[[], float]] = {
         "ours": bench.ours,
         "memcpy": bench.memcpy,
@@ -157,12 +197,13 @@ def measure(bench: CheckpointBench, rounds: int) -> dict[str, dict[str, Any]]:
         for name, way in ways.items():
             with peak_memory(memory[name], bench.before_buffer if name == "ours" else None):
                 seconds[name].append(way())
-            os.sync()  # what one leaves for the kernel to write does not slow the next
+            os.sync()  # Pages that the kernel has not yet written would slow the next way.
             print(f"round {number + 1}: {name:10} {seconds[name][-1]:7.3f} s", file=sys.stderr, flush=True)
-    assert [step for step, _, _ in committed(bench.store)] == [rounds]
+    committed_steps = [step for step, _, _ in committed(bench.store)]
+    assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
     return {
         name: {
-            "seconds": [round(s, 4) for s in seconds[name]],
+            "seconds": [round(elapsed, 4) for elapsed in seconds[name]],
             "median_s": statistics.median(seconds[name]),
             "extra_peak_bytes": max(memory[name]),
         }
@@ -171,11 +212,18 @@ def measure(bench: CheckpointBench, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and record the four ways; return the exit code, 1 if our stall is too long."""
     parse = parser(__doc__, rounds=7)
-    parse.add_argument("--threads", type=int, default=1, help="torch's threads; memcpy has one")
-    parse.add_argument("--config", default=LARGE, help="whose model")
-    parse.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, may repeat")
-    parse.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parse.add_argument(
+        "--threads", type=int, default=1, help="torch's threads (default: %(default)s); memcpy always uses one"
+    )
+    parse.add_argument("--config", default=LARGE, help="config whose model is saved (default: %(default)s)")
+    parse.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the config; may be repeated"
+    )
+    parse.add_argument(
+        "--folder", type=Path, help="folder in which to make the temporary folder of the checkpoints (default: /tmp)"
+    )
     arguments = parse.parse_args(argv)
     rounds = 2 if arguments.smoke else arguments.rounds
     torch.set_num_threads(arguments.threads)
@@ -193,9 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state"
     print(f"{facts}, ZeRO-1 bf16, 1 rank, {arguments.threads} thread(s), {rounds} rounds\n")
     report(found, ratios)
-    print(f"ours, behind the training: hashed, written, synced and committed after {write_s:.2f} s (median)")
-    good = ratios["ours"] <= MOST
-    print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {'good' if good else 'BAD'}")
+    print(f"ours, in the background: hashed, written, synced and committed after {write_s:.2f} s (median)")
+    is_within_limit = ratios["ours"] <= MOST
+    verdict = "good" if is_within_limit else "TOO SLOW, look for the cause in electra_dist/checkpoint/save.py"
+    print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {verdict}")
     of_ours = {name: row["median_s"] / found["ours"]["median_s"] for name, row in found.items()}
     line = ResultLine(
         f"save, stall of the training, {facts}",
@@ -214,14 +263,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratio_to_memcpy=ratios,
         write_behind_s=write_s,
     )
-    return 0 if good or arguments.smoke else 1
+    return 0 if is_within_limit or arguments.smoke else 1
 
 
 def report(found: dict[str, dict[str, Any]], ratios: dict[str, float]) -> None:
+    """Print the table of the four ways.
+
+    Args:
+        found: Result of `measure`.
+        ratios: By name of the way, its median divided by memcpy's.
+    """
     rows = []
     for name, row in found.items():
         of_ours = row["median_s"] / found["ours"]["median_s"]
-        times = [f"{s:.3f}" for s in (row["median_s"], min(row["seconds"]), max(row["seconds"]))]
+        times = [f"{seconds:.3f}" for seconds in (row["median_s"], min(row["seconds"]), max(row["seconds"]))]
         rows.append([name, *times, f"{ratios[name]:.2f}", f"{of_ours:.2f}", f"{row['extra_peak_bytes'] / 1e9:.2f}"])
     print_table(["", "median s", "least", "most", "x memcpy", "x ours", "extra peak GB"], rows)
 

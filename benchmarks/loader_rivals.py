@@ -1,15 +1,16 @@
-"""Readers of the same rows in `loader.py`: ours, and three libraries in their own formats and at their fastest.
+"""Readers that `loader.py` compares: ours, and three libraries, each in its own format and its fastest way.
 
-Each way writes its data set once and then gives an iterator over one shuffled epoch of [BATCH, seq_len] integer
-arrays, in this process (no workers), so that CPU time is all of its work:
+A reader writes its data set once. It then returns an iterator over one shuffled epoch of [BATCH, seq_len] integer
+arrays. All of its work happens in this process, without workers, so the process's CPU time covers it.
 
-    ours                 RowLoader over a local corpus: digests, window shuffle, receipts included
-    webdataset           tars of one row a sample, as its users write them: shuffle buffer, batches
-    webdataset, blocks   our shards through its pipeline: blocks of 1,024 rows, rows, shuffle buffer, batches
-    mosaicml-streaming   MDS, one row a sample, shuffled by its default algorithm
-    litdata              token chunks and TokensLoader, shuffled
+    ours                 RowLoader over a local corpus, with digests, window shuffle and receipts
+    webdataset           tar files with one row per sample, as its users write them; shuffle buffer, batches
+    webdataset, blocks   our shards in its pipeline: blocks of 1,024 rows, split into rows; shuffle buffer, batches
+    mosaicml-streaming   MDS files with one row per sample, shuffled by its default algorithm
+    litdata              chunks of tokens and TokensLoader, shuffled
 
-None checks what it reads but ours. Who is not installed, or cannot be imported, is named in the table.
+Limits: only ours verifies the data that it reads. A library that is not installed or cannot be imported is not
+measured; the table names it.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ from electra_dist.data.shard import Shard
 from electra_dist.store.interface import Store
 
 BATCH = 256
-BUFFER_ROWS = 10_000  # of webdataset's shuffle
+BUFFER_ROWS = 10_000  # Size of webdataset's shuffle buffer.
 Batches = Iterator[np.ndarray]
 
 
 class Variant(NamedTuple):
-    """A reader: the package it needs, the module that tells whether it is there, how it reads."""
+    """One reader of the comparison, with the functions that write its data set and read it."""
 
-    package: str
-    module: str
-    write: Callable[[Store, Path], None]
-    read: Callable[[Store, Path], Batches]
+    package: str  # Distribution whose version the record names.
+    module: str  # Module that must be importable.
+    write: Callable[[Store, Path], None]  # (corpus, folder): writes the data set into the folder, which is new.
+    read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch.
 
 
 def is_usable(way: Variant) -> bool:
-    """Whether it can be imported: a package that is there may want others that do not fit this torch."""
+    """Return whether the reader's module can be imported.
+
+    An installed package may still fail on import, because it needs others that do not fit the installed torch.
+    """
     try:
         importlib.import_module(way.module)
     except (ImportError, RuntimeError, OSError):
@@ -55,21 +59,22 @@ def is_usable(way: Variant) -> bool:
 
 
 def _rows(store: Store) -> Iterator[np.ndarray]:
-    """All rows of the corpus, a shard at a time."""
+    """Yield all rows of a local corpus in order, [rows, S] of one shard at a time."""
     manifest = read_manifest(store)
     for entry in manifest.shards:
         path = store.local_path(entry.name)
-        assert path is not None
+        assert path is not None, f"the shard {entry.name} is not on a local disk; write the corpus to a folder"
         shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
         yield shard.rows(np.arange(shard.num_rows))
         shard.close()
 
 
 def _nothing(store: Store, folder: Path) -> None:
-    """Our shards are there."""
+    """Write nothing, because the reader reads the shards of the corpus itself."""
 
 
 def _read_ours(store: Store, folder: Path) -> Batches:
+    """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
     with contextlib.closing(ShardCache(store, read_manifest(store), folder)) as cache:
         order = RowOrder([entry.rows for entry in cache.manifest.shards], 42, WINDOW_SHARDS)
         loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
@@ -79,6 +84,7 @@ def _read_ours(store: Store, folder: Path) -> Batches:
 
 
 def _write_webdataset(store: Store, folder: Path) -> None:
+    """Write one tar file per shard, with each row as a sample of its own in NumPy's format."""
     import webdataset
 
     folder.mkdir()
@@ -89,6 +95,8 @@ def _write_webdataset(store: Store, folder: Path) -> None:
 
 
 def _read_webdataset(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch over tar files with one row per sample."""
+
     def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
         for sample in samples:
             yield np.load(io.BytesIO(sample["npy"]))
@@ -97,6 +105,8 @@ def _read_webdataset(store: Store, folder: Path) -> Batches:
 
 
 def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch over our shards, whose samples are blocks of many rows."""
+
     def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
         for sample in samples:
             yield from np.load(io.BytesIO(sample["rows.npy"]))
@@ -105,6 +115,12 @@ def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
 
 
 def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Iterator[np.ndarray]]) -> Batches:
+    """Return the batches of a webdataset pipeline that shuffles files and rows.
+
+    Args:
+        paths: Tar files.
+        rows: Turns the samples of a tar file into rows, [S] each.
+    """
     import webdataset
 
     return iter(
@@ -120,6 +136,7 @@ def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Ite
 
 
 def _write_streaming(store: Store, folder: Path) -> None:
+    """Write the rows in mosaicml-streaming's MDS format, one per sample, in files of 16 MiB."""
     from streaming import MDSWriter
 
     seq_len = read_manifest(store).seq_len
@@ -130,6 +147,7 @@ def _write_streaming(store: Store, folder: Path) -> None:
 
 
 def _read_streaming(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch of mosaicml-streaming, after removing stale shared memory."""
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
     from torch.utils.data import DataLoader
@@ -140,6 +158,7 @@ def _read_streaming(store: Store, folder: Path) -> Batches:
 
 
 def _write_litdata(store: Store, folder: Path) -> None:
+    """Write the rows as litdata's chunks of tokens, in files of 16 MiB."""
     import torch
     from litdata.streaming.cache import Cache
     from litdata.streaming.item_loader import TokensLoader
@@ -156,6 +175,7 @@ def _write_litdata(store: Store, folder: Path) -> None:
 
 
 def _read_litdata(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch of litdata."""
     import litdata
     from litdata.streaming.item_loader import TokensLoader
 

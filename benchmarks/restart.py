@@ -1,17 +1,19 @@
-"""From typing the command to the first step done: a fresh start and a resume, ours and a plain DeepSpeed script.
+"""Measure the time from the command to the end of the first step, for a fresh start and for a resume.
 
     python benchmarks/restart.py          # configs/small.yaml, 16 rows of 128, one CPU rank, ZeRO-1, fp32
 
-Both are started by `deepspeed --num_gpus 1`, in turn, on the same model and settings; ours reads a corpus, verifies
-shards and checkpoint by their digests, and keeps ledger, metrics and report; `restart_rival.py` does none of it. The
-parts, in seconds (ours from the ledger's setup_s and spent_s):
+It compares our launcher with a plain DeepSpeed script, `restart_rival.py`.
+
+How: both are started by `deepspeed --num_gpus 1`, in turn, with the same model and settings. Ours reads a corpus,
+verifies shards and checkpoint by their digests, and writes ledger, metrics and report; the plain script does none of
+this. A start has four parts, in seconds (ours are setup_s and spent_s of the ledger):
 
     launch and import    the launcher, the rank's interpreter and its imports
     build                inputs, process group, model, engine
-    restore              the checkpoint (fresh: looking for one)
-    first step           until it is done, its wait for data included
+    restore              the checkpoint (in a fresh start: the search for one)
+    first step           until its end, including the wait for data
 
-Where it stops: one rank, one machine, a warm page cache.
+Limits: one rank on one machine with a warm page cache.
 """
 
 from __future__ import annotations
@@ -35,20 +37,43 @@ from electra_dist.config_file import load_config
 from electra_dist.run.ledger import read_ledger
 
 PARTS = ("launch and import", "build", "restore", "first step")
-SAVED, LAST = 2, 4  # steps: the fresh start is resumed from the first
+SAVED, LAST = 2, 4  # The steps after which the run saves. The resume starts from the first of the two.
 
 
 def run(launcher: Sequence[str], *words: object) -> tuple[float, str]:
-    """Start a command and wait for its end; when it was typed, and what it said."""
-    command, begin = [*launcher, *map(str, words)], time.time()
+    """Run a command to its end; return the time at which it started, in seconds since the epoch, and its stdout.
+
+    If the command fails, the program exits with the end of its output. A command may take 600 s at most.
+
+    Args:
+        launcher: First words of the command.
+        words: Script and its arguments.
+    """
+    command = [*launcher, *map(str, words)]
+    begin = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, words))}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        sys.exit(
+            f"{' '.join(map(str, words))} exited with code {done.returncode}; correct what its output reports:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return begin, done.stdout
 
 
 def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
-    """One start of ours; afterwards the run folder is as if it had been killed behind its first checkpoint."""
+    """Start our training once and return the seconds of its parts.
+
+    Afterwards, later checkpoints than the one of step `SAVED` are deleted, so that the next start resumes from that
+    step.
+
+    Args:
+        launcher: First words of the command.
+        config: Config file of the run.
+        run_dir: Run folder that the config names.
+
+    Returns:
+        `resumed`, `seconds` of each of `PARTS`, and `total_s`.
+    """
     begin, _ = run(launcher, "launcher/pretrain.py", "--config", config)
     ledger = read_ledger(run_dir)
     start = [event for event in ledger if event["event"] in ("start", "resume")][-1]
@@ -59,24 +84,41 @@ def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
         "first step": spent["first"],
     }
     ready = datetime.fromisoformat(start["time"]).timestamp() - begin
-    # One part, because the kernel tells a process's start to a second only.
+    # Launch and import are one part, because the time between them, the process's start, is known only to a second.
     seconds["launch and import"] = ready - seconds["build"] - seconds["restore"]
     for folder in (run_dir / "checkpoints").glob("step-*"):
-        if int(folder.name.partition("-")[2].split("-")[0]) > SAVED:
+        step = int(folder.name.split("-")[1])
+        if step > SAVED:
             shutil.rmtree(folder)
     return {"resumed": start["event"] == "resume", "seconds": seconds, "total_s": ready + spent["first"]}
 
 
 def theirs(launcher: Sequence[str], config: Path, folder: Path) -> Json:
-    """One start of the plain script."""
-    begin, said = run(launcher, "benchmarks/restart_rival.py", "--config", config, "--folder", folder)
-    told_by_it = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("{")))
-    seconds = {"launch and import": told_by_it["imported"] - begin, **told_by_it["seconds"]}
-    return {"resumed": told_by_it["resumed"], "seconds": seconds, "total_s": told_by_it["first_step_done"] - begin}
+    """Start the plain DeepSpeed script once and return the seconds of its parts.
+
+    Args:
+        launcher: First words of the command.
+        config: Config file with model and engine settings.
+        folder: Folder of its checkpoints; it resumes if there is one.
+
+    Returns:
+        `resumed`, `seconds` of each of `PARTS`, and `total_s`.
+    """
+    begin, output = run(launcher, "benchmarks/restart_rival.py", "--config", config, "--folder", folder)
+    json_lines = [line for line in output.splitlines() if line.startswith("{")]
+    report_of_script = json.loads(json_lines[-1])
+    seconds = {"launch and import": report_of_script["imported"] - begin, **report_of_script["seconds"]}
+    total_s = report_of_script["first_step_done"] - begin
+    return {"resumed": report_of_script["resumed"], "seconds": seconds, "total_s": total_s}
 
 
 def write_config(folder: Path, smoke: bool) -> Path:
-    """The run: `LAST` steps on a corpus of its own."""
+    """Write a random corpus and the config of a run of `LAST` steps on it; return the config's path.
+
+    Args:
+        folder: Folder for corpus, config and run.
+        smoke: Whether to use the toy model.
+    """
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if smoke else []
     small = load_config(REPOSITORY / "configs/small.yaml", toy)
     write_corpus(str(folder / "corpus"), 2, 512, 2, seq_len=small.data.seq_len, vocab_size=small.model.vocab_size)
@@ -90,7 +132,15 @@ def write_config(folder: Path, smoke: bool) -> Path:
 
 
 def measure(smoke: bool, rounds: int) -> Json:
-    """All starts of all rounds: found[fresh or resume][who] is a list."""
+    """Start both in turn, first fresh and then resuming, with a new folder in each round.
+
+    Args:
+        smoke: Whether to start toy models with plain Python instead of the `deepspeed` launcher.
+        rounds: Fresh starts, and resumes, of each.
+
+    Returns:
+        Under "fresh" and "resume", then under "ours" and "DeepSpeed", the list of starts.
+    """
     deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1", "--master_port", "0"]
     launcher = [sys.executable] if smoke else deepspeed
     found: Json = {kind: {"ours": [], "DeepSpeed": []} for kind in ("fresh", "resume")}
@@ -101,11 +151,20 @@ def measure(smoke: bool, rounds: int) -> Json:
             for kind, by in found.items():
                 by["ours"].append(ours(launcher, config, folder / "run"))
                 by["DeepSpeed"].append(theirs(launcher, config, folder / "plain"))
-                assert all(starts[-1]["resumed"] == (kind == "resume") for starts in by.values())
+                expects_resume = kind == "resume"
+                for who, starts in by.items():
+                    resumed = starts[-1]["resumed"]
+                    assert resumed == expects_resume, f"{who}: a {kind} start has resumed={resumed}"
     return found
 
 
 def report(found: Json, facts: str) -> list[ResultLine]:
+    """Print the tables of fresh starts and of resumes, and return their rows for docs/results.md.
+
+    Args:
+        found: Result of `measure`.
+        facts: Model and number of ranks, as text.
+    """
     lines = []
     for kind, by in found.items():
         totals = {who: [start["total_s"] for start in starts] for who, starts in by.items()}
@@ -123,6 +182,7 @@ def report(found: Json, facts: str) -> list[ResultLine]:
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
+    """Measure all starts, print their tables and return the record."""
     arguments = parser(__doc__, rounds=3).parse_args(argv)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found = measure(arguments.smoke, arguments.rounds)

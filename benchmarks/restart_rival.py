@@ -1,10 +1,11 @@
-"""What `restart.py` compares with: the same model under DeepSpeed's own save_checkpoint and load_checkpoint.
+"""Plain DeepSpeed training script with which `restart.py` compares the start of our training.
 
     deepspeed --num_gpus 1 benchmarks/restart_rival.py --config FILE --folder DIR
 
-A script as one writes it: build, initialise, load what is there, train from there, save. It verifies nothing, reads no
-corpus (its rows are random) and writes no log; its module, optimizer and DeepSpeed settings are ours. Two steps from
-nothing, then it saves; two more from a checkpoint. The last line is JSON: when the first step was done, and seconds.
+It builds the model, initialises DeepSpeed, loads a checkpoint with `load_checkpoint` if there is one, and takes two
+steps. Without a checkpoint it then saves one with `save_checkpoint`. Its module, optimizer and DeepSpeed settings are
+ours. It verifies nothing, reads no corpus (its rows are random) and writes no log. The last line of its output is
+JSON: when its imports and its first step were done, and the seconds of its parts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from electra_dist.model.rows import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
-STEPS = 2
+STEPS = 2  # Of each start.
 
 
 def main() -> None:
+    """Start or resume training, take the steps, and print when each part of the start was done."""
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parse.add_argument("--config", required=True)
-    parse.add_argument("--folder", type=Path, required=True)
+    parse.add_argument("--config", required=True, help="config with the model and the engine settings")
+    parse.add_argument("--folder", type=Path, required=True, help="folder of the DeepSpeed checkpoint")
     parse.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parse.parse_args()
     times = [time.time()]
@@ -43,8 +45,8 @@ def main() -> None:
         config.optimizer,
     )
     times.append(time.time())
-    is_there = (arguments.folder / "latest").exists()
-    if is_there:
+    has_checkpoint = (arguments.folder / "latest").exists()
+    if has_checkpoint:
         engine.deepspeed.load_checkpoint(str(arguments.folder))
     times.append(time.time())
     rows_B = torch.arange(config.train.micro_batch)
@@ -55,11 +57,12 @@ def main() -> None:
         engine.step(1e-4)
         if step == 0:
             times.append(time.time())
-    if not is_there:
+    if not has_checkpoint:
         engine.deepspeed.save_checkpoint(str(arguments.folder))
     names = ("build", "restore", "first step")
     spent = {name: end - begin for name, begin, end in zip(names, times, times[1:])}
-    print(json.dumps({"imported": times[0], "first_step_done": times[-1], "resumed": is_there, "seconds": spent}))
+    facts = {"imported": times[0], "first_step_done": times[-1], "resumed": has_checkpoint, "seconds": spent}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

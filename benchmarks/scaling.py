@@ -1,13 +1,14 @@
-"""The scaling model of `electra-dist plan` against measured steps over links of limited bandwidth.
+"""Compare the scaling model of `electra-dist plan` with measured steps over links of limited bandwidth.
 
     python benchmarks/scaling.py            # root, Linux: 1, 2 and 4 ranks; 1 Gb/s, 250 Mb/s and no limit, in turn
 
-Each rank is a machine of its own (`tests/cluster/machines.py`: network namespaces on a bridge), whose link `tc` limits
-with a token bucket. The prediction is that of `planning/scaling.py`: the step without a limit at the same number of
-ranks (they share this machine's cores, so compute is measured and not divided), plus bytes_on_wire over the bandwidth.
-The bytes that the interface sent stand beside those predicted; TCP and Ethernet headers come on top.
+How: each rank runs in network namespaces of its own, on a bridge (`tests/cluster/machines.py`); `tc` limits its link
+with a token bucket. The prediction of `planning/scaling.py` is the step time without a limit at the same number of
+ranks, plus bytes_on_wire divided by the bandwidth. The ranks share this machine's cores, so the compute time is
+measured at each number of ranks instead of divided. The table also compares the predicted bytes with those that the
+interface sent, which include TCP and Ethernet headers.
 
-Where it stops: one kernel, no latency on the links; gloo, not NCCL.
+Limits: all ranks share one Linux kernel; the links have no latency; the backend is gloo instead of NCCL.
 """
 
 from __future__ import annotations
@@ -31,57 +32,105 @@ from electra_dist.planning.scaling import bytes_on_wire, parse_fabric, step_seco
 sys.path.append(str(REPOSITORY / "tests" / "cluster"))
 from machines import Machines, missing
 
-NETWORK = 78  # beside the cluster tests' own
-GOAL = 0.15  # of the measured time
+NETWORK = 78  # A network number that the cluster tests do not use.
+GOAL = 0.15  # Largest error of the prediction, as a share of the measured time.
 STAGE, PRECISION = 1, "fp32"
-UNLIMITED = ""
+UNLIMITED = ""  # Rate of a link without a limit.
 
 
 class MachineRanks:
-    """Ranks on machines of their own, which time steps at the bandwidth that is asked for."""
+    """Running ranks, each on a machine of its own, that time steps at a requested bandwidth.
+
+    Call `close` at the end; it stops the ranks.
+    """
 
     def __init__(self, machines: Machines, folder: Path, rows: int, settings: Sequence[str]) -> None:
-        self._machines, self._folder, self._orders = machines, folder, 0
+        """Start `scaling_rank.py` on every machine.
+
+        Args:
+            machines: Machines that are up; each gets one rank.
+            folder: Folder for requests, answers and logs.
+            rows: Rows per rank.
+            settings: Changes of configs/small.yaml, as KEY=VALUE.
+        """
+        self._machines = machines
+        self._folder = folder
+        self._num_requests = 0
         script = [sys.executable, str(REPOSITORY / "benchmarks" / "scaling_rank.py"), str(folder), str(rows)]
         self._processes = []
         for rank, name in enumerate(machines.names):
-            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(machines.names)), "LOCAL_SIZE": "1"}
-            place |= {"MASTER_ADDR": machines.address("n1"), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(len(machines.names)),
+                "LOCAL_SIZE": "1",
+                "MASTER_ADDR": machines.address("n1"),
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
             with (folder / f"{name}.log").open("wb") as log:
                 command = machines.inside(name, *script, *settings)
                 self._processes.append(
-                    subprocess.Popen(command, env={**os.environ, **place}, stdout=log, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
                 )
 
     def time_steps(self, steps: int, rate: str) -> Json:
-        """Seconds and bytes of steps with every link at `rate` (as tc says it)."""
-        for name in self._machines.names:
-            limit = ["replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "200ms"]
-            tc = limit if rate else ["del", "dev", "eth0", "root"]
-            subprocess.run(self._machines.inside(name, "tc", "qdisc", *tc), capture_output=True, check=bool(rate))
-        done = self._folder / f"done-{self._orders}"
-        self._order(steps)
-        while not done.exists():
-            if any(process.poll() for process in self._processes):
-                sys.exit("a rank failed:\n" + (self._folder / "n1.log").read_text(errors="replace")[-3000:])
-            time.sleep(0.05)
-        found: Json = json.loads(done.read_text())
-        return found
+        """Limit every link, let the ranks take some steps, and return rank 0's answer.
 
-    def _order(self, steps: int) -> None:
-        put(self._folder / f"go-{self._orders}", str(steps))
-        self._orders += 1
+        The program exits with the end of rank 0's log if a rank fails.
+
+        Args:
+            steps: Steps to take.
+            rate: Bandwidth in tc's notation, such as "250Mbit"; `UNLIMITED` removes the limit.
+
+        Returns:
+            `seconds` of each step, `sent_bytes` per step, and the number of `parameters` of the model.
+        """
+        for name in self._machines.names:
+            self._limit_link(name, rate)
+        answer = self._folder / f"done-{self._num_requests}"
+        self._request(steps)
+        while not answer.exists():
+            if any(process.poll() for process in self._processes):
+                log_end = (self._folder / "n1.log").read_text(errors="replace")[-3000:]
+                sys.exit(f"a rank failed; correct what the log of rank 0 reports:\n{log_end}")
+            time.sleep(0.05)
+        timing: Json = json.loads(answer.read_text())
+        return timing
+
+    def _limit_link(self, machine: str, rate: str) -> None:
+        """Set the bandwidth of a machine's link with tc, or remove its limit if `rate` is `UNLIMITED`."""
+        has_limit = rate != UNLIMITED
+        if has_limit:
+            words = ["replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "200ms"]
+        else:
+            words = ["del", "dev", "eth0", "root"]
+        # Removing a limit that was never set fails, which is no error.
+        subprocess.run(self._machines.inside(machine, "tc", "qdisc", *words), capture_output=True, check=has_limit)
+
+    def _request(self, steps: int) -> None:
+        """Request a number of steps from all ranks; 0 ends them."""
+        put(self._folder / f"go-{self._num_requests}", str(steps))
+        self._num_requests += 1
 
     def close(self) -> None:
-        """End the ranks."""
-        self._order(0)
+        """Stop the ranks and wait for their ends, at most 120 s for each."""
+        self._request(0)
         for process in self._processes:
             process.wait(timeout=120)
 
 
 @contextlib.contextmanager
 def started(count: int, rows: int, settings: Sequence[str]) -> Iterator[MachineRanks]:
-    """`count` machines with a rank each."""
+    """Start machines with a rank each for the length of the `with` block.
+
+    If the block raises, the ranks end with their machines.
+
+    Args:
+        count: Number of machines.
+        rows: Rows per rank.
+        settings: Changes of configs/small.yaml, as KEY=VALUE.
+    """
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -93,23 +142,34 @@ def started(count: int, rows: int, settings: Sequence[str]) -> Iterator[MachineR
 
 
 def measure(count: int, rates: Sequence[str], rows: int, settings: Sequence[str], rounds: int) -> list[Json]:
-    """Measured and predicted steps of `count` ranks at each bandwidth, the bandwidths in turn."""
+    """Measure steps at each bandwidth, the bandwidths in turn, and predict them.
+
+    Args:
+        count: Number of ranks.
+        rates: Bandwidths of every link, in tc's notation. Steps without a limit are measured in any case.
+        rows: Rows per rank.
+        settings: Changes of configs/small.yaml, as KEY=VALUE.
+        rounds: Rounds of two timed steps at each bandwidth.
+
+    Returns:
+        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step.
+    """
     with started(count, rows, settings) as ranks:
-        ranks.time_steps(2, UNLIMITED)
+        ranks.time_steps(2, UNLIMITED)  # Warm-up.
         seconds: dict[str, list[float]] = {rate: [] for rate in (UNLIMITED, *rates)}
-        sent = {}
+        sent_bytes = {}
         for _ in range(rounds):
-            for rate, kept in seconds.items():
-                told = ranks.time_steps(2, rate)
-                kept += told["seconds"]
-                sent[rate] = told["sent_bytes"]
-    wire_bytes = bytes_on_wire(told["parameters"], STAGE, PRECISION, count)
+            for rate, seconds_at_rate in seconds.items():
+                timing = ranks.time_steps(2, rate)
+                seconds_at_rate += timing["seconds"]
+                sent_bytes[rate] = timing["sent_bytes"]
+    wire_bytes = bytes_on_wire(timing["parameters"], STAGE, PRECISION, count)
     compute_s = statistics.median(seconds[UNLIMITED])
-    found = []
+    results = []
     for rate in rates:
         predicted_s = step_seconds(compute_s, wire_bytes, parse_fabric(rate))
         measured = summary(seconds[rate])
-        found.append(
+        results.append(
             {
                 "ranks": count,
                 "rate": rate,
@@ -119,13 +179,19 @@ def measure(count: int, rates: Sequence[str], rows: int, settings: Sequence[str]
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured["median"] - 1,
                 "predicted_bytes": wire_bytes,
-                "sent_bytes": sent[rate],
+                "sent_bytes": sent_bytes[rate],
             }
         )
-    return found
+    return results
 
 
 def report(found: list[Json], facts: str) -> ResultLine:
+    """Print the table of predicted and measured steps and return its row for docs/results.md.
+
+    Args:
+        found: Results of `measure` at all numbers of ranks.
+        facts: ZeRO stage, precision and rows, as text.
+    """
     print(facts)
     rows = [
         [
@@ -143,18 +209,30 @@ def report(found: list[Json], facts: str) -> ResultLine:
     print_table(header, rows)
     worst = max(abs(row["error"]) for row in found)
     print(f"largest error {worst:.1%} (goal: {GOAL:.0%})")
-    cases = f"{min(row['ranks'] for row in found)} to {max(row['ranks'] for row in found)} ranks, two bandwidths"
+    rank_counts = [row["ranks"] for row in found]
+    cases = f"{min(rank_counts)} to {max(rank_counts)} ranks, two bandwidths"
     return ResultLine(f"predicted step over limited links, {cases}", f"at most {worst:.0%} from the measured one", "")
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
+    """Measure all numbers of ranks, print the comparison and return the record."""
     parse = parser(__doc__, rounds=3)
-    parse.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parse.add_argument("--rates", nargs="+", default=["1Gbit", "250Mbit"], help="bandwidths of each link")
-    parse.add_argument("--rows", type=int, default=2, help="rows of a rank")
+    parse.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to measure (default: 1 2 4)"
+    )
+    parse.add_argument(
+        "--rates",
+        nargs="+",
+        default=["1Gbit", "250Mbit"],
+        help="bandwidths of every link, in tc's notation (default: 1Gbit 250Mbit)",
+    )
+    parse.add_argument("--rows", type=int, default=2, help="rows per rank (default: %(default)s)")
     arguments = parse.parse_args(argv)
     if missing():
-        sys.exit(f"cannot limit links here: {missing()}")
+        sys.exit(
+            f"links cannot be limited on this machine: {missing()}; "
+            "run as root on Linux with iproute2, nftables and util-linux"
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     settings = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if arguments.smoke else []

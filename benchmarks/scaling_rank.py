@@ -1,9 +1,11 @@
-"""A rank of `scaling.py`: trains on synthetic rows, and times a few steps whenever it is told to.
+"""One rank of `scaling.py`: a process that trains on synthetic rows and times steps on request.
 
     scaling_rank.py FOLDER ROWS KEY=VALUE...
 
-It waits for FOLDER/go-0, go-1, ...; each holds a number of steps. Rank 0 answers in FOLDER/done-N: seconds a step and
-bytes that it sent a step, as its network interface counted them. 0 steps end it.
+How: it waits for the files FOLDER/go-0, go-1, and so on. Each holds a number of steps, which it takes and times; 0
+ends the process. Rank 0 answers each in FOLDER/done-N with the seconds of each step and the bytes that it sent per
+step, as counted by its network interface. ROWS is the number of rows per rank, and the KEY=VALUE words change the
+config.
 """
 
 from __future__ import annotations
@@ -25,39 +27,47 @@ from electra_dist.engine.engine import Engine
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build import build_objective
 
+_SENT_BYTES_COLUMN = 8  # Of the counters in /proc/net/dev.
+
 
 def sent_bytes() -> int:
-    """By eth0 since it is up; 0 where there is none."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    found = [line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")]
-    return int(found[0][8]) if found else 0
+    """Return the bytes that the interface eth0 has sent since it came up; 0 if there is no eth0."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        interface, _, counters = line.partition(":")
+        if interface.strip() == "eth0":
+            return int(counters.split()[_SENT_BYTES_COLUMN])
+    return 0
 
 
 def put(file: Path, text: str) -> None:
-    """Whole or not at all: somebody polls for it."""
-    file.with_suffix(".new").write_text(text)
-    file.with_suffix(".new").rename(file)
+    """Write a file and give it its name last, because another process polls for the name and then reads the whole."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(text)
+    unfinished.rename(file)
 
 
 def main() -> None:
-    folder, num_rows, *settings = sys.argv[1:]
+    """Build the engine, then take and time steps for every request, until a request of 0 steps arrives."""
+    folder, rows_word, *settings = sys.argv[1:]
+    rows_per_rank = int(rows_word)
     config = load_config(REPOSITORY / "configs/small.yaml", settings)
     init_distributed()
     module = build_objective(config.model, config.objective, SPECIAL, config.seed)
-    sizes = [p.numel() for p in module.parameters()]
-    engine, rank = Engine(module, config.train, config.engine, config.optimizer), dist.get_rank()
-    rows_B = torch.arange(int(num_rows)) + rank * int(num_rows)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())  # Before the engine changes them.
+    engine = Engine(module, config.train, config.engine, config.optimizer)
+    rank = dist.get_rank()
+    rows_B = torch.arange(rows_per_rank) + rank * rows_per_rank
     ids_BS = torch.randint(5, config.model.vocab_size, (len(rows_B), config.data.seq_len))
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, config.objective).sum(0)
     for number in itertools.count():
-        order = Path(folder) / f"go-{number}"
-        while not order.exists():
+        request = Path(folder) / f"go-{number}"
+        while not request.exists():
             time.sleep(0.02)
-        steps = int(order.read_text())
+        steps = int(request.read_text())
         if steps == 0:
             break
         seconds = []
-        dist.barrier()
+        dist.barrier()  # All ranks start the first step together.
         before = sent_bytes()
         for step in range(steps):
             begin = time.perf_counter()
@@ -66,7 +76,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - begin)
         sent = (sent_bytes() - before) / steps
         if rank == 0:
-            facts = {"seconds": seconds, "sent_bytes": sent, "parameters": sum(sizes)}
+            facts = {"seconds": seconds, "sent_bytes": sent, "parameters": num_parameters}
             put(Path(folder) / f"done-{number}", json.dumps(facts))
     engine.close()
     dist.destroy_process_group()

@@ -1,15 +1,18 @@
-"""The joint training step on the CPU: ours against Hugging Face's modules doing the same work, in turn in one process.
+"""Compare our joint training step on the CPU with Hugging Face's modules that do the same work.
 
     python benchmarks/step.py                  # configs/small.yaml at length 128, 16 rows, 2 threads, fp32 and bf16
-    python benchmarks/step.py --profile        # besides: where our time goes, by kind of operation
-    python benchmarks/step.py --packed         # packed rows against one example a row, in real tokens a second
+    python benchmarks/step.py --profile        # also print the time of our step by kind of operation
+    python benchmarks/step.py --packed         # packed rows against one example per row, in real tokens per second
     python benchmarks/step.py --packed --corpus A --padded-corpus B     # the same on two corpora of one text
 
-A step is masks, generator, sample, discriminator, backward of both losses, clipping and AdamW, with the dropout of the
-config. Before anything is timed both sides compute their losses without dropout on the same samples; they must agree
-(fp32 to 1e-4 relative). bf16 is autocast over fp32 parameters on both sides. `step_rival.py` says what the rivals do.
+Guarantee: before anything is timed, both sides compute their losses without dropout on the same samples. The script
+exits if these differ by more than 1e-4 (fp32) or 3e-2 (bf16), relative.
 
-Where it stops: no DeepSpeed, no loader; one process.
+How: a step consists of masks, generator, sample, discriminator, backward of both losses, clipping and AdamW, with the
+dropout of the config. bf16 is autocast over fp32 parameters on both sides. The two sides take turns in one process.
+`step_parts/rival.py` describes the Hugging Face side.
+
+Limits: one process, without DeepSpeed and without a loader.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from electra_dist.model.linear import HAS_BF16_PRODUCTS
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.corruption import CorruptingObjective
 
-AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}  # relative difference of the losses
-KINDS = {  # of operations, by a word in torch's name for it; the first that fits
+AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}  # Largest relative difference of the losses of two variants.
+# Kinds of operations, each with words of torch's operator names. An operator belongs to the first kind that matches.
+KINDS = {
     "attention": ("scaled_dot_product", "flash_attention"),
     "matrix products": ("mm", "linear", "bmm"),
     "optimizer": ("_foreach", "_fused"),
@@ -46,9 +50,22 @@ KINDS = {  # of operations, by a word in torch's name for it; the first that fit
 def check_agreement(
     config: Config, ways: dict[str, StepVariant], ids_BS: torch.Tensor, precision: str
 ) -> dict[str, Json]:
-    """Losses of every way without dropout, the samples being ours; ends the program if they differ."""
+    """Return both losses of every variant without dropout, or exit the program if they differ from ours.
+
+    All variants use the tokens that our generator samples, so that the discriminators read the same text.
+
+    Args:
+        config: Config of the model, with its seed.
+        ways: Variants by name, with "ours" first.
+        ids_BS: [B, S] int64 token ids.
+        precision: "fp32" or "bf16"; selects the tolerance from `AGREEMENT`.
+
+    Returns:
+        By name of the variant, the mean losses under the keys "mlm" and "rtd".
+    """
     objective: CorruptingObjective = ways["ours"].module  # type: ignore[assignment]
-    given = StepInput(ids_BS, torch.arange(len(ids_BS)), 0, config.seed, 1.0, 1.0)  # no loss is taken of it
+    # This input is used for its masks and samples only, so its loss scales of 1.0 have no effect.
+    given = StepInput(ids_BS, torch.arange(len(ids_BS)), 0, config.seed, 1.0, 1.0)
     found = {}
     for name, way in ways.items():
         way.module.eval()
@@ -64,37 +81,52 @@ def check_agreement(
         found[name] = {"mlm": losses[0].item(), "rtd": losses[1].item()}
         for kind, value in found[name].items():
             if abs(value / found["ours"][kind] - 1) > AGREEMENT[precision]:
-                sys.exit(f"{precision}: {kind} loss of {name} {value}, ours {found['ours'][kind]}: not the same work")
+                sys.exit(
+                    f"{precision}: the {kind} loss of {name} is {value}, ours is {found['ours'][kind]}: not the same "
+                    f"work, so times cannot be compared; make both sides compute the same loss (step_parts/rival.py)"
+                )
     return found
 
 
 def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
-    """Steps of every way in turn, on full rows of one example."""
+    """Time training steps of ours and of both Hugging Face variants in turn, on full rows of one example each.
+
+    Args:
+        config: Config of the model, the objective and the optimizer.
+        precision: "fp32" or "bf16".
+        rounds: Timed steps of each variant.
+        warm_up: Steps of each variant before the timed ones.
+
+    Returns:
+        By name of the variant: seconds of each step, tokens per second, its time relative to ours, and its losses.
+    """
     batches = synthetic_rows(config, "none", BATCH * (rounds + warm_up), full_share=1.0).split(BATCH)
-    mine = ours(config, SPECIAL)
+    our_variant = ours(config, SPECIAL)
     ways = {
-        "ours": mine,
-        "Hugging Face": hugging_face(config, mine.module.towers, gathered=False),
-        "Hugging Face, gathered": hugging_face(config, mine.module.towers, gathered=True),
+        "ours": our_variant,
+        "Hugging Face": hugging_face(config, our_variant.module.towers, gathered=False),
+        "Hugging Face, gathered": hugging_face(config, our_variant.module.towers, gathered=True),
     }
-    agreed = check_agreement(config, ways, batches[0], precision)
+    losses_without_dropout = check_agreement(config, ways, batches[0], precision)
     losses: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
-    def run(name: str) -> Callable[[], None]:
-        def once() -> None:
+    def next_step(name: str) -> Callable[[], None]:
+        """Return a function that takes the next step of a variant and records its losses."""
+
+        def step() -> None:
             number = len(losses[name])
             losses[name].append(take_step(ways[name], batches[number], number, precision, config.optimizer.clip_norm))
 
-        return once
+        return step
 
-    seconds = alternate({name: run(name) for name in ways}, rounds, warm_up)
+    seconds = alternate({name: next_step(name) for name in ways}, rounds, warm_up)
     num_tokens = batches[0].numel()
     return {
         name: {
             "seconds": seconds[name],
             "tokens_per_s": num_tokens / summary(seconds[name])["median"],
             "ratio": ratio(seconds[name], seconds["ours"]),
-            "losses_without_dropout": agreed[name],
+            "losses_without_dropout": losses_without_dropout[name],
             "losses": losses[name],
         }
         for name in ways
@@ -102,7 +134,11 @@ def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
 
 
 def profile(config: Config, precision: str, steps: int) -> dict[str, float]:
-    """Milliseconds of a step of ours by kind of operation."""
+    """Return the milliseconds of one of our steps by kind of operation, largest first.
+
+    The times are torch's profiler's self CPU times, averaged over `steps` steps after one that is not counted.
+    Operations that match no kind of `KINDS`, our own C library among them, are summed under "the rest".
+    """
     way = ours(config, SPECIAL)
     ids_BS = synthetic_rows(config, "none", BATCH, full_share=1.0)
     take_step(way, ids_BS, 0, precision, config.optimizer.clip_norm)
@@ -111,25 +147,39 @@ def profile(config: Config, precision: str, steps: int) -> dict[str, float]:
             take_step(way, ids_BS, number, precision, config.optimizer.clip_norm)
     spent: Counter[str] = Counter()
     for event in profiler.key_averages():
-        name = event.key.removeprefix("aten::")
-        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "the rest")
+        kind = _kind_of(event.key.removeprefix("aten::"))
         spent[kind] += event.self_cpu_time_total / 1e3 / steps
     return dict(spent.most_common())
 
 
+def _kind_of(operation: str) -> str:
+    """Return the first kind of `KINDS` of which a word occurs in the operation's name, or "the rest"."""
+    for kind, words in KINDS.items():
+        if any(word in operation for word in words):
+            return kind
+    return "the rest"
+
+
 def main(argv: Sequence[str] | None = None) -> Json:
+    """Run the comparison that the command line selects, print its tables and return its record."""
     parse = parser(__doc__, rounds=7)
-    parse.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parse.add_argument("--threads", type=int, default=2)
-    parse.add_argument("--profile", action="store_true", help="also print where our time goes")
+    parse.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="precisions to measure"
+    )
+    parse.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
+    parse.add_argument("--profile", action="store_true", help="also print the time of our step by kind of operation")
     parse.add_argument("--packed", action="store_true", help="compare packed with padded rows instead")
-    parse.add_argument("--corpus", help="packed rows: a local corpus")
-    parse.add_argument("--padded-corpus", help="of the same text, built with corpus.packing=none")
-    parse.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, may repeat")
+    parse.add_argument("--corpus", help="with --packed: folder of a corpus of packed rows")
+    parse.add_argument(
+        "--padded-corpus", help="with --packed: folder of a corpus of the same text, built with corpus.packing=none"
+    )
+    parse.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the config; may be repeated"
+    )
     arguments = parse.parse_args(argv)
     if bool(arguments.corpus) != bool(arguments.padded_corpus):
-        parse.error("--corpus and --padded-corpus go together")
-    arguments.threads = 1 if arguments.smoke else arguments.threads  # a toy has nothing to share
+        parse.error("only one of --corpus and --padded-corpus is set; set both or neither")
+    arguments.threads = 1 if arguments.smoke else arguments.threads  # The toy model is too small for two threads.
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if arguments.smoke else []
@@ -139,8 +189,9 @@ def main(argv: Sequence[str] | None = None) -> Json:
         return report_packing(compare_packing(config, arguments), facts, arguments, argv)
     found, lines, spent = {}, [], {}
     for precision in arguments.precision:
-        slow = precision == "bf16" and not HAS_BF16_PRODUCTS  # the rivals' steps take a minute each
-        rounds, warm_up = (1, 0) if slow and not arguments.smoke else (arguments.rounds, 1)
+        # Without bf16 products in hardware, a Hugging Face step takes about a minute.
+        is_slow = precision == "bf16" and not HAS_BF16_PRODUCTS and not arguments.smoke
+        rounds, warm_up = (1, 0) if is_slow else (arguments.rounds, 1)
         found[precision] = compare(config, precision, rounds, warm_up)
         lines.append(report(found[precision], precision, facts))
         if arguments.profile:
@@ -151,18 +202,26 @@ def main(argv: Sequence[str] | None = None) -> Json:
 
 
 def report(found: Json, precision: str, facts: str) -> ResultLine:
-    """Print one precision's table; its line in docs/results.md."""
+    """Print the table of one precision and return its row for docs/results.md.
+
+    Args:
+        found: Result of `compare`.
+        precision: "fp32" or "bf16".
+        facts: Size of the batch and number of threads, as text.
+    """
     print(f"\n{precision}, {facts}")
     rows = []
     for name, way in found.items():
-        begin, end = way["losses"][0], way["losses"][-1]
-        losses = f"{begin[0]:.3f} / {begin[1]:.4f} to {end[0]:.3f} / {end[1]:.4f}"
+        first_mlm, first_rtd = way["losses"][0]
+        last_mlm, last_rtd = way["losses"][-1]
+        losses = f"{first_mlm:.3f} / {first_rtd:.4f} to {last_mlm:.3f} / {last_rtd:.4f}"
         seconds = told(summary(way["seconds"]), ".3f")
         rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", told(way["ratio"]), losses])
     print_table(["", "s a step", "tokens/s", "time / ours", "mlm / rtd, first to last"], rows)
-    rivals = [way["ratio"]["median"] for name, way in found.items() if name != "ours"]
+    published = found["Hugging Face"]["ratio"]["median"]
+    gathered = found["Hugging Face, gathered"]["ratio"]["median"]
     value = f"{found['ours']['tokens_per_s']:,.0f} tokens/s"
-    times = f"{rivals[0]:.2f} x Hugging Face as published, {rivals[1]:.2f} x with its head at the masked slots only"
+    times = f"{published:.2f} x Hugging Face as published, {gathered:.2f} x with its head at the masked slots only"
     return ResultLine(f"joint step of ELECTRA-Small, {precision}, {facts}", value, times)
 
 

@@ -1,7 +1,10 @@
-"""Write the table of benchmarks in docs/results.md from the newest JSON file of each: `python benchmarks/table.py`.
+"""Write the benchmark table in docs/results.md from the newest JSON record of each benchmark.
 
-Every benchmark writes its own lines into its file (`measure.ResultLine`). This script selects the newest file of each
-benchmark and puts the lines between the two markers of the page. Smoke runs are left out: their times mean nothing.
+    python benchmarks/table.py
+
+Every benchmark stores its rows of the table in its record (`measure.ResultLine`). This script selects the newest
+record of each benchmark and writes its rows between the two markers of the page; the rest of the page is not changed.
+Smoke runs are left out, because their times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +22,20 @@ HEADER = "| what | figure | against | command | date |\n| --- | --- | --- | --- 
 
 
 def newest(folder: Path) -> list[Json]:
-    """The latest record of each benchmark that has lines, by name."""
+    """Return the newest record of each benchmark in `folder`, sorted by the benchmark's name.
+
+    Records without rows for the table, such as those of `gpu.py`, and records of smoke runs are left out.
+    """
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     by_name: dict[str, Json] = {}
     for record in sorted(records, key=lambda record: record["date"]):
         if record.get("lines") and not record["smoke"]:
-            by_name[record["benchmark"]] = record
+            by_name[record["benchmark"]] = record  # A later record replaces an earlier one.
     return [by_name[name] for name in sorted(by_name)]
 
 
 def table(records: Sequence[Json]) -> str:
-    """Markdown, and below it what the figures were taken on."""
+    """Return the Markdown table of the records' rows, and below it a line with the machines and torch versions."""
     rows = [
         f"| {line['what']} | {line['value']} | {line['ratio'] or '-'} "
         f"| `{record['command']}` | {record['date'][:10]} |"
@@ -41,25 +47,28 @@ def table(records: Sequence[Json]) -> str:
 
 
 def rewrite(text: str, records: Sequence[Json]) -> str:
-    """`text` with the table between the markers.
+    """Return the page `text` with the table of the records between its two markers, `BEGIN` and `END`.
 
     Raises:
-        ValueError: a marker is missing.
+        ValueError: A marker is missing from the page.
     """
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return text[:begin] + "\n" + table(records) + text[end:]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Rewrite the table of the results page from the records; exit with an error if there are no records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "results.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON records")
+    parser.add_argument(
+        "--page", type=Path, default=REPOSITORY / "docs" / "results.md", help="Markdown page with the two markers"
+    )
     arguments = parser.parse_args(argv)
     records = newest(arguments.results)
     if not records:
-        sys.exit(f"{arguments.results}: no results; run `make bench`")
+        sys.exit(f"{arguments.results} has no benchmark records to tabulate; run `make bench` to write them")
     arguments.page.write_text(rewrite(arguments.page.read_text(), records))
-    print(f"{arguments.page}: {sum(len(record['lines']) for record in records)} lines")
+    print(f"{arguments.page}: wrote {sum(len(record['lines']) for record in records)} table rows")
 
 
 if __name__ == "__main__":

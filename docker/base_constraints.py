@@ -1,9 +1,12 @@
-"""Constraints for an installation on top of a base image: what the base brings stays as it is, to the build.
+"""Print pip constraints that keep the packages of a base image and pin the tested versions of all others.
 
     python docker/base_constraints.py constraints.txt > /tmp/constraints.txt
 
-Prints the base's own version of every distribution that it has (so pip cannot replace its torch, triton or apex, and
-refuses rather than try), then the tested versions of those that it lacks. Needs nothing but Python.
+Guarantee: every distribution that the base image has is pinned to exactly the build that is installed. If a
+requirement does not fit it, pip stops with an error instead of replacing torch, triton or apex. Distributions that the
+base lacks get the versions of constraints.txt.
+
+Limits: run it with the Python of the base image; it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -13,33 +16,46 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-_READABLE = re.compile(r"\d[\w.!]*(\+[\w.]+)?")
+_READABLE = re.compile(r"\d[\w.!]*(\+[\w.]+)?")  # A version that pip can parse, such as 2.9.0a0+50eac811a6.nv25.9.
 
 
 def merged(tested: str, installed: dict[str, str]) -> list[str]:
-    """Lines of a constraints file: `installed` by normal name, then the pins of `tested` that it does not name."""
+    """Return the lines of a constraints file: all installed versions, then the tested pins of what is not installed.
+
+    Args:
+        tested: Text of constraints.txt: a pin such as `jinja2==3.1.6` per line, with optional comments.
+        installed: Versions of the base image by normalised name, as from `installed_here`.
+    """
     lines = [f"{name}=={version}" for name, version in sorted(installed.items())]
     for line in tested.splitlines():
         pin = line.partition("#")[0].strip()
-        if pin and normal(pin.partition("==")[0]) not in installed:
+        name = normal(pin.partition("==")[0])
+        if pin and name not in installed:
             lines.append(pin)
     return lines
 
 
 def normal(name: str) -> str:
-    """A distribution's name as pip compares names."""
+    """Return a distribution's name as pip compares names: lower case, with single hyphens (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def installed_here() -> dict[str, str]:
-    """Versions by normal name, as an import would find them: the first of a name on sys.path.
+    """Return the version of every installed distribution by normalised name.
 
-    A version that pip could not read (some of the operating system's) is left out: nothing here asks for those.
+    If a name is installed twice, the first on sys.path counts, which is the one that Python imports. electra-dist
+    itself is left out. Versions that pip cannot parse, as some packages of the operating system have, are left out,
+    too; electra-dist requires none of these.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        found.setdefault(normal(distribution.metadata["Name"] or ""), distribution.version)
-    return {name: v for name, v in found.items() if name not in ("", "electra-dist") and _READABLE.fullmatch(v)}
+        name = normal(distribution.metadata["Name"] or "")
+        versions.setdefault(name, distribution.version)
+    return {
+        name: version
+        for name, version in versions.items()
+        if name not in ("", "electra-dist") and _READABLE.fullmatch(version)
+    }
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ class ModelConfig(Section):
         default="embeddings",
         description="Weights that both towers share. embeddings: the token, position and type tables and their "
         "LayerNorm, as in Google's code (the paper names only tokens and positions). none: no weights. gdes: as in "
-        "DeBERTa-v3, the discriminator reads the generator's tables without sending gradients to them, and adds a "
-        "trainable difference. all: embeddings and layers; the towers must have the same shape.",
+        "DeBERTa-v3, the discriminator's embeddings are the generator's, to which it sends no gradients, plus a "
+        "trainable table of its own. all: embeddings and layers; the towers must have the same shape.",
     )
     generator_embedding_size: Positive | None = Field(
         default=None,
@@ -143,16 +143,18 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What is learned: the pretraining objective, masking, sampling of replacements, and weights of the losses."""
+    """Settings of what is learned: the pretraining objective, masking, sampling of replacements, loss weights."""
 
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",
         description="Pretraining objective. rtd: ELECTRA's replaced-token detection. mlm: BERT's masked language "
-        "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA 15 %, which "
-        "is rtd with the discriminator's loss at masked positions only. replace_mlm: the discriminator's tower reads "
-        "the generator's text and predicts the original tokens at masked positions. all_tokens_mlm: the same at "
-        "every position, with a copy gate. electric: the Electric model, with a two-tower cloze model as its noise "
-        "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the discriminator.",
+        "modelling, without next-sentence prediction and without a generator. rtd_masked_only: ELECTRA "
+        "15 %, which is rtd with the discriminator's loss at masked positions only. replace_mlm: the "
+        "discriminator's tower reads the generator's text and predicts the original tokens at masked "
+        "positions. all_tokens_mlm: the same at every position, with a learned gate that copies the "
+        "input token. electric: the Electric model, with a two-tower cloze model as its noise "
+        "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the "
+        "discriminator.",
     )
     generator: Literal["trained", "uniform", "unigram"] = Field(
         default="trained",
@@ -231,7 +233,7 @@ class ObjectiveConfig(Section):
 
 
 class DataConfig(Section):
-    """Where rows come from, in which order they are read, and where the node keeps them."""
+    """Settings of the data: where rows come from, in which order they are read, and where a node caches them."""
 
     corpus: str = Field(
         description="Training corpus: the local folder or s3:// prefix that holds corpus.json and the shards."
@@ -350,7 +352,7 @@ class TrainConfig(Section):
 
 
 class GuardConfig(Section):
-    """When a step is stopped before the optimizer, and when the run goes back to a checkpoint."""
+    """Limits beyond which a step is stopped before its optimizer update, or the run goes back to a checkpoint."""
 
     window: Annotated[int, Field(ge=2)] = Field(
         default=128,
@@ -429,7 +431,7 @@ class OptimizerConfig(Section):
 
 
 class EngineConfig(Section):
-    """How the computation is distributed and how it saves memory; nothing in this section changes what is computed."""
+    """Settings of how the computation is distributed and saves memory; none of them changes what is computed."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
@@ -479,7 +481,7 @@ class EngineConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, where they are written, and which of them are kept."""
+    """Settings of checkpoints: when they are saved, where they are written, and which of them are kept."""
 
     every_steps: Positive | Literal["auto"] = Field(
         default=1000,
@@ -517,7 +519,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """How often a run logs its progress and evaluates itself."""
+    """Settings of how often a run logs its progress and evaluates the model on held-out rows."""
 
     every_steps: Positive = Field(
         default=10, description="Steps between two log lines; each log line is also a record in metrics.jsonl."
@@ -533,7 +535,7 @@ class LogConfig(Section):
 
 
 class CorpusConfig(Section):
-    """How `electra-dist corpus build` turns text into rows and shards; a training run does not read this section."""
+    """Settings of `electra-dist corpus build`, which turns text into rows and shards; training does not read them."""
 
     packing: Literal["rows", "none"] = Field(
         default="rows",
@@ -564,7 +566,7 @@ class CorpusConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementation of the fused operations runs."""
+    """Choice of the implementation of the fused operations (Triton, CUDA or plain PyTorch)."""
 
     backend: Literal["auto", "triton", "cuda", "reference"] = Field(
         default="auto",
@@ -575,7 +577,7 @@ class KernelsConfig(Section):
 
 
 class ClusterConfig(Section):
-    """When a rank counts as hung, when a run gives up, and how long a node stays excluded.
+    """Limits after which a rank counts as hung or a run is not restarted, and how long a node stays excluded.
 
     Nothing in this section changes what is computed.
     """
@@ -674,8 +676,8 @@ class Config(Section):
             )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
-                f"engine.early_generator: true needs a generator that learns from its own loss alone, which objective "
-                f"{self.objective.name} does not have; set engine.early_generator: false"
+                f"engine.early_generator: true works only if the generator learns from its own loss alone, unlike "
+                f"with objective.name: {self.objective.name}; set engine.early_generator: false"
             )
         return self
 

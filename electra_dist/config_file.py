@@ -206,7 +206,7 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
 
     Args:
         root: Class of the whole file.
-        location: Path of the key; empty when the fault is a contradiction between sections.
+        location: Path of the key; empty when the values of several sections contradict each other.
         faults: All faults of the key.
     """
     first = faults[0]
@@ -255,10 +255,14 @@ def _suggestion(root: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the section at `location` below `root`, or None if there is no section.
+    """Return the class of the config section at a path, or None if the path does not lead to a section.
 
-    In a field that is a tuple or a mapping of sections, the part of the path that follows the field's name is an index
-    or a name; it selects an element and not a field.
+    For the root Config and the path ["train"] it is TrainConfig. Where a field is a tuple or a mapping of sections,
+    the next part of the path is an index or a name; it selects an element and is skipped.
+
+    Args:
+        root: Class of the whole config.
+        location: Names of fields from the root to the section; empty for the root itself.
     """
     section = root
     part_selects_element = False

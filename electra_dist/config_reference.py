@@ -1,6 +1,7 @@
-"""Write the reference of all config keys, docs/config.md, from the fields' descriptions.
+"""Write the reference of all config keys, docs/config.md, from the descriptions of the config's fields.
 
-`python -m electra_dist.config_reference > docs/config.md`, or `make docs/config.md`. A test holds the page current.
+Run `python -m electra_dist.config_reference > docs/config.md` or `make docs/config.md` after a change of the config. A
+test fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ shows the same descriptions with the values of a file and where each value comes
 
 
 def reference() -> str:
-    """Return the page as Markdown: a table for each section, in the order of the config's fields."""
+    """Return the text of docs/config.md: one Markdown table for each section of the config, in the order of fields."""
     top_level = {name: field for name, field in Config.model_fields.items() if _section_of(field) is None}
     parts = [_INTRODUCTION, _table("The run", top_level, "")]
     for name, field in Config.model_fields.items():
@@ -35,7 +36,7 @@ def reference() -> str:
 
 
 def _section(path: str, section: type[BaseModel]) -> str:
-    """Return the table of a section and of the sections within it."""
+    """Return the Markdown table of a config section, followed by the tables of the sections within it."""
     plain = {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
     parts = [_table(f"`{path}`", plain, f"{path}.")]
     for name, field in section.model_fields.items():
@@ -46,7 +47,7 @@ def _section(path: str, section: type[BaseModel]) -> str:
 
 
 def _table(title: str, fields: dict[str, FieldInfo], prefix: str) -> str:
-    """Return a heading and a Markdown table of key, type, default and description."""
+    """Return a heading and a Markdown table with key, type, default and description of each field."""
     lines = [f"## {title}", "", "| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         cells = [f"`{prefix}{name}`", _type_name(field.annotation), _default(field), field.description or ""]
@@ -55,7 +56,7 @@ def _table(title: str, fields: dict[str, FieldInfo], prefix: str) -> str:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field that is a section; None for a plain value."""
+    """Return the pydantic class of a field that is a section of the config; None if the field is a plain value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 

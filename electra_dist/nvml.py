@@ -135,7 +135,11 @@ class GpuProbe:
 
 
 def _sample(handle: Any) -> GpuSample:
-    """Return the current readings of the GPU with this handle; None as handle gives unknown readings."""
+    """Return the current readings of one GPU.
+
+    Args:
+        handle: NVML's handle of the GPU; None stands for a lost GPU, whose readings are unknown.
+    """
     rates = _query("nvmlDeviceGetUtilizationRates", handle)
     memory = _query("nvmlDeviceGetMemoryInfo", handle)
     power_mw = _query("nvmlDeviceGetPowerUsage", handle)
@@ -192,7 +196,12 @@ def _lost_error(handle: Any) -> str:
 
 
 def _uncorrected_errors(handle: Any, counter: int) -> int | None:
-    """Return the number of uncorrected memory errors; NVML's `counter` selects the period."""
+    """Return the number of uncorrected memory errors, or None if the GPU does not count them.
+
+    Args:
+        handle: NVML's handle of the GPU.
+        counter: NVML_VOLATILE_ECC counts since the driver was loaded, NVML_AGGREGATE_ECC in the life of the device.
+    """
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
@@ -214,7 +223,7 @@ def _recovery_action(handle: Any) -> str:
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
-    """Return, for each NVLink that the device has, whether it is active."""
+    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost."""
     states = (_query("nvmlDeviceGetNvLinkState", handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
     return tuple(state != 0 for state in states if state is not None)  # 0 is inactive; a sleeping link is not 0.
 

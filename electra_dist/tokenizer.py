@@ -50,8 +50,8 @@ class Vocabulary:
         missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
         if missing:
             raise UserError(
-                f"{name}: not a WordPiece vocabulary: no line {' '.join(missing)}; give the vocab.txt of a BERT or "
-                f"ELECTRA model, or train one with `electra-dist corpus vocab`"
+                f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
+                f"BERT or ELECTRA model, or train one with `electra-dist corpus vocab`"
             )
         if len(self._ids) < len(self.tokens):
             # self._ids holds the last line of each token, so an earlier line of the same token differs.
@@ -107,7 +107,7 @@ class Vocabulary:
 
 
 class WordPieceTokenizer:
-    """Encoder of text lines with a vocabulary; remembers the ids of known words, and is not thread-safe."""
+    """Encoder of text lines to WordPiece ids. It caches the ids of words it has seen, and is not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
         """Build the tokenizer.

@@ -1,4 +1,4 @@
-"""Entry point of a training process, which `deepspeed` starts on every rank: parse, check, run, return an exit code.
+"""Train one rank of a run: the entry point of the process that `deepspeed` starts for every rank.
 
 deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml
 deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
@@ -58,7 +58,7 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
         The exit code of training.
 
     Raises:
-        UserError: the inputs were refused before anything was written; then no report is written, either.
+        UserError: the config, the data or the run folder cannot be used; then no report is written.
     """
     # torch and deepspeed are imported only when there is something to run.
     from electra_dist.train.pretrain import run

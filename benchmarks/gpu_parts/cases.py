@@ -1,10 +1,12 @@
-"""What `gpu.py` measures: each fused operation beside what one would use without it, as functions of no arguments.
+"""Fused operations that `gpu.py` checks and times, each with the alternatives that a user has without it.
 
-A case is a name, our call, its rivals, and the tensors whose gradients are compared with float64. Rivals that are not
-installed are left out, and the table says so. Every head draws a sample: a rival without a sampler gets the one its
-users have, another pass over the logits.
+The generator's head has functions of its own; every other operation is a `GpuCase`. Every head draws a sample. A rival
+without a sampler gets a separate one, which computes the logits again, as its users have to.
 
-Shapes: M masked rows, D features, V padded vocabulary, B rows, S tokens, T = B * S, H hidden, N slots.
+Limits: a rival that is not installed is left out of the tables; the record's versions show which these are.
+
+Shapes: M masked rows, D features, V padded vocabulary, B rows, S tokens, T = B * S, H hidden, N slots (masked
+positions) per row.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from electra_kernels.replace import replace_and_label
 
 
 class Sizes(NamedTuple):
-    """How large everything is: the large model on one GPU, or a toy for the smoke run."""
+    """Sizes of all inputs: `LARGE` for the large model on one GPU, `TOY` for the smoke run."""
 
-    masked: tuple[int, ...]  # rows of the head
-    embedding: int
-    vocab: int
-    padded: int
-    batch: int
-    seq_len: int
-    slots: int
-    widths: tuple[int, ...]  # of the two towers
-    exact_rows: int  # of the comparison with float64
+    masked: tuple[int, ...]  # Numbers of masked rows with which the head is timed.
+    embedding: int  # Features of an embedding, which are the head's input.
+    vocab: int  # Entries of the vocabulary.
+    padded: int  # Rows of the embedding table, `vocab` rounded up.
+    batch: int  # Rows of a micro-batch.
+    seq_len: int  # Tokens of a row.
+    slots: int  # Masked positions of a row.
+    widths: tuple[int, int]  # Hidden widths of generator and discriminator.
+    exact_rows: int  # Masked rows of the head in the comparison with float64.
 
 
 LARGE = Sizes((8192, 16384), 1024, 30522, 30592, 64, 512, 128, (256, 1024), 512)
@@ -42,7 +44,7 @@ TOY = Sizes((24,), 16, 300, 384, 2, 16, 4, (8, 16), 12)
 
 
 class Head(NamedTuple):
-    """Inputs of the generator's head."""
+    """Inputs of the generator's head, in the order of `mlm_head_loss_and_sample`'s arguments."""
 
     x_MD: torch.Tensor
     table_VD: torch.Tensor
@@ -51,11 +53,20 @@ class Head(NamedTuple):
     weight_M: torch.Tensor
 
     def differentiable(self) -> list[torch.Tensor]:
-        """The tensors that get a gradient."""
+        """Return the tensors that get a gradient: states, table and bias."""
         return [self.x_MD, self.table_VD, self.bias_V]
 
 
 def head_inputs(sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype) -> Head:
+    """Return random inputs of the generator's head, with weights of 1.
+
+    Args:
+        sizes: Width, vocabulary and padded vocabulary.
+        num_rows: Masked rows M.
+        device: Device of all tensors.
+        dtype: Type of states, table and bias.
+    """
+
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
@@ -69,36 +80,55 @@ def head_inputs(sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype) ->
 
 
 def our_head(given: Head, vocab: int, backend: str, chunk: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and sample."""
+    """Compute the summed loss and the samples, int64 [M], with our fused head.
+
+    Args:
+        given: Inputs of the head.
+        vocab: Entries of the vocabulary, without padding.
+        backend: Implementation, as in `config.kernels.backend`.
+        chunk: Rows that are computed at a time, which bounds the memory.
+    """
     row_M = torch.arange(len(given.x_MD), device=given.x_MD.device)
     out = mlm_head_loss_and_sample(*given, seed=1, step=2, row_M=row_M, vocab_size=vocab, chunk=chunk, backend=backend)
     return out.loss_sum, out.sampled_M
 
 
 def eager_head(given: Head, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, fp32 cross-entropy, Gumbel-max: what one writes first."""
+    """Compute the summed loss and the samples, int64 [M], in plain torch, with all logits in memory.
+
+    It computes logits, fp32 cross-entropy and a Gumbel-max sample: the code that a user would write first.
+    """
     logits_MV = (F.linear(given.x_MD, given.table_VD[:vocab]) + given.bias_V).float()
     loss_M = F.cross_entropy(logits_MV, given.target_M, reduction="none")
     return (loss_M * given.weight_M).sum(), _gumbel_max(logits_MV.detach())
 
 
 def _gumbel_max(logits_MV: torch.Tensor) -> torch.Tensor:
+    """Return a sample from the softmax of each row, int64 [M], by adding Gumbel noise and taking the largest."""
     uniform_MV = torch.rand_like(logits_MV).clamp_(1e-9, 1 - 6e-8)
     return (logits_MV - torch.log(-torch.log(uniform_MV))).argmax(1)
 
 
 @torch.no_grad()
 def separate_sample(given: Head, vocab: int) -> torch.Tensor:
-    """What a fused cross-entropy without a sampler needs besides: the logits again, in chunks."""
+    """Return samples, int64 [M], by computing the logits again in chunks of 4,096 rows.
+
+    A fused cross-entropy that has no sampler needs this second pass.
+    """
     chunks = given.x_MD.split(4096)
     return torch.cat([_gumbel_max(F.linear(x, given.table_VD[:vocab], given.bias_V).float()) for x in chunks])
 
 
 def rival_heads(vocab: int, with_compile: bool) -> dict[str, Callable[[Head], tuple[torch.Tensor, torch.Tensor]]]:
-    """The heads one could use instead, by name; only those that are installed here."""
+    """Return the alternatives to our head by name, as functions from inputs to (loss, samples).
+
+    Args:
+        vocab: Entries of the vocabulary, without padding.
+        with_compile: Whether to include torch.compile. Liger and cut-cross-entropy are included if installed.
+    """
     rivals: dict[str, Callable[[Head], Any]] = {"eager": lambda given: eager_head(given, vocab)}
     if with_compile:
-        # One compilation for each number of rows: shapes are static in training.
+        # Shapes are static in training, so every number of rows gets a compilation of its own.
         compiled = torch.compile(lambda *tensors: eager_head(Head(*tensors), vocab), dynamic=False)
         rivals["torch.compile"] = lambda given: compiled(*given)
     if importlib.util.find_spec("liger_kernel"):
@@ -122,28 +152,38 @@ def rival_heads(vocab: int, with_compile: bool) -> dict[str, Callable[[Head], tu
 
 
 class GpuCase(NamedTuple):
-    """An operation but the head: `ours(backend)` and `eager()` return what is differentiated, or None."""
+    """One fused operation other than the head, in our implementation and in eager torch."""
 
     name: str
-    ours: Callable[[list[torch.Tensor], str], torch.Tensor]
-    eager: Callable[[list[torch.Tensor]], torch.Tensor]
-    inputs: list[torch.Tensor]
-    num_bytes: int  # least traffic forward and backward
+    ours: Callable[[list[torch.Tensor], str], torch.Tensor]  # (inputs, backend) -> output
+    eager: Callable[[list[torch.Tensor]], torch.Tensor]  # inputs -> output
+    inputs: list[torch.Tensor]  # Tensors that get a gradient; empty if the operation has no backward pass.
+    num_bytes: int  # Least memory traffic of forward and backward, in bytes.
 
 
 def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[GpuCase]:
-    """Gather, replace, tail and both norms at the model's sizes."""
+    """Return all operations except the head, with random inputs of the model's sizes.
+
+    These are the masked gather, the replacing of tokens, the discriminator tail, and dropout with residual and norm at
+    both widths.
+
+    Args:
+        sizes: Sizes of the inputs.
+        device: Device of all tensors.
+        dtype: Type of the inputs that get a gradient.
+    """
     B, S, N = sizes.batch, sizes.seq_len, sizes.slots
-    size = torch.finfo(dtype).bits // 8
+    size = torch.finfo(dtype).bits // 8  # Bytes per element.
     narrow, wide = sizes.widths
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
     positions = torch.rand(B, S, device=device).argsort(1)[:, :N]
-    flat = (positions + torch.arange(B, device=device)[:, None] * S).flatten()
+    flat_positions = (positions + torch.arange(B, device=device)[:, None] * S).flatten()
     rows = torch.arange(B, device=device)
-    label, mask = torch.rand(B * S, device=device) > 0.85, torch.rand(B * S, device=device) > 0.02
+    label = torch.rand(B * S, device=device) > 0.85
+    mask = torch.rand(B * S, device=device) > 0.02
     ids = torch.randint(sizes.vocab, (B, S), device=device)
     weight = (torch.rand(B, N, device=device) > 0.1).float()
     sampled = torch.randint(sizes.vocab, (B * N,), device=device)
@@ -162,7 +202,7 @@ def cases(sizes: Sizes, device: str, dtype: torch.dtype) -> list[GpuCase]:
         GpuCase(
             "masked gather",
             lambda given, backend: gather_masked(given[0], positions, backend=backend),
-            lambda given: given[0].flatten(0, 1)[flat],
+            lambda given: given[0].flatten(0, 1)[flat_positions],
             [normal(B, S, narrow)],
             size * narrow * (3 * B * N + B * S),
         ),

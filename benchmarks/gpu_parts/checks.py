@@ -1,9 +1,12 @@
-"""What `gpu.py` checks before it times anything: values against float64, samples, and that nothing waits for the host.
+"""Correctness checks that `gpu.py` runs before it times anything.
 
-Each check gives rows with `right`; a wrong one fails the script after everything has run. Without a GPU the same
-checks run on the references at toy sizes, but for the host's waits and the graph.
+They compare values with float64 and integers with the references, test the distribution of the samples, and verify
+that the head never makes the host wait for the device. Each check returns rows for the table with a boolean `right`;
+the script fails at its end if one of them is false.
 
-Shapes: M masked rows, B rows, S tokens, N slots.
+Limits: without a GPU, the checks run on the references at toy sizes, and the check of host waits is left out.
+
+Shapes: M masked rows, B rows, S tokens, N slots (masked positions) per row.
 """
 
 from __future__ import annotations
@@ -21,37 +24,62 @@ Run = Callable[[list[torch.Tensor], str], torch.Tensor]
 
 
 def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root-mean-square error over root-mean-square value."""
+    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
     return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
 
 
 def values(sizes: Sizes, device: str, backends: list[str]) -> list[dict[str, Any]]:
-    """Each backend and the reference against the reference in float64: output and every gradient, fp32 and bf16."""
+    """Compare outputs and gradients of every operation with the reference in float64, in fp32 and in bf16.
+
+    A backend is right if no output or gradient has a larger error than the reference has in the same type, plus one
+    unit of rounding. The batch is reduced to 4 rows at most.
+
+    Args:
+        sizes: Sizes of the inputs.
+        device: Device of the inputs.
+        backends: Backends of ours; only the discriminator tail is checked with all, the others with the first.
+
+    Returns:
+        Rows with the largest relative error of the backend and of the reference.
+    """
     small = sizes._replace(batch=min(sizes.batch, 4))
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         head = head_inputs(small, sizes.exact_rows, device, dtype)
 
         def run_head(given: list[torch.Tensor], backend: str, head: Head = head) -> torch.Tensor:
-            # Several chunks, so that sums over chunks are seen too.
+            # Several chunks are used, so that the sums over chunks are checked, too.
             return our_head(Head(*given, *head[3:]), sizes.vocab, backend, chunk=sizes.exact_rows // 4)[0]
 
         subjects: list[tuple[str, Run, list[torch.Tensor]]] = [("head", run_head, head.differentiable())]
         subjects += [(case.name, case.ours, case.inputs) for case in cases(small, device, dtype) if case.inputs]
         for name, run, inputs in subjects:
             exact = _outputs(run, [t.detach().double().requires_grad_() for t in inputs], "reference", dtype)
-            reference = [relative_error(v, e) for v, e in zip(_outputs(run, inputs, "reference", dtype), exact)]
+            reference_values = _outputs(run, inputs, "reference", dtype)
+            reference_errors = [relative_error(value, e) for value, e in zip(reference_values, exact)]
             for backend in backends if name == "discriminator tail" else backends[:1]:
-                errors = [relative_error(v, e) for v, e in zip(_outputs(run, inputs, backend, dtype), exact)]
-                # One rounding of the result is granted: the two may round a tie apart.
-                right = all(a <= b + torch.finfo(dtype).eps for a, b in zip(errors, reference))
+                backend_values = _outputs(run, inputs, backend, dtype)
+                errors = [relative_error(value, e) for value, e in zip(backend_values, exact)]
+                # One rounding of the result is allowed, because the two may round a tie differently.
+                rounding = torch.finfo(dtype).eps
+                right = all(error <= limit + rounding for error, limit in zip(errors, reference_errors))
                 row = {"operation": name, "by": backend, "dtype": str(dtype).removeprefix("torch.")}
-                found.append(row | {"error": max(errors), "reference_error": max(reference), "right": right})
+                found.append(row | {"error": max(errors), "reference_error": max(reference_errors), "right": right})
     return found
 
 
 def _outputs(run: Run, tensors: list[torch.Tensor], backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What an operation gives, and its gradients for the same upstream values in every call, exact in `dtype`."""
+    """Return the output of an operation, followed by the gradients of its inputs.
+
+    The upstream gradient is the same random tensor in every call; its values are representable in `dtype`, so that a
+    run in float64 gets exactly the same.
+
+    Args:
+        run: The operation.
+        tensors: Its inputs, all of which get a gradient.
+        backend: Implementation to run.
+        dtype: Type to which the upstream gradient is rounded.
+    """
     out = run(tensors, backend)
     generator = torch.Generator(out.device).manual_seed(0)
     upstream = torch.randn(out.shape, generator=generator, device=out.device) if out.dim() else torch.ones_like(out)
@@ -59,26 +87,45 @@ def _outputs(run: Run, tensors: list[torch.Tensor], backend: str, dtype: torch.d
 
 
 def integers(sizes: Sizes, device: str, backend: str) -> list[dict[str, Any]]:
-    """Replaced ids and labels are the reference's; samples too, but where two candidates are closer than rounding."""
+    """Compare a backend's integers with the reference's: replaced ids, labels and samples.
+
+    Ids and labels must be equal. Of the samples, 99.9 % must be equal, because two candidates may be closer than
+    rounding errors.
+    """
     B, S, N = sizes.batch, sizes.seq_len, sizes.slots
-    ids, sampled = (torch.randint(sizes.vocab, shape, device=device) for shape in ((B, S), (B * N,)))
-    positions = torch.randint(S, (B, N), device=device)  # some slots share a position
+    ids = torch.randint(sizes.vocab, (B, S), device=device)
+    sampled = torch.randint(sizes.vocab, (B * N,), device=device)
+    positions = torch.randint(S, (B, N), device=device)  # Some slots share a position.
     weight = (torch.rand(B, N, device=device) > 0.1).float()
-    replaced = [replace_and_label(ids, positions, weight, sampled, backend=b) for b in (backend, "reference")]
-    logits, rows = torch.randn(sizes.exact_rows * 16, 1000, device=device) * 2, torch.arange(sizes.exact_rows * 16)
-    drawn = [sample(logits, seed=1, step=2, row_M=rows.to(device), backend=b) for b in (backend, "reference")]
-    shares = {
-        "replace + label": float(all(torch.equal(a, b) for a, b in zip(*replaced))),
-        "sample": (drawn[0] == drawn[1]).double().mean().item(),
-    }
+    replaced, expected = (
+        replace_and_label(ids, positions, weight, sampled, backend=b) for b in (backend, "reference")
+    )
+    are_equal = all(torch.equal(tensor, expected_tensor) for tensor, expected_tensor in zip(replaced, expected))
+    num_samples = sizes.exact_rows * 16
+    logits = torch.randn(num_samples, 1000, device=device) * 2
+    row_M = torch.arange(num_samples).to(device)
+    drawn, expected_drawn = (sample(logits, seed=1, step=2, row_M=row_M, backend=b) for b in (backend, "reference"))
+    share_equal = (drawn == expected_drawn).double().mean().item()
     return [
-        {"operation": name, "by": backend, "share_equal": share, "right": share >= (1.0 if "+" in name else 0.999)}
-        for name, share in shares.items()
+        {"operation": "replace + label", "by": backend, "share_equal": float(are_equal), "right": are_equal},
+        {"operation": "sample", "by": backend, "share_equal": share_equal, "right": share_equal >= 0.999},
     ]
 
 
 def chi_square(device: str, backend: str, draws: int, vocab: int) -> list[dict[str, Any]]:
-    """p-values of the drawn frequencies for flat, peaked and realistic logits (Zipf's law over the vocabulary)."""
+    """Test with chi-squared whether the samples follow the softmax, for flat, peaked and Zipf-distributed logits.
+
+    A result is right if p > 1e-3. Tokens that are expected fewer than 10 times are counted together.
+
+    Args:
+        device: Device of the logits.
+        backend: Implementation of the sampler.
+        draws: Samples per distribution.
+        vocab: Entries of the Zipf distribution, which resembles real text.
+
+    Returns:
+        Rows with the p-value of each distribution.
+    """
     zipf = -1.1 * torch.arange(1, vocab + 1).float().log()
     found = []
     for name, logits in (("flat", torch.zeros(64)), ("peaked", torch.linspace(0, 8, 64)), ("realistic", zipf)):
@@ -86,16 +133,23 @@ def chi_square(device: str, backend: str, draws: int, vocab: int) -> list[dict[s
         drawn = sample(logits.to(device).expand(draws, -1), seed=3, step=4, row_M=rows, backend=backend)
         observed = drawn.bincount(minlength=len(logits)).double().cpu()
         expected = logits.double().softmax(0) * draws
-        rare = expected < 10  # judged together
-        if rare.any():
-            observed, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected))
+        is_rare = expected < 10
+        if is_rare.any():
+            observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
+            expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
         p = float(chisquare(observed.numpy(), expected.numpy()).pvalue)
         found.append({"logits": name, "draws": draws, "p": p, "right": p > 1e-3})
     return found
 
 
 def without_host(sizes: Sizes) -> list[dict[str, Any]]:
-    """Forward, sample and backward of the head with every wait for the device made an error, then in a CUDA graph."""
+    """Check that the head runs without a host synchronisation and gives equal results from a CUDA graph.
+
+    Forward, sample and backward run once while torch turns every synchronisation into an error. They are then captured
+    and replayed; 99.9 % of the samples must be equal, and the gradients must agree to 1 % (relative).
+
+    Limits: needs a CUDA device with Triton.
+    """
     given = head_inputs(sizes, sizes.masked[0], "cuda", torch.bfloat16)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -112,8 +166,8 @@ def without_host(sizes: Sizes) -> list[dict[str, Any]]:
         waits = str(error).splitlines()[0]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # What a first call sets up (cuBLAS workspaces, compiled kernels) must be there before the capture: on a stream of
-    # its own, because the default stream cannot be captured.
+    # cuBLAS workspaces and compiled kernels, which a first call sets up, must exist before the capture. The calls run
+    # on a separate stream, because the default stream cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -128,9 +182,9 @@ def without_host(sizes: Sizes) -> list[dict[str, Any]]:
         tensor.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    # Products may take another cuBLAS kernel in a graph, which moves a near-tie.
+    # cuBLAS may choose another kernel in a graph; its rounding then decides near-ties between candidates differently.
     share = (captured[0] == expected[0]).double().mean().item()
-    gradients = max(relative_error(a, b.double()) for a, b in zip(captured[1:], expected[1:]))
+    gradients = max(relative_error(value, exact.double()) for value, exact in zip(captured[1:], expected[1:]))
     return [
         {"what": "the host waits for nothing", "found": waits or "no wait", "right": not waits},
         {"what": "share of equal tokens from a CUDA graph", "found": share, "right": share > 0.999},

@@ -1,27 +1,30 @@
-"""Where a step of the large model goes on a GPU, and what others take for it: parts of `gpu.py`.
+"""Breakdown of a training step of the large model on a GPU, and the same step by Hugging Face: two parts of `gpu.py`.
 
-    breakdown  64 rows: milliseconds by tower and direction, and of kernels by kind
-    rivals     64 rows: Hugging Face's modules doing the same step, plain and under DeepSpeed, where they are installed
+    breakdown  64 rows: milliseconds of each part of the step, and of its kernels by kind
+    rivals     64 rows: the step of Hugging Face's modules, in plain torch and under DeepSpeed, where installed
 
-Both sides are bf16 throughout, with the config's dropout and the same weights, masks and samples' distribution;
-DeepSpeed adds fp32 master weights, as it always does.
+Both sides use bf16 throughout, the config's dropout, and the same weights, masks and distribution of samples.
+
+Limits: DeepSpeed also keeps fp32 master weights, which the plain steps of both sides do not have.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_parts.steps import SPECIAL, Rows, StepBench, free, step_input, train
 
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
-KINDS = {  # of kernels, by a word in their names; the first that fits
+# Kinds of kernels, each with words of kernel names. A kernel belongs to the first kind that matches.
+KINDS = {
     "attention": ("flash", "fmha", "attention", "sdpa", "flex"),
     "head": ("mlm_head", "head_"),
     "dropout + norm": ("dropout_add_norm", "layer_norm", "dropout"),
@@ -34,60 +37,87 @@ KINDS = {  # of kernels, by a word in their names; the first that fits
 
 
 def breakdown(bench: StepBench) -> Rows:
-    """Where a step's time goes: by part of the model (the generator's backward early), and by kind of kernel."""
+    """Measure the milliseconds of a training step by part of the step, and by kind of kernel.
+
+    The parts are run one after another, with the generator's backward pass before the discriminator's forward pass.
+    The rows are those of the last of three runs. The kernels are summed by torch's profiler over one ordinary step.
+    """
     batch = bench.batches[1]
-    module, ids_BS = bench.module(bench.backend), bench.ids(batch)
+    module = bench.module(bench.backend)
+    ids_BS = bench.ids(batch)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not bench.smoke)
-    train(module, optimizer, ids_BS)  # states of the optimizer, compiled kernels
+    train(module, optimizer, ids_BS)  # Creates the optimizer's states and compiles kernels before anything is timed.
     rows: Rows = []
     for _ in range(1 if bench.smoke else 3):
-        rows = [_part(bench, *each) for each in _parts(module, optimizer, ids_BS)]
+        rows = [_part(bench, name, action) for name, action in _parts(module, optimizer, ids_BS)]
     activities = [torch.profiler.ProfilerActivity.CPU if bench.smoke else torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         train(module, optimizer, ids_BS)
     spent: Counter[str] = Counter()
     for event in profiler.key_averages():
-        name = event.key.lower()
-        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "the rest")
-        spent[kind] += (event.self_cpu_time_total if bench.smoke else event.self_device_time_total) / 1e3
+        microseconds = event.self_cpu_time_total if bench.smoke else event.self_device_time_total
+        spent[_kind_of(event.key.lower())] += microseconds / 1e3
     rows += [{"operation": "kernels", "by": kind, "ms": ms, "peak_bytes": 0} for kind, ms in spent.most_common()]
     free()
     return rows
 
 
+def _kind_of(kernel: str) -> str:
+    """Return the first kind of `KINDS` of which a word occurs in the kernel's lower-case name, or "the rest"."""
+    for kind, words in KINDS.items():
+        if any(word in kernel for word in words):
+            return kind
+    return "the rest"
+
+
 def _parts(
     module: ReplacedTokenDetection, optimizer: torch.optim.Optimizer, ids_BS: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, what it does), to be done in order; values go from one to the next."""
-    kept: dict[str, Any] = {}
+    """Yield the parts of one training step as (name, action).
+
+    The caller must run each action before it asks for the next part, because a part uses the results of earlier ones.
+    The masks are computed between two parts, outside of any time.
+    """
+    results: dict[str, Any] = {}
     given = step_input(module, ids_BS)
 
-    def keep(name: str, make: Callable[[], Any]) -> Callable[[], None]:
-        return lambda: kept.__setitem__(name, make())
+    def storing(name: str, compute: Callable[[], Any]) -> Callable[[], None]:
+        """Return an action that stores the result of `compute` under a name."""
 
-    yield "positions and attention mask", keep("batch", lambda: module.batch(given))
-    kept["masking"] = module.mask(kept["batch"])
-    yield "generator, forward", keep("states", lambda: module.generator_states(kept["batch"], kept["masking"]))
-    yield "head, forward", keep("mlm", lambda: module.fill(kept["batch"], kept["masking"], kept["states"]))
-    yield "generator and head, backward", lambda: (given.first_scale * kept["mlm"].loss_sum).backward()
-    replaced = keep("new", lambda: module.replace(kept["batch"], kept["masking"], kept["mlm"].sampled_M))
-    yield "replacing", replaced
-    yield "discriminator, forward", keep("read", lambda: module.read(kept["batch"], kept["new"][0]))
-    tail, real_BS = module.towers.discriminator_head, kept["batch"].layout.is_real_BS
-    yield "tail, forward", keep("rtd", lambda: tail(kept["read"], kept["new"][1], real_BS, backend=module.backend))
+        def action() -> None:
+            results[name] = compute()
+
+        return action
+
+    yield "positions and attention mask", storing("batch", lambda: module.batch(given))
+    batch = results["batch"]
+    masking = module.mask(batch)
+    yield "generator, forward", storing("states", lambda: module.generator_states(batch, masking))
+    yield "head, forward", storing("mlm", lambda: module.fill(batch, masking, results["states"]))
+    yield "generator and head, backward", lambda: (given.first_scale * results["mlm"].loss_sum).backward()
+    yield "replacing", storing("replaced", lambda: module.replace(batch, masking, results["mlm"].sampled_M))
+    corrupted_BS, label_BS = results["replaced"]
+    yield "discriminator, forward", storing("read", lambda: module.read(batch, corrupted_BS))
+    tail = module.towers.discriminator_head
+    real_BS = batch.layout.is_real_BS
+    yield "tail, forward", storing("rtd", lambda: tail(results["read"], label_BS, real_BS, backend=module.backend))
     weight = module.objective.rtd_weight * given.second_scale
-    yield "discriminator and tail, backward", lambda: (weight * kept["rtd"].loss_sum).backward()
+    yield "discriminator and tail, backward", lambda: (weight * results["rtd"].loss_sum).backward()
     yield "optimizer", lambda: (optimizer.step(), optimizer.zero_grad())
 
 
-def _part(bench: StepBench, name: str, do: Callable[[], Any]) -> dict[str, Any]:
+def _part(bench: StepBench, name: str, action: Callable[[], Any]) -> dict[str, Any]:
+    """Run one part of a step once and return its row, with milliseconds by CUDA events and absolute peak memory.
+
+    The smoke run only runs the part; its row has 0 ms and 0 bytes.
+    """
     if bench.smoke:
-        do()
+        action()
         return {"operation": "part", "by": name, "ms": 0.0, "peak_bytes": 0}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.reset_peak_memory_stats()
     begin.record()
-    do()
+    action()
     end.record()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
@@ -95,36 +125,64 @@ def _part(bench: StepBench, name: str, do: Callable[[], Any]) -> dict[str, Any]:
 
 
 def time_rivals(bench: StepBench) -> Rows:
-    """Hugging Face's joint step from the same weights; `gathered` takes the masked slots before the vocabulary."""
-    batch, operation = bench.batches[1], f"step B={bench.batches[1]}"
+    """Time the joint step of Hugging Face's modules from the same weights, in plain torch and under DeepSpeed.
+
+    In the rows named "gathered", the generator's head is computed at the masked positions only. What is not installed
+    is a row with `failed`.
+    """
+    batch = bench.batches[1]
+    operation = f"step B={batch}"
     if importlib.util.find_spec("transformers") is None:
-        return [{"operation": operation, "by": "Hugging Face", "failed": "transformers is not installed here"}]
-    found = []
+        failure = "transformers is not installed; install it to compare with Hugging Face"
+        return [{"operation": operation, "by": "Hugging Face", "failed": failure}]
+    with_deepspeed = not bench.smoke and importlib.util.find_spec("deepspeed") is not None
+    rows = []
     for gathered in (False, True):
         for engine in ("torch", "DeepSpeed ZeRO-1"):
             by = f"Hugging Face{', gathered' if gathered else ''} ({engine})"
-            if engine != "torch" and (bench.smoke or importlib.util.find_spec("deepspeed") is None):
-                found.append({"operation": operation, "by": by, "failed": "deepspeed is not used here"})
+            under_deepspeed = engine != "torch"
+            if under_deepspeed and not with_deepspeed:
+                failure = "deepspeed is not installed, or this is a smoke run"
+                rows.append({"operation": operation, "by": by, "failed": failure})
                 continue
-            step = _rival(bench, bench.ids(batch), gathered=gathered, under_deepspeed=engine != "torch")
-            found.append(bench.time(operation, by, batch, step))
-            del step
+            step = _rival(bench, bench.ids(batch), gathered=gathered, under_deepspeed=under_deepspeed)
+            rows.append(bench.time(operation, by, batch, step))
+            del step  # Frees the model before the next is built.
             free()
-    return found
+    return rows
+
+
+class _Trainable(NamedTuple):
+    """A Hugging Face model with the three calls of a training step, in plain torch or under DeepSpeed."""
+
+    module: Any  # Its call returns `step_parts.rival.Losses`.
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+    zero_grad: Callable[[], Any]
 
 
 def _rival(bench: StepBench, ids_BS: torch.Tensor, *, gathered: bool, under_deepspeed: bool) -> Callable[[], None]:
-    """A step; everything is made in the first, so that what it fails of is the row's."""
-    objective, made = bench.config.objective, []
+    """Return a function that takes a training step of Hugging Face's modules.
 
-    def make() -> Any:
+    Model and optimizer are built in its first call, so that the caller records an error or too little memory as a row.
+
+    Args:
+        bench: Config, initial weights and device.
+        ids_BS: [B, S] int64 token ids.
+        gathered: Whether the generator's head is computed at the masked positions only.
+        under_deepspeed: Whether DeepSpeed runs the step, with ZeRO stage 1 in a group of one rank.
+    """
+    objective = bench.config.objective
+
+    @functools.cache
+    def build() -> _Trainable:
         from step_parts.rival import HuggingFace
 
         module = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered)
         module = module.to(bench.device, bench.dtype).train()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not bench.smoke)
         if not under_deepspeed:
-            return module, optimizer.step, optimizer.zero_grad, lambda loss: loss.backward()
+            return _Trainable(module, torch.Tensor.backward, optimizer.step, optimizer.zero_grad)
         import deepspeed
 
         for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
@@ -137,15 +195,13 @@ def _rival(bench: StepBench, ids_BS: torch.Tensor, *, gathered: bool, under_deep
             "zero_allow_untested_optimizer": True,
         }
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-        return engine, engine.step, lambda: None, engine.backward
+        return _Trainable(engine, engine.backward, engine.step, lambda: None)  # DeepSpeed clears gradients in `step`.
 
     def step() -> None:
-        if not made:
-            made.extend(make())
-        module, update, clear, backward = made
-        losses = module(ids_BS, torch.arange(len(ids_BS), device=ids_BS.device), 0, 1)
-        backward(objective.mlm_weight * losses.mlm + objective.rtd_weight * losses.rtd)
-        update()
-        clear()
+        trainable = build()
+        losses = trainable.module(ids_BS, torch.arange(len(ids_BS), device=ids_BS.device), 0, 1)
+        trainable.backward(objective.mlm_weight * losses.mlm + objective.rtd_weight * losses.rtd)
+        trainable.update()
+        trainable.zero_grad()
 
     return step

@@ -1,11 +1,13 @@
-"""One training step of ELECTRA-Large on one GPU, in every way of ours: a part of `gpu.py`.
+"""Timing of one training step of ELECTRA-Large on one GPU, with each of our options: two parts of `gpu.py`.
 
-    steps      32, 64, 128 rows: kernels and references, eager and with compiled layers
-    fusions    64 rows: each fused operation alone back to its reference; without attention dropout by sdpa and by
-               FlexAttention; the generator's gradients made early; activations computed again
+    steps      32, 64 and 128 rows: kernels and references, eager and with compiled layers
+    fusions    64 rows: each fused operation alone replaced by its reference; no attention dropout, with sdpa and with
+               FlexAttention; the generator's gradients computed early; activations recomputed
 
-A step is forward, backward of both losses and fused AdamW, all bf16 (no fp32 master weights), with the
-config's dropout. MFU is `model/flops.py`'s count over the card's listed peak. Rows hold packed examples.
+A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
+FLOPs that `model/flops.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
+
+Limits: no fp32 master weights, no DeepSpeed and no data loading.
 
 Shapes: B rows, S tokens.
 """
@@ -44,43 +46,77 @@ RowOf = Callable[..., dict[str, Any]]
 
 
 class StepBench:
-    """The model on the device, once; ways of stepping it; rows of their times."""
+    """Timer of training steps of one model.
+
+    It holds the config and the initial weights, which every variant copies, and turns a step into a row of the table.
+    """
 
     def __init__(self, device: str, backend: str, smoke: bool, row_of: RowOf) -> None:
-        small = [*TOY, "model.vocab_size=300", "data.seq_len=32", "model.max_positions=32", "model.hidden_dropout=0"]
-        self.config: Config = load_config(CONFIG, small if smoke else [])
-        self.device, self.backend, self.smoke, self._row_of = device, backend, smoke, row_of
+        """Load the config and build the initial weights.
+
+        Args:
+            device: "cuda" or "cpu".
+            backend: Implementation of the fused operations.
+            smoke: Whether to use the toy model in fp32.
+            row_of: `gpu.row_of`, which times a call and returns its row.
+        """
+        toy = [*TOY, "model.vocab_size=300", "data.seq_len=32", "model.max_positions=32", "model.hidden_dropout=0"]
+        self.config: Config = load_config(CONFIG, toy if smoke else [])
+        self.device = device
+        self.backend = backend
+        self.smoke = smoke
+        self._row_of = row_of
         self.dtype = torch.float32 if smoke else torch.bfloat16
         self.batches = (1, 2, 4) if smoke else (32, 64, 128)
         self.towers = build_towers(self.config.model, 1)
 
     @functools.cached_property
     def peak(self) -> float | None:
-        """Dense bf16 FLOP/s of the card, where it is listed."""
+        """Return the dense bf16 peak of the GPU in FLOP/s; None if it is not listed, and in the smoke run."""
         return None if self.smoke else peak_flops(torch.cuda.get_device_name())
 
     def module(self, backend: str, *, compiled: bool = False) -> ReplacedTokenDetection:
-        """A fresh copy of the same initial weights."""
-        made = ReplacedTokenDetection(copy.deepcopy(self.towers), self.config.objective, SPECIAL, backend)
-        made = made.to(self.device, self.dtype).train()
+        """Return a new module in training mode with a copy of the initial weights, on the device.
+
+        Args:
+            backend: Implementation of the fused operations.
+            compiled: Whether to compile the layers with torch.compile.
+        """
+        module = ReplacedTokenDetection(copy.deepcopy(self.towers), self.config.objective, SPECIAL, backend)
+        module = module.to(self.device, self.dtype).train()
         if compiled:
-            compile_layers(made, backend="aot_eager" if self.smoke else "inductor")
-        return made
+            compile_layers(module, backend="aot_eager" if self.smoke else "inductor")
+        return module
 
     def ids(self, batch: int) -> torch.Tensor:
-        """[B, S] packed rows of examples of any length."""
-        generator, length = torch.Generator().manual_seed(0), self.config.data.seq_len
+        """Return packed rows of random examples of any length, int64 [batch, S], on the device.
+
+        Equal calls return equal rows.
+        """
+        generator = torch.Generator().manual_seed(0)
+        seq_len = self.config.data.seq_len
         examples = []
-        for _ in range(8 * batch):
-            size = int(torch.randint(5, length + 1, (), generator=generator))
-            example = torch.randint(5, self.config.model.vocab_size, (size,), generator=generator)
-            example[0], example[size // 2], example[-1] = SPECIAL.cls, SPECIAL.sep, SPECIAL.sep
+        for _ in range(8 * batch):  # More examples than fit into the rows.
+            length = int(torch.randint(5, seq_len + 1, (), generator=generator))
+            example = torch.randint(5, self.config.model.vocab_size, (length,), generator=generator)
+            example[0], example[length // 2], example[-1] = SPECIAL.cls, SPECIAL.sep, SPECIAL.sep
             examples.append(example.tolist())
-        rows = make_rows(examples, length, SPECIAL.pad, np.uint16, "rows")[:batch]
+        rows = make_rows(examples, seq_len, SPECIAL.pad, np.uint16, "rows")[:batch]
         return torch.from_numpy(rows.astype(np.int64)).to(self.device)
 
     def time(self, operation: str, by: str, batch: int, step: Callable[[], object]) -> dict[str, Any]:
-        """A row: milliseconds, tokens a second, MFU, peak memory above weights and optimizer state."""
+        """Time a training step and return its row of the table.
+
+        Args:
+            operation: What is measured; first column of the row.
+            by: Variant that is measured.
+            batch: Rows of the step, from which the tokens follow.
+            step: The step. Its first calls, which may compile or build a model, are warm-up and not timed.
+
+        Returns:
+            The row of `gpu.row_of`, with tokens per second and, where the GPU's peak is known, MFU. Peak memory is
+            above weights and optimizer states.
+        """
         row = self._row_of(operation, by, step, self.smoke, repeats=5)
         if "ms" in row:
             row["tokens_per_s"] = 1e3 * batch * self.config.data.seq_len / row["ms"]
@@ -90,100 +126,141 @@ class StepBench:
         return row
 
     def of_module(self, operation: str, by: str, batch: int, make: Callable[[], Objective]) -> dict[str, Any]:
-        """`time` of the training step of what `make` makes; its failure, memory too, is the row's."""
-        made: list[Any] = []
-        ids_BS = self.ids(batch)  # before anything is timed
+        """Time the training step of a module of ours and return its row of the table.
+
+        Args:
+            operation: What is measured; first column of the row.
+            by: Variant that is measured.
+            batch: Rows of the step.
+            make: Builds the module. It is called in the first step, so that an error or too little memory is recorded
+                in the row and does not end the script.
+        """
+        ids_BS = self.ids(batch)
+
+        @functools.cache
+        def module_and_optimizer() -> tuple[Objective, torch.optim.Optimizer]:
+            module = make()
+            return module, torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not self.smoke)
 
         def step() -> None:
-            if not made:
-                module = make()
-                made.extend([module, torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not self.smoke)])
-            train(*made, ids_BS)
+            module, optimizer = module_and_optimizer()
+            train(module, optimizer, ids_BS)
 
         return self.time(operation, by, batch, step)
 
 
 def encoders(module: Objective) -> list[Encoder]:
-    return [each for each in module.modules() if isinstance(each, Encoder)]
+    """Return the encoders of a module: one for each tower."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, Encoder)]
 
 
 def step_input(module: Objective, ids_BS: torch.Tensor) -> StepInput:
-    """Return step 0 over rows that are the whole global batch."""
+    """Return the input of step 0, with the given rows as its whole global batch.
+
+    Args:
+        module: Objective, whose config decides which tokens the losses are means over.
+        ids_BS: [B, S] int64 token ids.
+    """
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
     return StepInput(ids_BS, torch.arange(len(ids_BS), device=ids_BS.device), 0, 1, *scales)
 
 
 def train(module: Objective, optimizer: torch.optim.Optimizer, ids_BS: torch.Tensor) -> None:
-    """One step of ours."""
+    """Take one training step of our module: forward, backward of both losses, and update."""
     module(step_input(module, ids_BS)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def time_steps(bench: StepBench) -> Rows:
-    """Micro-batches, kernels and references, eager and compiled."""
-    found = []
+    """Time the training step for each micro-batch, with kernels and references, eager and with compiled layers."""
+    rows = []
     for batch in bench.batches:
         for backend in dict.fromkeys((bench.backend, "reference")):
             for compiled in (False, True):
                 by = f"compiled layers ({backend})" if compiled else f"ours ({backend})"
                 make = functools.partial(bench.module, backend, compiled=compiled)
-                found.append(bench.of_module(f"step B={batch}", by, batch, make))
+                rows.append(bench.of_module(f"step B={batch}", by, batch, make))
                 free()
-    return found
+    return rows
 
 
 def time_fusions(bench: StepBench) -> Rows:
-    """What each fusion, each way of attention and each way of saving memory is worth, alone."""
-    batch, found = bench.batches[1], []
+    """Time the training step with one change at a time, which shows the effect of each alone.
 
-    def measured(by: str, change: Callable[[ReplacedTokenDetection], None] = lambda module: None) -> None:
+    The changes are: one fused operation replaced by its reference, attention without dropout, early gradients of the
+    generator, and recomputed activations. The first row is the step without a change.
+    """
+    batch = bench.batches[1]
+    rows: Rows = []
+
+    def time_with(by: str, change: Callable[[ReplacedTokenDetection], None] | None = None) -> None:
+        """Time the step of a new module after `change` was applied to it, and append its row."""
+
         def make() -> ReplacedTokenDetection:
             module = bench.module(bench.backend)
-            change(module)
+            if change is not None:
+                change(module)
             return module
 
-        found.append(bench.of_module(f"step B={batch}", by, batch, make))
+        rows.append(bench.of_module(f"step B={batch}", by, batch, make))
         free()
 
-    measured("ours")
+    time_with("ours")
     for name in FUSIONS:
         with by_reference(name):
-            measured(f"ours without {name}")
+            time_with(f"ours without {name}")
     for backend in ("sdpa", "flex"):
-        if bench.device == "cuda" or backend == "sdpa":  # FlexAttention has no backward on a CPU
+        if bench.device == "cuda" or backend == "sdpa":  # FlexAttention has no backward pass on a CPU.
             change = functools.partial(_without_attention_dropout, backend)
-            measured(f"ours, {backend}, no attention dropout", change)
-    measured("ours, generator early", lambda module: setattr(module, "early_generator", True))
-    measured("ours, activations again", _recompute)
-    return found
+            time_with(f"ours, {backend}, no attention dropout", change)
+    time_with("ours, generator early", _compute_generator_gradients_early)
+    time_with("ours, activations again", _recompute)
+    return rows
 
 
 @contextlib.contextmanager
 def by_reference(name: str) -> Iterator[None]:
-    """The operation of `electra_kernels.name` by its reference, whatever backend is demanded."""
+    """Make one fused operation use its reference within the `with` block, whatever backend its callers pass.
+
+    It replaces the function by which the operation's module chooses a backend, so it affects the whole process.
+
+    Args:
+        name: Module of the operation in `electra_kernels`.
+    """
     kernel = importlib.import_module(f"electra_kernels.{name}")
-    resolver = "resolve" if hasattr(kernel, "resolve") else "resolve_without_cuda"
-    kept = getattr(kernel, resolver)
-    setattr(kernel, resolver, lambda *_: "reference")
+    resolver_name = "resolve" if hasattr(kernel, "resolve") else "resolve_without_cuda"
+    original_resolver = getattr(kernel, resolver_name)
+    setattr(kernel, resolver_name, lambda *_: "reference")
     try:
         yield
     finally:
-        setattr(kernel, resolver, kept)
+        setattr(kernel, resolver_name, original_resolver)
 
 
 def _without_attention_dropout(backend: str, module: ReplacedTokenDetection) -> None:
+    """Set the attention implementation ("sdpa" or "flex") of a module and switch its attention dropout off."""
     module.attention = AttentionChoice(backend, "benchmark")
-    for each in module.modules():
-        if isinstance(each, SelfAttention):
-            each.dropout = 0.0
+    for submodule in module.modules():
+        if isinstance(submodule, SelfAttention):
+            submodule.dropout = 0.0
+
+
+def _compute_generator_gradients_early(module: ReplacedTokenDetection) -> None:
+    """Make a module compute the generator's gradients before the discriminator runs.
+
+    The activations of the two towers are then never in memory together.
+    """
+    module.early_generator = True
 
 
 def _recompute(module: ReplacedTokenDetection) -> None:
-    for each in encoders(module):
-        each.recompute = True
+    """Make a module keep only the inputs of its layers and recompute the activations in the backward pass."""
+    for encoder in encoders(module):
+        encoder.recompute = True
 
 
 def free() -> None:
+    """Return cached, unused GPU memory to the device, so that the next variant starts like the first."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
-"""Our step on packed rows and on rows of one example each, otherwise the same: real tokens a second.
+"""Comparison of our training step on packed rows and on rows of one example each, in real tokens per second.
 
-The rows come from two corpora of one text, or are synthetic: examples of random ids, of which `FULL_SHARE` are full
-and the rest are of any length, as the ends of documents are.
+A part of `step.py`. Real tokens are those that are not padding. The rows come from two corpora of one text or are
+synthetic: examples of random ids, of which the share `FULL_SHARE` fill a row and the others have any length, as the
+ends of documents do.
 """
 
 from __future__ import annotations
@@ -24,60 +25,89 @@ FULL_SHARE = 0.7
 
 
 def corpus_rows(url: str, num_rows: int) -> tuple[torch.Tensor, SpecialIds]:
-    """Rows spread over the first shard of a local corpus, and its special ids."""
+    """Return rows spread evenly over the first shard of a local corpus, and the corpus's special token ids.
+
+    Args:
+        url: Folder of the corpus; an s3:// address fails, because the shard is read in place.
+        num_rows: Rows to return; a row repeats if the shard has fewer.
+
+    Returns:
+        [num_rows, S] int64 token ids, and the special ids.
+    """
     store = open_store(url)
     manifest = read_manifest(store)
     path = store.local_path(manifest.shards[0].name)
-    assert path is not None, f"{url}: give a local corpus"
+    assert path is not None, f"the corpus {url} is not on a local disk; copy it to a folder and pass the folder"
     shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
     rows = shard.rows(np.linspace(0, shard.num_rows - 1, num_rows).astype(np.int64))
     return torch.from_numpy(rows.astype(np.int64)), SpecialIds.from_tokens(manifest.tokenizer.special)
 
 
 def _stepper(config: Config, special: SpecialIds, batches: Sequence[torch.Tensor]) -> Callable[[], object]:
-    """Each call: one step on the next batch."""
-    way, numbered = ours(config, special), iter(enumerate(batches))
+    """Return a function that takes one fp32 training step of a new model on the next batch at each call."""
+    way = ours(config, special)
+    numbered_batches = iter(enumerate(batches))
 
-    def once() -> object:
-        number, ids_BS = next(numbered)
+    def step() -> object:
+        number, ids_BS = next(numbered_batches)
         return take_step(way, ids_BS, number, "fp32", config.optimizer.clip_norm)
 
-    return once
+    return step
 
 
 def compare_packing(config: Config, arguments: argparse.Namespace) -> Json:
-    """Our step on packed rows and on rows of one example each: real tokens a second."""
-    num_rows = BATCH * (arguments.rounds + 1)
+    """Time our step on packed and on padded rows in turn.
+
+    Args:
+        config: Config of the model and the optimizer.
+        arguments: Options of `step.py`; `rounds`, `corpus` and `padded_corpus` are read.
+
+    Returns:
+        For "packed" and "padded": seconds of each step, share of real tokens in a row, real tokens per second, and the
+        rate of packed rows divided by its own rate.
+    """
+    num_rows = BATCH * (arguments.rounds + 1)  # One batch is for the round that is not timed.
     if arguments.corpus:
-        found = {
+        sources = {
             "packed": corpus_rows(arguments.corpus, num_rows),
             "padded": corpus_rows(arguments.padded_corpus, num_rows),
         }
     else:
-        found = {
+        sources = {
             "packed": (synthetic_rows(config, "rows", num_rows, FULL_SHARE), SPECIAL),
             "padded": (synthetic_rows(config, "none", num_rows, FULL_SHARE), SPECIAL),
         }
-    calls, real = {}, {}
-    for name, (rows, ids) in found.items():
+    steppers = {}
+    real_tokens: dict[str, list[int]] = {}  # Of each timed step.
+    for name, (rows, special) in sources.items():
         batches = rows.split(BATCH)
-        calls[name] = _stepper(config, ids, batches)
-        real[name] = [int((batch != ids.pad).sum()) for batch in batches[1:]]
-    seconds = alternate(calls, arguments.rounds)
-    rates = {name: [tokens / s for tokens, s in zip(real[name], seconds[name], strict=True)] for name in calls}
+        steppers[name] = _stepper(config, special, batches)
+        real_tokens[name] = [int((batch != special.pad).sum()) for batch in batches[1:]]
+    seconds = alternate(steppers, arguments.rounds)
+    rates = {
+        name: [tokens / elapsed for tokens, elapsed in zip(real_tokens[name], seconds[name], strict=True)]
+        for name in steppers
+    }
     return {
         name: {
             "seconds": seconds[name],
-            "real_share": sum(real[name]) / (len(real[name]) * BATCH * config.data.seq_len),
+            "real_share": sum(real_tokens[name]) / (len(real_tokens[name]) * BATCH * config.data.seq_len),
             "real_tokens_per_s": summary(rates[name]),
             "ratio": ratio(rates["packed"], rates[name]),
         }
-        for name in calls
+        for name in steppers
     }
 
 
 def report_packing(found: Json, facts: str, arguments: argparse.Namespace, argv: Sequence[str] | None) -> Json:
-    """Print and record packed against padded rows."""
+    """Print the table of packed and padded rows and return the record of the run.
+
+    Args:
+        found: Result of `compare_packing`.
+        facts: Size of the batch and number of threads, as text.
+        arguments: Options of `step.py`.
+        argv: Words of the command line; None means those of this process.
+    """
     text = "the corpora given" if arguments.corpus else f"{FULL_SHARE:.0%} of examples full, the rest of any length"
     print(f"fp32, {facts}; {text}")
     rows = [

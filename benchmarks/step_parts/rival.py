@@ -1,14 +1,15 @@
-"""The joint step out of Hugging Face's modules: what `step.py` compares ours with.
+"""Joint ELECTRA step built from Hugging Face's modules, with which `step.py` compares our step.
 
-ElectraForMaskedLM and ElectraForPreTraining share their embeddings and start from our weights. The masks are ours, so
-both learn from the same slots; samples are Gumbel-max over the generator's logits, as Google's code draws them; the
-losses are cross-entropy over the slots and 50 x binary cross-entropy over all real tokens; torch's AdamW (foreach)
-updates. Two ways to use the generator:
+ElectraForMaskedLM and ElectraForPreTraining share their embeddings and start from our weights. The masks are computed
+by our code, so both sides learn from the same slots. Samples are drawn by Gumbel-max over the generator's logits, as
+Google's code does. The losses are cross-entropy over the slots and binary cross-entropy over all real tokens; the
+caller weights and adds them. The generator is used in one of two ways:
 
-    as published   ElectraForMaskedLM is called: logits at every position, of which the slots are taken
-    gathered       its encoder is called, the slots are taken, then its head: what a careful user writes
+    as published   ElectraForMaskedLM computes logits at every position, and the slots are taken from these
+    gathered       the slots are taken from its encoder's states, and only they go through its head, as a user would
+                   write it who looks for speed
 
-Shapes: B rows, S tokens, N slots a row, M = B * N, V tokens.
+Shapes: B rows, S tokens, N slots (masked positions) per row, M = B * N, V entries of the vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -27,37 +28,56 @@ from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
 
 
 class Losses(NamedTuple):
-    """Of one forward: the mean over the slots, and over the real tokens."""
+    """Both mean losses of one joint forward, as scalar tensors with gradients."""
 
-    mlm: torch.Tensor
-    rtd: torch.Tensor
+    mlm: torch.Tensor  # Mean over the filled slots.
+    rtd: torch.Tensor  # Mean over the real tokens.
 
 
 class HuggingFace(torch.nn.Module):
-    """Both modules and the objective between them; its forward is one joint forward."""
+    """Hugging Face's generator and discriminator with shared embeddings; calling it computes both ELECTRA losses."""
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, *, gathered: bool
     ) -> None:
-        """Modules with the weights of `towers`."""
+        """Build both modules and copy the weights of `towers` into them.
+
+        Args:
+            towers: Our model, whose weights are copied.
+            objective: Share and kind of masking.
+            special: Ids of the special tokens.
+            gathered: Whether the generator's head is computed at the masked slots only.
+        """
         super().__init__()
         model = towers.model
-        self.objective, self.special, self.gathered = objective, special, gathered
+        self.objective = objective
+        self.special = special
+        self.gathered = gathered
         self.generator = ElectraForMaskedLM(_config(model, "generator", special))
         self.discriminator = ElectraForPreTraining(_config(model, "discriminator", special))
         state = towers.state_dict()
-        self.generator.load_state_dict(to_hf_generator(state, model), strict=False)  # its output table is tied
+        # Not strict: the output table is tied to the embeddings and therefore absent from the state.
+        self.generator.load_state_dict(to_hf_generator(state, model), strict=False)
         self.discriminator.load_state_dict(to_hf_discriminator(state, model))
         self.discriminator.electra.embeddings = self.generator.electra.embeddings
 
     def forward(
         self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, sampled_M: torch.Tensor | None = None
     ) -> Losses:
-        """The losses; `sampled_M` replaces the samples where both sides shall read the same text."""
+        """Return both losses of one batch.
+
+        Args:
+            ids_BS: [B, S] int64 token ids.
+            row_B: [B] int64 row numbers in the global batch, which key the masks.
+            step: Number of the step, which keys the masks.
+            seed: Seed of the masks. The samples are drawn by torch's global generator.
+            sampled_M: [M] int64 tokens that replace the samples; None draws samples from the generator's logits. Two
+                models that get the same tokens read the same corrupted text.
+        """
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
         inputs = {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
-        if layout.example_BS.max() > 0:  # packed rows: no attention across examples
+        if layout.example_BS.max() > 0:  # In packed rows, examples must not attend to each other.
             inputs |= {"attention_mask": attention_bias(layout, torch.float32), "position_ids": layout.position_BS}
         weight_M = masking.weight_BN.flatten()
         target_BN = ids_BS.gather(1, masking.position_BN)
@@ -68,7 +88,7 @@ class HuggingFace(torch.nn.Module):
             noise_MV = -torch.log(-torch.log(torch.rand_like(logits_MV).clamp_(1e-9, 1 - 6e-8)))
             sampled_M = (logits_MV.detach() + noise_MV).argmax(-1)
         chosen_BN = torch.where(masking.weight_BN > 0, sampled_M.view_as(target_BN), target_BN)
-        # Empty slots point at position 0, a [CLS], which is never masked.
+        # Empty slots point at position 0, which holds [CLS] and is never masked. They write its own id back.
         corrupted_BS = ids_BS.scatter(1, masking.position_BN, chosen_BN)
         logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float()
         label_BS = (corrupted_BS != ids_BS).float()
@@ -77,7 +97,7 @@ class HuggingFace(torch.nn.Module):
         return Losses(mlm, rtd)
 
     def _slot_logits(self, masking: Masking, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[M, V]."""
+        """Return the generator's logits at the masked slots, [M, V]."""
         position_BN = masking.position_BN[:, :, None]
         if not self.gathered:
             logits_BSV = self.generator(input_ids=masking.input_BS, **inputs).logits
@@ -88,6 +108,7 @@ class HuggingFace(torch.nn.Module):
 
 
 def _config(model: ModelConfig, tower: str, special: SpecialIds) -> ElectraConfig:
+    """Return the Hugging Face config of one tower ("generator" or "discriminator") of our model."""
     shape = getattr(model, tower)
     return ElectraConfig(
         vocab_size=model.vocab_size,

@@ -1,1 +1,1 @@
-"""Analysis of what a run recorded, as pure functions: goodput, run state, hangs, stragglers, the audit of rows."""
+"""Pure functions that analyze the records of a run: goodput, run state, hangs, stragglers, and the rows it used."""

@@ -1,7 +1,8 @@
-"""Goodput: where the time of a run went, from its ledger.
+"""Split the wall-clock time of a run into parts, and compute its goodput, from the run's ledger.
 
-Guarantee: pure functions of the events in ledger.jsonl and, for the time before a process starts, of the job lines in
-slurm/jobs.jsonl. The parts add up to the wall-clock time from the first submission (or process) to the last event.
+Guarantee: pure functions of the events in ledger.jsonl and of the job records in slurm/jobs.jsonl, which show the time
+before a process starts. The parts below, in seconds, add up to the wall-clock time from the first submission (without
+Slurm: from the start of the first process) to the last event.
 
     queue    waiting for nodes: from submitted (or requeued) to started
     boot     from the start of the job to the rank's process: batch script, srun, deepspeed
@@ -14,10 +15,12 @@ slurm/jobs.jsonl. The parts add up to the wall-clock time from the first submiss
     useful   steps that were kept
     down     everything not listed above: a fault until it is noticed, killing processes, reports
 
-Goodput is useful / (wall - queue): the run is not to blame for the time in the queue, which is shown separately.
+Goodput is useful / (wall - queue). The run cannot influence the time in the queue, which is therefore shown
+separately.
 
-Limits: events without `spent_s` (an older ledger, or a start that was killed before its first checkpoint) are filled
-in from the times between events. The seconds after the last event are not counted.
+Limits: if events have no `spent_s` (the seconds by activity; missing in an older ledger, and for a start that was
+killed before its first checkpoint), the seconds are estimated from the times of the events. The seconds after the last
+event are not counted.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ _PROGRESS_EVENTS = ("checkpoint", "stop", "done", "crash", "unhealthy", "rollbac
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of a run's wall-clock time: seconds by what they were spent on.
+    """Account of a run's wall-clock time: the seconds that were spent on each activity.
 
-    The parts add up to the time from the first submission to the last event; the module docstring defines each.
+    The fields `queue` to `down` add up to the time from the first submission to the last event. The docstring of this
+    module defines each of them.
     """
 
     queue: float = 0.0
@@ -58,28 +62,34 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Return the wall-clock seconds of the run: the sum of all parts."""
+        """Return the wall-clock seconds of the run: the sum of the fields `queue` to `down`."""
         return math.fsum(self.parts().values())
 
     @property
     def fraction(self) -> float | None:
-        """Return the goodput, useful / (wall - queue), in [0, 1]; None while there is no time outside the queue."""
+        """Return the goodput, in [0, 1]: the seconds of useful steps divided by all seconds outside the queue.
+
+        None if the run has spent no time outside the queue yet.
+        """
         outside_queue = self.wall - self.queue
         return self.useful / outside_queue if outside_queue > 0 else None
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part by its name, in the order in which a run comes to them."""
+        """Return the seconds of each activity by its name, from "queue" to "down", in the order of the fields."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps_lost", "starts")}
 
     def described(self) -> str:
-        """Return one line for people: all parts of at least half a second, the number of starts, the steps lost."""
+        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost."""
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
         return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of the ranks, as the ledger records it. Times are Unix seconds."""
+    """One start of a run's ranks, as the ledger records it: when it began and ended, and how its seconds were spent.
+
+    Points in time are Unix seconds.
+    """
 
     began: float  # start of the process
     setup: Mapping[str, float]  # seconds by part: import, build, restore
@@ -91,12 +101,15 @@ class RunStart:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps that `spent` covers."""
+        """Return the number of optimizer steps whose seconds `spent` contains."""
         return max(0, self.last_step - self.first_step)
 
     @property
     def compile_s(self) -> float:
-        """Return the seconds by which the first step was longer than the mean of the others; 0 with one step only."""
+        """Return the estimated seconds of compilation: how much longer the first step was than the mean of the others.
+
+        0 if the ledger covers fewer than two steps of this start.
+        """
         num_others = self.num_steps - 1
         if num_others <= 0:
             return 0.0
@@ -105,17 +118,18 @@ class RunStart:
 
     @property
     def steps_s(self) -> float:
-        """Return the seconds of all steps, without compilation and without waiting for rows."""
+        """Return the seconds of all steps of this start, without compilation and without waiting for rows."""
         all_steps_s = self.spent.get("first", 0.0) + self.spent.get("step", 0.0)
         return max(0.0, all_steps_s - self.spent.get("data", 0.0) - self.compile_s)
 
 
 def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
-    """Return where the time of a run went, up to its last event.
+    """Split the wall-clock time of a run, up to its last event, by the activities on which it was spent.
 
     Args:
-        ledger: events of ledger.jsonl, oldest first.
-        jobs: records of slurm/jobs.jsonl; without them queue and boot are 0, and their time counts as down.
+        ledger: events of ledger.jsonl, oldest first. If it has no start, all numbers of the result are 0.
+        jobs: records of slurm/jobs.jsonl; without them `queue` and `boot` are 0, and the time between two starts
+            counts as `down`.
     """
     starts = starts_of(ledger)
     if not starts:
@@ -141,9 +155,10 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
 
 
 def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
-    """Return the seconds of steps that were kept, the seconds of steps that were repeated later, and their number.
+    """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps).
 
-    A step is kept if the next start began at a later step.
+    A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
+    start are all kept.
     """
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
@@ -166,10 +181,10 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Return the line that a start prints: its step, the age of the checkpoint, the steps lost, the goodput so far.
+    """Return the line that a start of the ranks prints: its step, the checkpoint's age, steps lost, and goodput.
 
     Args:
-        ledger: events up to the start or resume event of this start, which must be there.
+        ledger: events up to the start or resume event of this start; that event must be included.
         jobs: records of slurm/jobs.jsonl.
     """
     starts = [event for event in ledger if event["event"] in STARTS]
@@ -215,16 +230,28 @@ def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
-    """Return the events after the start event at `index` and before that at `next_index`.
+    """Return the events of one start of the ranks, without its start event.
 
-    Events that an older attempt, cut off and given up, wrote late are left out.
+    Events with the number of another attempt are left out: an earlier start that was cut off from the network may
+    write them late.
+
+    Args:
+        ledger: all events, oldest first.
+        index: index of the start event in `ledger`.
+        next_index: index of the next start event, or the length of `ledger`.
     """
     attempt = ledger[index].get("attempt")
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
 
 def _estimated_spent_s(start: Record, progress: Sequence[Record]) -> dict[str, float]:
-    """Estimate the seconds of a start that no event records: stalls as recorded, all other time as steps."""
+    """Estimate how a start spent its seconds if its events do not record that: stalls as recorded, the rest as steps.
+
+    Args:
+        start: the start event.
+        progress: the later events of this start that record steps, such as checkpoints; without any, the result is
+            empty.
+    """
     if not progress:
         return {}
     stall = sum(event.get("stall_s", 0.0) + event.get("wait_s", 0.0) for event in progress)
@@ -240,12 +267,16 @@ def seconds_per_step(starts: Sequence[RunStart]) -> float:
 def _queue_and_boot(
     ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[RunStart]
 ) -> tuple[float, float]:
-    """Return the seconds before a start that its Slurm jobs waited for nodes, and that they took to start the process.
+    """Return (queue, boot) of one start of the ranks, in seconds.
 
-    Several jobs may begin before a start, if all but the last ended before they started the ranks.
+    `queue` is how long its Slurm jobs waited for nodes; `boot` is the time from the last job's start to the process.
+    Several Slurm jobs may begin before one start, if all but the last ended before they started the ranks.
 
     Args:
+        ledger: events of ledger.jsonl, oldest first.
+        jobs: records of slurm/jobs.jsonl, oldest first.
         number: index of the start in `starts`.
+        starts: all starts of the ledger, see `starts_of`.
     """
     start_indexes = [index for index, event in enumerate(ledger) if event["event"] in STARTS]
     own_index = start_indexes[number]
@@ -274,15 +305,21 @@ def _first_submission(jobs: Sequence[Record]) -> float:
 
 
 def _total(starts: Sequence[RunStart], field: str, part: str) -> float:
-    """Return the sum over all starts of one part of `setup` or `spent`, in seconds."""
+    """Return the seconds that all starts together spent on one activity.
+
+    Args:
+        starts: the starts to add up.
+        field: "setup" or "spent", the mapping of `RunStart` that has the activity.
+        part: name of the activity, for example "import"; a start without it counts as 0.
+    """
     return math.fsum(getattr(start, field).get(part, 0.0) for start in starts)
 
 
 def _time(event: Record) -> float:
-    """Return the time of an event in Unix seconds."""
+    """Return the time of a ledger event or job record in Unix seconds."""
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
 def _seconds(time: str | None) -> float | None:
-    """Return an ISO 8601 time in Unix seconds; None stays None."""
+    """Convert an ISO 8601 time to Unix seconds; None stays None."""
     return None if time is None else datetime.fromisoformat(time).timestamp()

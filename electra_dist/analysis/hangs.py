@@ -1,7 +1,9 @@
-"""Hang detection: a rank hangs if its last heartbeat is older than the limit of its phase.
+"""Detect hung ranks: a rank is hung if its last heartbeat is older than the limit of the phase that it is in.
 
-Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is learned from the rank's
-own step times; the other phases have fixed limits in seconds.
+The phases are setup, step, checkpoint, eval and done; each heartbeat contains the phase.
+
+Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is a multiple of the rank's
+own, learned step time; the other phases have fixed limits in seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from electra_dist.run.heartbeat import Beat, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Limits of the phases: seconds without a heartbeat after which a rank counts as hung."""
+    """Limits for the silence of a rank: seconds without a heartbeat, in each phase, after which it counts as hung."""
 
     setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
     step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
@@ -24,17 +26,17 @@ class HangLimits:
     eval_s: float = 600.0
 
     def of(self, beat: Beat) -> float:
-        """Return the limit in seconds of the phase that a rank is in; infinite once it is done."""
+        """Return the seconds for which a rank may be silent after its heartbeat `beat`; infinite if it is done."""
         if beat.phase == "step" and beat.step_s is not None:
             return max(self.step_floor_s, self.step_factor * beat.step_s)
         fixed_limits = {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}
         return fixed_limits.get(beat.phase, self.setup_s)
 
     def of_its_collective(self, beat: Beat) -> float:
-        """Return the limit in seconds for a collective of a rank that cannot see the heartbeats of the others.
+        """Return the seconds that a collective may take, as far as the rank that sent `beat` can know.
 
-        It is the limit of the rank's phase, except in the first step after a checkpoint or an evaluation: another rank
-        may still be in that phase, so the longest of the limits applies. See `hung`.
+        This is the limit of the rank's phase, except in the first step after a checkpoint or an evaluation: another
+        rank may still be in that phase, so the longest of the three limits applies.
         """
         is_first_step_of_phase = beat.phase == "step" and beat.time == beat.phase_since and beat.step_s is not None
         if is_first_step_of_phase:
@@ -43,7 +45,7 @@ class HangLimits:
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits that the `cluster` section of the config sets (its keys `hang_...`)."""
+    """Return the limits that the keys `hang_...` in the `cluster` section of the config set."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -74,18 +76,22 @@ def hung(
     ranks: Iterable[int] = (),
     everyone: Callable[[], Iterable[Beat]] = tuple,
 ) -> list[Hung]:
-    """Return the hung ranks, the likely culprit first: fewest steps done, then longest silent. The others wait for it.
+    """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
-    In the first step after another phase, a rank waits in its first collective for ranks that are still in that phase,
-    as rank 0 may be while an earlier checkpoint is being written. While one of them is, its limit applies.
+    The other hung ranks usually wait for the culprit in a collective.
+
+    In the first step after a checkpoint or an evaluation, a rank waits in its first collective for ranks that are
+    still in that phase (for example for rank 0 while it writes a checkpoint). As long as one of them is, the limit of
+    that phase applies to the waiting rank, too.
 
     Args:
-        heartbeats: newest beats of the ranks to judge.
+        heartbeats: newest heartbeat of each rank to judge.
         now: Unix time in seconds.
-        limits: limits of the phases.
-        started: Unix time at which the ranks were started; older beats come from an earlier start and are ignored.
-        ranks: ranks that must exist; one without a beat since `started` counts as in setup since then.
-        everyone: reads the beats of the ranks of all nodes; called only for a rank that is late in that first step.
+        limits: the longest silence that each phase allows.
+        started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
+        ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
+        everyone: reads the heartbeats of the ranks of all nodes; called only if a rank exceeds its limit in the first
+            step after a checkpoint or an evaluation.
     """
     current = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     silences = [_silence(beat, now, limits, everyone) for beat in current.values()]
@@ -99,9 +105,10 @@ def hung(
 
 
 def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], Iterable[Beat]]) -> Hung:
-    """Return how long a rank has been silent and the limit that applies, whether it exceeds it or not.
+    """Return how long the rank that sent `beat` has been silent, and the limit, whether or not the limit is exceeded.
 
-    Arguments as for `hung`.
+    The other arguments are those of `hung`. In the first step after a checkpoint or an evaluation, the silence counts
+    from the moment at which the last rank changed its phase, and ranks that are still in that phase raise the limit.
     """
     since = beat.time
     limit_s = limits.of(beat)

@@ -1,4 +1,4 @@
-"""Metrics of the discriminator on labelled tokens: exact ROC-AUC, accuracy, precision and recall.
+"""Measure how well the discriminator separates replaced from original tokens: ROC-AUC, accuracy, precision, recall.
 
 Guarantee: the AUC is the exact probability that a random replaced token scores higher than a random original one,
 where a tie counts one half (the Mann-Whitney statistic; no thresholds, no bins), so it equals scikit-learn's
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Quality of scores on labelled tokens: of their ranking (AUC), and of the decision "positive above 0"."""
+    """Quality of the discriminator's scores on labelled tokens: ROC-AUC, and how good the decision "score > 0" is."""
 
     auc: float  # NaN if one of the two classes is empty
     accuracy: float

@@ -1,14 +1,15 @@
-"""Audit of the rows that a run was trained on, after the fact; the command `electra-dist verify RUN` uses it.
+"""Audit which corpus rows a run was trained on, from its records; used by the command `electra-dist verify RUN`.
 
-Guarantee: every mark of the run (a record of metrics.jsonl, or a checkpoint's manifest) holds a receipt, which is
-compared with the receipt that the pure order of rows gives after that many steps, over all restarts and without the
-skipped steps. If the last mark is right, it proves how often each row was used. If a mark is wrong, the first
-deviating stretch of steps is named. If one row is missing, one is too many, or one replaces another, these rows are
-named, too.
+Guarantee: a receipt is the number of rows that a run has used and a digest of their ids. The run records one, together
+with the step, in every training record of metrics.jsonl and in every checkpoint; such a record is called a mark. The
+receipt of each mark is compared with the one that the run's row order gives after that many steps, over all restarts
+and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark is wrong,
+the audit reports the first range of steps that deviates. If in this range one row is missing, one is too many, or one
+replaces another, it also names these rows.
 
-How: whole epochs and whole windows are sums over shards, in whatever order they come; only the rest of a window is
-located row by row. Above `_ALL_MARKS_ROWS` rows, only evenly spaced marks are checked, and the first bad stretch is
-narrowed down by bisection.
+How: the receipts of whole epochs and of whole shuffle windows are sums over their shards, because a receipt does not
+depend on the order of the rows. Only in a window that is used in part, the rows are located one by one. Above
+`_ALL_MARKS_ROWS` rows only evenly spaced marks are checked, and the first wrong mark is found by bisection.
 
 Cost: 3 us a row that is located: seconds for a run of millions of rows, some minutes for ELECTRA-Large's 819 million.
 
@@ -36,7 +37,10 @@ _NUM_MARKS = 200  # marks that are checked in a longer run
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """Receipt that a run recorded after `step` steps. Sorts by step."""
+    """Receipt that a run recorded after `step` steps: the number of rows used and a digest of their ids.
+
+    Marks sort by step.
+    """
 
     step: int
     source: str  # where it is recorded, for messages
@@ -45,17 +49,17 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """First stretch of steps, [first_step, end_step), in which the run did not use the rows that the order gives."""
+    """First range of steps, [first_step, end_step), in which the run did not use the rows that the order gives."""
 
     first_step: int
     end_step: int
-    source: str  # of the first mark that is wrong
+    source: str  # where the first wrong receipt is recorded
     text: str  # what is wrong with the rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """Result of an audit; the run is good if `deviation` is None."""
+    """Result of an audit of the rows that a run used; the run is good if `deviation` is None."""
 
     num_marks: int  # marks that were checked
     last: Mark | None  # None if the run has no mark
@@ -63,15 +67,16 @@ class AuditResult:
 
 
 class Expected:
-    """Calculator of the receipt that a run must have after any number of steps.
+    """Calculator of the receipt that a run must have after a number of steps, from the run's row order.
 
-    Keeps the receipt of its newest query, so queries in ascending order of steps cost only the rows between them.
+    A receipt is the number of the rows used and a digest of their ids. The result of the newest query is kept, so that
+    queries in ascending order of steps cost only the rows between them.
     """
 
     def __init__(
         self, order: RowOrder, rows_per_shard: Sequence[int], global_batch: int, skipped: Iterable[int]
     ) -> None:
-        """Prepare the receipts of whole shards and of a whole epoch.
+        """Compute the receipt of each whole shard and of a whole epoch, from which `after` builds its results.
 
         Args:
             order: the order of rows of the run.
@@ -88,7 +93,7 @@ class Expected:
         self._newest_query = (0, Receipt())  # position, receipt of all rows before it
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt after steps 0 .. step - 1, without those that were skipped."""
+        """Return the receipt of the rows of steps 0 to `step` - 1, without the rows of skipped steps."""
         receipt = self._before(step * self.global_batch)
         for skipped in self.skipped:
             if skipped < step:
@@ -96,11 +101,14 @@ class Expected:
         return receipt
 
     def row_ids(self, first_step: int, end_step: int) -> NDArray[np.int64]:
-        """Return the ids of the rows of steps [first_step, end_step), in order; skipped steps are included."""
+        """Return the ids of the rows of steps [first_step, end_step), in the order of use, skipped steps included."""
         return self._row_ids(first_step * self.global_batch, end_step * self.global_batch)
 
     def _before(self, position: int) -> Receipt:
-        """Return the receipt of the first `position` rows of the order; continues from the newest query if it can."""
+        """Return the receipt of the first `position` rows of the row order, those of skipped steps included.
+
+        Continues from the result of the newest query, unless that was for a later position.
+        """
         reached, receipt = self._newest_query
         if position < reached:
             reached, receipt = 0, Receipt()
@@ -121,7 +129,7 @@ class Expected:
         return receipt
 
     def _row_ids(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the ids of the rows at positions [first, end) of the order."""
+        """Return the ids of the rows at positions [first, end) of the run's row order."""
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
 
@@ -132,13 +140,18 @@ def verify(
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> AuditResult:
-    """Check the marks of a run in order of their steps, up to the first one that is wrong.
+    """Check the receipts that a run recorded, in the order of their steps, up to the first wrong one.
+
+    Of more than 20 million rows, 200 evenly spaced receipts are checked instead of all.
 
     Args:
-        marks: sorted by step.
-        expected: calculator of the right receipts.
-        corpus: names the rows in the text of a deviation.
-        advance: called with (marks checked, marks to check) after every good mark.
+        marks: the recorded receipts with their steps, sorted by step; may be empty.
+        expected: calculator of the receipts that the run must have.
+        corpus: manifest of the corpus, from which a deviation takes the names of rows.
+        advance: called with (receipts checked, receipts to check) after every good receipt.
+
+    Returns:
+        The result; its `deviation` describes the first range of steps whose rows are wrong, or is None.
     """
     last = marks[-1] if marks else None
     chosen = _indexes_to_check(marks, expected.global_batch)
@@ -156,12 +169,12 @@ def verify(
 
 
 def _is_good(mark: Mark, expected: Expected) -> bool:
-    """Return whether a mark has the receipt that the order gives."""
+    """Return whether the receipt of a mark equals the one that the row order gives after that many steps."""
     return mark.receipt == expected.after(mark.step)
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the marks to check: all in a short run, evenly spaced ones and the last in a long run."""
+    """Return the indexes of the marks to check: all, or 200 evenly spaced ones above 20 million rows."""
     num_rows = marks[-1].step * global_batch if marks else 0
     if num_rows > _ALL_MARKS_ROWS and len(marks) > _NUM_MARKS:
         return sorted({round(index) for index in np.linspace(0, len(marks) - 1, _NUM_MARKS)})
@@ -169,7 +182,7 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 
 
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
-    """Return the index of the first wrong mark by bisection.
+    """Find the first mark with a wrong receipt by bisection between a right and a wrong one, and return its index.
 
     Args:
         good: index of a mark that is right, or -1 for the start of the run.
@@ -185,7 +198,10 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Describe what is wrong between a right mark and the next, wrong one; name the rows if only one or two are."""
+    """Describe how the rows that were used between a right mark and the next, wrong mark differ from those due.
+
+    The description names the rows if one is missing, one is too many, or one replaces another.
+    """
     surplus = bad.receipt - good.receipt - (expected.after(bad.step) - expected.after(good.step))
     skipped = set(expected.skipped)
     steps = [step for step in range(good.step, bad.step) if step not in skipped]
@@ -209,7 +225,7 @@ def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) 
 
 
 def _find_rows(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int | None, int | None] | None:
-    """Find the rows that explain a surplus, if at most one is missing and at most one is too many.
+    """Find the row that is missing and the row that is too many in a wrong receipt, if there is at most one of each.
 
     A row's hash is a bijection of its id (data/receipt.py), so the digest of a surplus of one row identifies the row.
     With one row in the place of another, the digest is hash(extra) - hash(missing), modulo 2**64.

@@ -1,11 +1,11 @@
-"""The state of a run: living, waiting, held, stopped, dead, finished or not begun. A pure function of the evidence.
+"""Classify the state of a run: living, waiting, held, stopped, dead, finished or not begun.
 
-The evidence is the ledger, the newest sign of life (a heartbeat, a metrics record, a ledger event) and, with Slurm,
-the run's jobs in the queue. The queue takes precedence where it answers: if a job runs, the run is living, even if it
-is silent.
+Guarantee: a pure function of the evidence, which is the ledger, the newest sign of life (a heartbeat, a metrics record
+or a ledger event) and, with Slurm, the run's jobs in the queue. The queue has precedence over the sign of life: if a
+job runs, the run is living, even if it is silent.
 
-Limits: without a scheduler, a killed run looks like one in a long step until the sign of life is older than
-`patience_s`.
+Limits: without a scheduler, a killed run looks like a run in a long step until the newest sign of life is older than
+`RunEvidence.patience_s`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
+        evidence: the newest sign of life, and the run's jobs in Slurm's queue.
+
+    Returns:
+        The state. "dead" means that the run ended with a fault, or has been silent for longer than
+        `evidence.patience_s`.
     """
     ending = ledger[-1]["event"] if ledger else ""
     if any(event["event"] == "done" for event in ledger):

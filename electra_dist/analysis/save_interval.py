@@ -1,9 +1,9 @@
-"""Interval between checkpoints by the formula of Young and Daly, from what the ledger of the run has measured.
+"""Choose the interval between checkpoints by the formula of Young and Daly, from the run's own ledger.
 
 A save stalls the loop, and an interruption loses half an interval on average. The interval
-sqrt(2 x stall x time between interruptions) loses the least time. Both quantities come from the run itself: the stall
-is the median over its newest checkpoints (with waits for a slow store, so that an interval shorter than a save
-lengthens automatically), and interruptions are counted over all its jobs.
+sqrt(2 x stall x time between interruptions) loses the least time. Both quantities are measured in the run itself: the
+stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The stall includes
+waits for a slow store, so that an interval shorter than the time of a save grows automatically.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MOST_S = 3600.0  # at most an hour of work is at risk, however rare interruptio
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the steps between checkpoints for `checkpoint.every_steps: auto`.
+    """Return the number of steps between checkpoints that `checkpoint.every_steps: auto` stands for.
 
-    The result lies between 10 steps and as many as take an hour. It is 100 before the first save was measured.
+    The result lies between 10 steps and as many as take an hour. It is 100 until a save has been measured.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -38,7 +38,7 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
 
 
 def interruptions(ledger: Sequence[Record]) -> int:
-    """Return how many starts followed an end without a save: crashes, kills and dead nodes.
+    """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes.
 
     Stops on request and rollbacks are not counted. A start without any recorded end counts as killed.
     """
@@ -55,16 +55,16 @@ def interruptions(ledger: Sequence[Record]) -> int:
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Return the seconds of running per interruption.
+    """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes).
 
-    A first guess of one day counts as one interruption, so the result is defined before the first real one.
+    One day and one interruption are added as a first guess, so that the result is defined before the first real one.
     """
     running_s = sum(start.last - start.began for start in starts_of(ledger))
     return (running_s + _PRIOR_S) / (interruptions(ledger) + 1)
 
 
 def measured_stall_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds for which the newest 20 checkpoints held up the loop; None before the first one."""
+    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one."""
     stalls = [e.get("stall_s", 0.0) + e.get("wait_s", 0.0) for e in ledger if e["event"] == "checkpoint"]
     return statistics.median(stalls[-20:]) if stalls else None
 
@@ -75,7 +75,7 @@ def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least
     Source: Young 1974, Daly 2006, first order.
 
     Args:
-        stall_s: seconds for which one save holds up the loop.
+        stall_s: seconds for which one save stops training.
         interruption_s: mean seconds between interruptions.
         step_s: seconds of a step; if it is not positive, `most` is returned.
         least: lower limit in steps; also guards against a stall measured as 0.

@@ -1,9 +1,10 @@
-"""Straggler detection: which ranks are slow, as a pure function of the step times that rank 0 gathered.
+"""Find stragglers, the ranks that are slower than the median rank again and again, from gathered step times.
 
-Guarantee: a rank is named only if it was slower than the median rank by the factor in every one of the last looks, so
-a single slow shard, garbage collection or checkpoint names no rank. A look is one gathering of all ranks' times.
+Guarantee: a pure function. A look is one gathering of the step times of all ranks. A rank is named only if it was
+slower than the median rank by a given factor in each of the last looks, so a single slow shard, garbage collection or
+checkpoint names no rank.
 
-Cost: one sort of W numbers a look at W ranks.
+Cost: one sort of W numbers per look at W ranks.
 
 Limits: in synchronous training all ranks take as long as the slowest. Gather the time of a rank's own work (from the
 end of the data wait to just before the first collective), not the time between steps. With two ranks the median is the
@@ -17,19 +18,21 @@ from collections.abc import Sequence
 
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
-    """Return the ranks slower than `factor` times the median rank in each of the last looks, the slowest first.
+    """Return the ranks that took more than `factor` times the median rank's time in each of the last looks.
+
+    A look is one gathering of the step times of all ranks. The rank that is slowest in the newest look comes first.
 
     Args:
-        looks: one sequence of times for each look, the newest last: seconds of the rank's own work in a step, [W].
-        factor: above 1.
-        in_a_row: looks in which a rank must be slow. With fewer looks than that the result is empty.
+        looks: the times of each look, the newest look last: seconds of each rank's own work in a step, [W].
+        factor: a number above 1.
+        in_a_row: number of looks in which a rank must be slow; with fewer looks the result is empty.
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:
         return []
     slow = set(range(len(last_looks[0])))
     for times in last_looks:
-        assert len(times) == len(last_looks[0]), "a look has another number of ranks than the first one"
+        assert len(times) == len(last_looks[0]), "looks differ in their number of ranks; pass one time per rank"
         median = statistics.median(times)
         slow &= {rank for rank, seconds in enumerate(times) if seconds > factor * median}
     newest_times = last_looks[-1]

@@ -1,1 +1,1 @@
-"""Checkpoints: committed atomically, verified byte by byte, and loaded at any number of ranks and any ZeRO stage."""
+"""Save checkpoints atomically, verify every byte of them, and load them at any number of ranks and any ZeRO stage."""

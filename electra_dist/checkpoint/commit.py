@@ -1,14 +1,15 @@
-"""Commit protocol for the checkpoints of one store target: attempts, entries, manifest, and safe deletion.
+"""Commit checkpoints to a store so that a kill at any moment leaves only whole ones, and delete old ones safely.
 
 Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files; an older one that
-still runs raises `Fenced` as soon as it notices. A checkpoint is committed by one conditional create of its manifest,
-after every rank has stored its tensor file and its entry. Deletion removes the manifest before the tensor files, so a
-kill in between leaves unused files ("leftovers") and never a manifest whose files are missing.
+still runs raises `Fenced` as soon as it notices. Each rank stores a tensor file and a JSON entry that describes it;
+then rank 0 commits the checkpoint by one conditional create of its manifest, which contains all entries. Deletion
+removes the manifest before the tensor files, so a kill in between leaves unused files ("leftovers") and never a
+manifest whose files are missing.
 
 How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
 older attempt that survives behind a cut network link looks for newer numbers before its commit, and again before it
-deletes anything. If it commits between the two looks, the new attempt may already have deleted some of its files. The
-next load then finds that checkpoint damaged; no other checkpoint was deleted for it.
+deletes anything. If it commits after the first of these checks, the new attempt may already have deleted some files of
+that checkpoint. The next load then finds it damaged and takes an older one; none of the older ones was deleted for it.
 
 Cost: a commit takes W + 4 store requests at W ranks; a start takes 5.
 
@@ -45,15 +46,15 @@ _ATTEMPTS = "attempts/"
 
 
 class Fenced(RuntimeError):
-    """The error of an attempt that a newer attempt of the same run has replaced.
+    """Error raised in a start of a run ("attempt") when a newer start of the same run has replaced it.
 
-    The older process must end without committing or deleting anything. It needs no other handling: the newer attempt
-    goes on from the newest committed checkpoint.
+    The process that receives it must end without committing or deleting anything. No other action is needed: the newer
+    attempt goes on from the newest committed checkpoint.
     """
 
 
 def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
-    """Take the run's next attempt number on all targets and delete what earlier attempts left uncommitted.
+    """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted.
 
     Rank 0 calls it once per start. The number is taken by a conditional create of `attempts/NNNN.json` on every
     target, so that two starts at the same time never get the same number.
@@ -89,16 +90,16 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the highest attempt number that was taken on a target; 0 before the first start."""
+    """Return the number of the newest start of a run (its "attempt") that a target records; 0 before the first."""
     return max((int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)), default=0)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Return the keys that no checkpoint needs, sorted; nothing is deleted.
+    """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
 
-    These are the rank entries of checkpoints that are committed or set aside, and all keys of checkpoint folders that
-    attempts before `attempt` left without a manifest. An uncommitted folder of `attempt` itself or of a later one is
-    never included, because its writer may still be running.
+    These are the ranks' JSON entries of checkpoints that are committed or were set aside as damaged, and all files of
+    checkpoint folders without a manifest that starts of the run before number `attempt` wrote. A folder without a
+    manifest of `attempt` itself or of a later start is never included, because its writer may still be running.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
@@ -112,10 +113,13 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the leftovers of attempts before `attempt`, and their unfinished uploads.
+    """Delete the files that no checkpoint needs (`leftovers`), and the unfinished uploads of older attempts.
+
+    Args:
+        attempt: number of a start of the run; what this start or a later one has not committed yet stays.
 
     Returns:
-        The deleted keys, as `leftovers` lists them; unfinished uploads have no key and are not in the list.
+        The deleted keys, sorted. Unfinished uploads have no key and are not in the list.
     """
     leftover_keys = leftovers(target, attempt)
     for key in leftover_keys:
@@ -137,19 +141,20 @@ def is_older(key: str, attempt: int) -> bool:
 
 
 def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
-    """Store a rank's entry for the manifest. Every rank calls it, once its tensor file is complete in the target.
+    """Store the manifest entry of a rank's tensor file as an object of its own, from which rank 0 reads it.
 
-    The object is the SHA-256 of the entry on a first line, then the entry as JSON, so that rank 0 notices a damaged
-    read. Rank 0 deletes it after the commit.
+    Every rank calls it once its tensor file is complete in the target. The object has the SHA-256 of the entry on its
+    first line, then the entry as JSON, so that rank 0 notices a damaged read. Rank 0 deletes it after the commit.
     """
     data = entry.model_dump_json().encode()
     target.write(_entry_key(folder, rank), hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
 
 def commit(target: Store, state: RunState, saved_at: str) -> None:
-    """Commit a checkpoint on one target: wait for the entries of all ranks, then create the manifest. Rank 0 only.
+    """Commit a checkpoint on one target: collect the file entries of all ranks, then create the manifest. Rank 0 only.
 
-    The checkpoint exists from the moment at which the manifest is created. The entries are deleted afterwards.
+    The checkpoint exists from the moment at which the manifest is created. The ranks' entries, which `submit` stored,
+    are deleted afterwards.
 
     Args:
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
@@ -182,19 +187,20 @@ def check_fence(target: Store, attempt: int) -> None:
     newest = newest_attempt(target)
     if newest > attempt:
         raise Fenced(
-            f"{target.url}: attempt {attempt} of this run was succeeded by attempt {newest}; this process ends; "
-            f"let the newer one go on"
+            f"{target.url}: start {attempt} of this run must not write any more, because start {newest} has replaced "
+            f"it; this process ends, and no action is needed: let start {newest} go on"
         )
 
 
 def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[str, float | None]) -> None:
     """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only.
 
-    Checkpoints that were set aside stay. Of each deleted checkpoint the manifest goes first, so that a kill in between
-    leaves leftovers and no torn checkpoint.
+    Checkpoints that were set aside as damaged stay. The manifest of a checkpoint is deleted before its other files, so
+    that a kill in between leaves unused files, and never a manifest whose files are missing.
 
     Args:
-        attempt: the caller's attempt number.
+        policy: the section `checkpoint` of the config, which sets what is kept.
+        attempt: number of the caller's start of the run.
         losses: cache of held-out losses by folder, None where there is no loss. Missing folders are read from their
             manifests and added, but only if the policy has `keep_best`.
 
@@ -214,7 +220,7 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
 
 
 def _held_out_loss(target: Store, folder: str) -> float | None:
-    """Return the held-out RTD loss that a checkpoint records.
+    """Return the loss of replaced-token detection on held-out rows that a checkpoint records.
 
     None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
     """
@@ -232,15 +238,15 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
         if time.monotonic() > deadline:
             name = min(missing).rpartition("/")[2]
             raise TimeoutError(
-                f"checkpoint {folder}: no {name} in {target.url} after {ENTRY_TIMEOUT_S:.0f} s; "
-                f"look for the error of that rank in the run's output"
+                f"checkpoint {target.url}/{folder} was not committed: its file {name} was not written within "
+                f"{ENTRY_TIMEOUT_S:.0f} s; look for the error of that rank in the run's output"
             )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
 def _read_entry(target: Store, key: str) -> FileEntry:
-    """Read the entry that `submit` stored; read it again, up to `READINGS` times, while its digest does not match.
+    """Read the manifest entry that a rank stored with `submit`, up to `READINGS` times until its digest matches.
 
     Raises:
         StoreError: no reading matched the digest, or the object cannot be read.
@@ -250,20 +256,21 @@ def _read_entry(target: Store, key: str) -> FileEntry:
         if hashlib.sha256(data).hexdigest().encode() == digest:
             return FileEntry.model_validate_json(data)
     raise StoreError(
-        f"{target.url}/{key}: {READINGS} readings did not match its digest; check the disk or the storage service"
+        f"{target.url}/{key} was read {READINGS} times and never matched its digest; check the disk or the storage "
+        f"service, then start the run again"
     )
 
 
 def _is_entry(name: str) -> bool:
-    """Return whether a file name is that of a rank's entry, as `_entry_key` builds it."""
+    """Return whether a file name is rank-NNNNN.json, which holds a rank's entry for the manifest."""
     return name.startswith("rank-") and name.endswith(".json")
 
 
 def _entry_key(folder: str, rank: int) -> str:
-    """Return the key of a rank's entry in a checkpoint folder."""
+    """Return the key of the file that holds a rank's entry for the manifest: FOLDER/rank-NNNNN.json."""
     return f"{folder}/rank-{rank:05d}.json"
 
 
 def _attempt_key(attempt: int) -> str:
-    """Return the key that holds an attempt's number on a target."""
+    """Return the key of the file whose existence means that an attempt number is taken: attempts/NNNN.json."""
     return f"{_ATTEMPTS}{attempt:04d}.json"

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, number by number, whatever world sizes and ZeRO stages wrote them."""
+"""Compare two checkpoints number by number, whatever world sizes and ZeRO stages wrote them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two checkpoints of a comparison."""
+    """One of the two checkpoints of a comparison: its store, its folder in the store, and its manifest."""
 
     store: Store
     folder: str
     manifest: Manifest
 
     def read(self, name: str) -> dict[Kind, torch.Tensor]:
-        """Read and verify a whole parameter.
+        """Read a whole parameter and its optimizer moments from this checkpoint, and verify them.
 
         Returns:
             Kind -> flat fp32 CPU tensor: the master weight and both moments of the optimizer.
@@ -48,12 +48,14 @@ class Side:
         fragment = Fragment(name=name, start=0, numel=numel, views=views)
         faults = fill(self.store, self.folder, self.manifest, [fragment], check=())
         if faults:
-            raise TornCheckpoint(f"{self.store.url}/{self.folder}: {faults[0]}")
+            raise TornCheckpoint(
+                f"{self.store.url}/{self.folder} is damaged: {faults[0]}; run `electra-dist checkpoint repair`"
+            )
         return views
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """Return (field, value in `a`, value in `b`) for every field in which two run states differ."""
+    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ."""
     return [
         (field, getattr(a, field), getattr(b, field))
         for field in RunState.model_fields

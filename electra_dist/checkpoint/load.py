@@ -29,7 +29,7 @@ from electra_dist.store.interface import Store
 
 
 class _Candidate(NamedTuple):
-    """A committed checkpoint in one of the targets, not verified yet."""
+    """A committed checkpoint that might be loaded; it is not verified yet."""
 
     step: int
     attempt: int
@@ -40,11 +40,13 @@ class _Candidate(NamedTuple):
 def load_newest(
     targets: Sequence[Store], fragments: Sequence[Fragment], expected: RunState
 ) -> tuple[RunState | None, list[str]]:
-    """Overwrite `fragments` with the newest good checkpoint and set damaged ones aside. Collective.
+    """Load the newest good checkpoint into this rank's part of the training state. Collective.
+
+    Damaged checkpoints are set aside: their manifest is renamed, so that no later load takes them.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
-        fragments: this rank's views of the master weights and moments; written in place.
+        fragments: views of the ranges of master weights and moments that this rank holds; written in place.
         expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
 
     Returns:
@@ -77,7 +79,11 @@ def load_newest(
             unreadable_reason = faults[0][0]
     if unreadable is not None:
         raise StoreError(unreadable_reason)
-    return None, [f"{line}; no other one is left, training starts at step 0" for _, line in damaged]
+    return None, [
+        f"{line}; no other one is left, so training starts at step 0; if there is a copy elsewhere, stop the run and "
+        f"run `electra-dist checkpoint repair --from URL`"
+        for _, line in damaged
+    ]
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
@@ -153,14 +159,20 @@ def check_belongs(found: RunState, expected: RunState) -> None:
         ("shared", "other shared parameters"),
     ):
         if getattr(found, field) != getattr(expected, field):
-            raise TornCheckpoint(f"it comes from a run of {description}")
+            raise TornCheckpoint(f"the checkpoint comes from a run of {description}")
     expected_skips = tuple(step for step in expected.skipped if step < found.step)
     if found.skipped != expected_skips:
-        raise TornCheckpoint("it skips other steps than the run does now (skipped_steps.json in the run folder)")
+        raise TornCheckpoint(
+            "the checkpoint skips other steps than the run does now (train.skip_steps, and skipped_steps.json in "
+            "the run folder)"
+        )
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets: newest step, then newest attempt, then in order of targets."""
+    """Return the committed checkpoints of all targets, sorted: the newest step first, then the newest attempt.
+
+    Copies of the same checkpoint come in the order of the targets. Nothing is verified.
+    """
     candidates = [
         _Candidate(step, attempt, target_index, folder)
         for target_index, target in enumerate(targets)
@@ -172,9 +184,9 @@ def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
 def _try(
     target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
 ) -> tuple[RunState | None, str, bool]:
-    """Read this rank's share of a checkpoint into `fragments` and verify it. Not collective.
+    """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
 
-    The ranks divide the check of file sizes and headers among them, by file.
+    Each rank also checks the sizes and headers of its share of the checkpoint's files.
 
     Returns:
         The checkpoint's state, None if it was refused; the first fault, "" if there is none; whether the checkpoint
@@ -193,15 +205,25 @@ def _try(
 
 
 def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
-    """Set a damaged checkpoint aside, once for all ranks. Collective."""
+    """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective."""
     from_rank_0(lambda: set_aside(target, folder, reason))
 
 
 def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:
-    """Return the line about a checkpoint that was set aside, completed by which one is used instead."""
+    """Return the log line about a damaged checkpoint, with what is used in its place and what the user may do.
+
+    Args:
+        line: which checkpoint is damaged and why.
+        damaged_step: step of the damaged checkpoint.
+        used_step: step of the good checkpoint that was loaded.
+        used_target: the store that it was loaded from.
+    """
     if damaged_step == used_step:
         return (
             f"{line}; the same step is good in {used_target.url}; "
             f"run `electra-dist checkpoint repair` to restore the other copy"
         )
-    return f"{line}; step {used_step:,} is used instead, {damaged_step - used_step:,} steps are done again"
+    return (
+        f"{line}; step {used_step:,} is used instead, so {damaged_step - used_step:,} steps are repeated; check the "
+        f"disk or the storage service if this happens again"
+    )

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON document, written last. A checkpoint exists if and only if its manifest does.
+"""Define the manifest of a checkpoint, a JSON document written last: a checkpoint exists exactly if its manifest does.
 
 Guarantee: every byte of a checkpoint is covered by a digest. A tensor file consists of a header (length and digest are
 in the manifest) and, without a gap up to the end of the file, tensors (offset and digest are in the manifest). The
@@ -41,13 +41,13 @@ _FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
 
 
 class _Frozen(BaseModel):
-    """Base of the manifest's parts: immutable, and an unknown key is an error."""
+    """Base class of the models that a manifest consists of: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TensorEntry(_Frozen):
-    """Description of one tensor in a file: elements [start, start + numel) of a flattened parameter, in fp32."""
+    """Manifest entry of one fp32 tensor in a rank's file: elements [start, start + numel) of a flattened parameter."""
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -63,7 +63,7 @@ class TensorEntry(_Frozen):
 
 
 class FileEntry(_Frozen):
-    """Description of one rank's safetensors file: a header, then `tensors` without a gap up to the end of the file."""
+    """Manifest entry of one rank's safetensors file: a header, then `tensors` without a gap up to its end."""
 
     name: str
     size_bytes: int
@@ -72,7 +72,9 @@ class FileEntry(_Frozen):
     tensors: tuple[TensorEntry, ...]
 
     def check_layout(self) -> None:
-        """Verify that header and tensors cover every byte of the file exactly once. Reads nothing but this entry.
+        """Verify that header and tensors cover every byte of the tensor file exactly once.
+
+        Only the numbers in this entry are compared; the tensor file is not read.
 
         Raises:
             TornCheckpoint: there is a gap or an overlap, or the tensors do not end where the file ends.
@@ -80,14 +82,20 @@ class FileEntry(_Frozen):
         end = self.header_bytes
         for tensor in self.tensors:
             if tensor.offset != end:
-                raise TornCheckpoint(f"{self.name}: bytes {end} to {tensor.offset} are under no digest")
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: a tensor of {self.name} should begin at byte {end}, but begins at "
+                    f"byte {tensor.offset}"
+                )
             end += tensor.size_bytes
         if end != self.size_bytes:
-            raise TornCheckpoint(f"{self.name}: tensors end at byte {end} of {self.size_bytes}")
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: the tensors of {self.name} end at byte {end}, but its size is "
+                f"{self.size_bytes} bytes"
+            )
 
 
 class RunState(_Frozen):
-    """State of a run beside its tensors: what it is, how far it is, and on which rows it was trained."""
+    """What a checkpoint records of its run beside tensors: identity, progress, and the rows that it was trained on."""
 
     step: int  # steps done or skipped; the next one has this number
     attempt: int  # start of the run that wrote the checkpoint, from 1
@@ -119,39 +127,42 @@ class Manifest(_Frozen):
         return sum(file.size_bytes for file in self.files)
 
     def dump(self) -> bytes:
-        """Return the document as bytes: canonical JSON with a last newline.
+        """Return the manifest as bytes: canonical JSON that ends with a newline.
 
-        The key `sha256` holds the digest of the document without that key. A loss that is not finite becomes null.
+        The key `sha256` holds the digest of the manifest without that key. A loss that is not finite becomes null.
         """
         tree = json.loads(self.model_dump_json())  # through JSON, which turns a NaN into null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Read a manifest from the bytes that `dump` wrote, and check it against itself.
+        """Return the manifest in the bytes that `dump` wrote; verify its digest and that it covers every parameter.
 
         Raises:
-            TornCheckpoint: a byte differs, the format is another one, or the tensors do not cover every parameter.
+            TornCheckpoint: a byte was changed, the format is not known, or a part of a parameter is not covered.
         """
         try:
             tree = json.loads(data)
             if not isinstance(tree, dict) or canonical_json(tree).encode() + b"\n" != data:
-                raise TornCheckpoint(f"{MANIFEST} is not in the form that it was written in (a byte was changed)")
+                raise TornCheckpoint(f"{MANIFEST} is not in the canonical form (a byte was changed)")
             if tree.pop("sha256", None) != _sha256(tree):
-                raise TornCheckpoint(f"{MANIFEST} does not match its own digest")
+                raise TornCheckpoint(f"{MANIFEST} does not match the digest in its key sha256 (a byte was changed)")
             manifest = cls.model_validate(tree)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise TornCheckpoint(f"{MANIFEST} is of another format, or of another version: {reason}") from None
+            raise TornCheckpoint(
+                f"{MANIFEST} has a format that this version of electra-dist cannot read ({reason}); use the version "
+                f"that wrote it"
+            ) from None
         except (ValueError, RecursionError):
-            raise TornCheckpoint(f"{MANIFEST} is not readable as JSON") from None
+            raise TornCheckpoint(f"{MANIFEST} is not valid JSON (a byte was changed)") from None
         manifest.check_coverage()
         return manifest
 
     def check_coverage(self) -> None:
-        """Verify that the files hold every element of every parameter exactly once in each kind.
+        """Verify that the manifest lists every element of every parameter, and of both its moments, exactly once.
 
-        Every byte of each file must be covered by one digest, too. Only the manifest is looked at, no file is read.
+        Every byte of each tensor file must also be covered by exactly one digest. The tensor files are not read.
 
         Raises:
             TornCheckpoint: names the first file or parameter for which this does not hold.
@@ -163,26 +174,32 @@ class Manifest(_Frozen):
                 ranges[tensor.kind, tensor.name].append((tensor.start, tensor.start + tensor.numel))
         unknown = {name for _, name in ranges} - set(self.state.shapes)
         if unknown:
-            raise TornCheckpoint(f"{MANIFEST} has tensors of unknown parameters {sorted(unknown)[:3]}")
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: it lists tensors of unknown parameters {sorted(unknown)[:3]}"
+            )
         for kind, (name, shape) in itertools.product(KINDS, self.state.shapes.items()):
             numel = math.prod(shape)
             covered = 0  # elements [0, covered) are there exactly once
             for start, end in sorted(ranges[kind, name]):
                 if start != covered:
                     where = f"elements {min(start, covered)} to {max(start, covered)}"
-                    raise TornCheckpoint(f"{kind} of {name}: {where} are not there exactly once")
+                    raise TornCheckpoint(
+                        f"{MANIFEST} is inconsistent: {where} of {kind} of {name} are missing or stored twice"
+                    )
                 covered = end
             if covered != numel:
-                raise TornCheckpoint(f"{kind} of {name}: {covered} of {numel} elements are there")
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {kind} of {name}"
+                )
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the name of the folder of the checkpoint that `attempt` writes after `step` steps."""
+    """Return the folder name of the checkpoint that start number `attempt` of a run writes after `step` steps."""
     return f"step-{step:08d}-a{attempt:04d}"
 
 
 def parse_folder(folder: str) -> tuple[int, int] | None:
-    """Return (step, attempt) of a checkpoint folder's name, without any path before it; None for any other name."""
+    """Return (step, number of the start that wrote it) from a checkpoint folder's name; None for any other name."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -190,8 +207,9 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 
 
 def committed(store: Store) -> list[tuple[int, int, str]]:
-    """Return (step, attempt, folder) of every committed checkpoint, sorted, the newest last.
+    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted, the newest last.
 
+    The attempt is the number of the start of the run that wrote the checkpoint.
     Costs one listing; no manifest is read, so a damaged checkpoint is included.
     """
     checkpoints = []
@@ -204,7 +222,7 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read the manifest of a committed checkpoint and verify it; the tensor files are not looked at.
+    """Read the manifest of a committed checkpoint and verify it; the tensor files are not read.
 
     A manifest that does not parse is read again, up to `READINGS` times, because a bit may be flipped in transit.
 
@@ -222,7 +240,8 @@ def read_manifest(store: Store, folder: str) -> Manifest:
                 raise
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(
-            f"{MANIFEST} is of step {manifest.state.step}, attempt {manifest.state.attempt}; its folder is {folder}"
+            f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, attempt "
+            f"{manifest.state.attempt}"
         )
     return manifest
 
@@ -245,5 +264,5 @@ def set_aside(store: Store, folder: str, reason: str) -> None:
 
 
 def _sha256(tree: dict[str, object]) -> str:
-    """Return the digest of a JSON tree in its canonical form, as hexadecimal."""
+    """Return the SHA-256 of a JSON tree in its canonical form, as hexadecimal."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

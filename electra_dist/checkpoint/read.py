@@ -1,9 +1,8 @@
-"""Read a checkpoint's files by ranges; check each tensor against its digest before a byte of it is used.
+"""Read parts of a checkpoint's files; check each tensor against its digest before a byte of it is used.
 
-Guarantee: what callers receive is what the manifest promises. `file_faults` and the tensors of a file together cover
-every byte of it: its size, its header, and its tensors, which have no gaps (`Manifest.check_coverage`). A range that
-does not match its digest is read again, up to `READINGS` times, so that a bit flipped in transit does not cost a good
-checkpoint.
+Guarantee: callers receive exactly the bytes that the manifest describes. Every byte of a file is verified: its size
+and header by `file_faults`, the rest as tensors, which have no gaps (`Manifest.check_coverage`). A range that does not
+match its digest is read again, up to `READINGS` times, so that a bit flipped in transit costs no good checkpoint.
 
 Cost: tensors that are neighbours in a file are read in one request of up to `REQUEST_BYTES`, with `THREADS` requests
 at a time, so a rank holds at most 256 MB; sha256 does 1.5 GB/s on a core.
@@ -30,21 +29,22 @@ THREADS = 4  # requests at a time
 
 @dataclass(frozen=True)
 class Request:
-    """Tensors that are neighbours in one file and are read together."""
+    """Tensors that follow one another in one file and are read by one request to the store."""
 
     file: str
     tensors: tuple[TensorEntry, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Return the number of bytes to read, which is the sum over the tensors: there are no gaps between them."""
+        """Return the number of bytes to read: the sum over the tensors, because there are no gaps between them."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda tensor: True) -> Iterator[Request]:
-    """Group the wanted tensors of a file into requests of neighbours, in the order of the file.
+    """Group the wanted tensors of a file into as few read requests as possible, in the order of the file.
 
-    A request ends at `REQUEST_BYTES` or at the first tensor that is not wanted. A larger tensor is a request alone.
+    The tensors of one request follow one another in the file and have at most `REQUEST_BYTES` together. A tensor that
+    is larger gets a request of its own.
     """
     neighbours: list[TensorEntry] = []
     size_bytes = 0
@@ -131,13 +131,13 @@ def _read_tensors(
 def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Fill every fragment from the checkpoint's tensors that overlap it; each tensor is verified before it is used.
+    """Fill ranges of parameters ("fragments") from a checkpoint; each tensor is verified before it is used.
 
     Reads with `THREADS` threads. Not collective.
 
     Args:
-        fragments: ranges of parameters with the tensors to write to, on any device.
-        check: files whose size and header are checked, too.
+        fragments: ranges of parameters, with the tensors on any device that receive them.
+        check: files of the checkpoint whose size and header are checked, too.
 
     Returns:
         One line for each fault, empty if all is good. With faults the fragments are partly overwritten.
@@ -151,7 +151,7 @@ def fill(
             holders[kind, fragment.name].append(fragment)
 
     def overlapping(tensor: TensorEntry) -> list[Fragment]:
-        """Return the fragments that need a part of this tensor."""
+        """Return the fragments that share elements with this tensor."""
         end = tensor.start + tensor.numel
         candidates = holders.get((tensor.kind, tensor.name), ())
         return [
@@ -161,7 +161,7 @@ def fill(
         ]
 
     def copy_to_fragments(tensor: TensorEntry, data: memoryview) -> None:
-        """Copy a verified tensor into all fragments that it overlaps; called from several threads."""
+        """Copy the bytes of a verified tensor into all fragments that share elements with it. Threads call it."""
         values = torch.frombuffer(data, dtype=torch.float32)
         for fragment in overlapping(tensor):
             begin = max(fragment.start, tensor.start)
@@ -234,7 +234,7 @@ def missing(file: str) -> str:
 
 
 def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
-    """Call `read` until it returns no fault, at most `READINGS` times; return the faults of its last call."""
+    """Call `read`, which returns its faults, until it returns none, at most `READINGS` times; return the last ones."""
     for _ in range(READINGS):
         faults = read()
         if not faults:
@@ -243,10 +243,10 @@ def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
 
 
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:
-    """Read bytes [start, start + length) of an object that a manifest promises; fewer if the object ends before.
+    """Read bytes [start, start + length) of an object that a manifest lists; fewer if the object ends before.
 
     Raises:
-        StoreMissing: the object is really not there, also when the store reported only exhausted retries.
+        StoreMissing: the object does not exist. This is checked once more when all retries of the store have failed.
         StoreError: the store cannot be read.
     """
     try:

@@ -1,8 +1,9 @@
-"""Survey and repair of checkpoints from outside a run, as `electra-dist checkpoint` does it.
+"""List and repair checkpoints from outside a run, for the commands of `electra-dist checkpoint`.
 
 Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. A
-copy is taken only from a good checkpoint in another target. What cannot be restored is set aside, not deleted. Files
-of the newest attempt, which may still be running, never count as leftovers.
+copy is taken only from a good checkpoint in another target. A checkpoint that cannot be restored is set aside (its
+manifest is renamed, so that no load takes it), not deleted. Unfinished files are deleted, except those of the newest
+start of the run, which may still be running.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Status = Literal["committed", "damaged", "set aside", "leftover"]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder that `survey` found in a target. Its tensor files were not read."""
+    """A checkpoint folder in a target and its status, as `survey` finds it without reading the tensor files."""
 
     target: Store
     folder: str
@@ -96,10 +97,11 @@ def repair(
     dry_run: bool,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[str]:
-    """Repair the checkpoints of all targets, and yield one line for each thing that is done.
+    """Repair the checkpoints of all targets, and yield one line of text for each change.
 
-    A damaged checkpoint, or one that was set aside, is restored from another target or donor that has it good. If none
-    has, a damaged one is set aside. Then leftovers are deleted. The work is done while the caller iterates.
+    A checkpoint that is damaged, or was set aside as damaged, is restored from another target or donor that has a good
+    copy. If there is no good copy, a damaged one is set aside: its manifest is renamed, so that no load takes it. Then
+    files that no checkpoint needs are deleted. The work is done while the caller iterates.
 
     Args:
         targets: the stores to repair.
@@ -117,13 +119,16 @@ def repair(
         newest = newest_attempt(target)
         removed = leftovers(target, newest) if dry_run else sweep(target, newest)
         for key in removed:
-            yield f"{target.url}/{key}: leftover, removed"
+            yield f"{target.url}/{key}: leftover of an unfinished save, removed"
 
 
 def _repair_checkpoint(
     found: Found, other_stores: Sequence[Store], dry_run: bool, advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Verify one checkpoint; if it is damaged, restore it from a store that has it good, or set it aside."""
+    """Verify one checkpoint; if it is damaged, restore it from a store with a good copy; without a copy, set it aside.
+
+    Yields one line of text for each change.
+    """
     if found.status == "leftover":
         return
     if found.status == "set aside":
@@ -136,28 +141,32 @@ def _repair_checkpoint(
     if donor is not None:
         yield from _restore(found, donor, faults, dry_run)
     elif found.status != "set aside":
-        yield f"{found.url}: set aside, no other target has a good copy: {faults[0]}"
+        yield (
+            f"{found.url}: set aside, no other target has a good copy ({faults[0]}); if a copy exists elsewhere, run "
+            f"the repair with --from URL"
+        )
         if not dry_run:
             set_aside(found.target, found.folder, faults[0])
 
 
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
-    """Return whether a target has this checkpoint and every byte of it is good."""
+    """Return whether a target has the checkpoint of this folder name and every byte of it is good. Reads all of it."""
     manifest, faults = verify(target, folder, advance)
     return manifest is not None and not faults
 
 
 def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
-    """Copy the files that differ from a good donor, and yield one line for each.
+    """Restore a damaged checkpoint from a donor, a store with a good copy; yield one line of text for each file.
 
-    The manifest comes last, so that a checkpoint that was set aside exists again only when all of its files are good.
+    Only damaged files are copied. The manifest is written last, so that a checkpoint that was set aside exists again
+    only when all of its files are good.
 
     Raises:
         StoreError: the checkpoint is still damaged afterwards.
     """
     target, folder = found.target, found.folder
     manifest = read_manifest(donor, folder)
-    yield f"{found.url}: {'; '.join(faults)}"
+    yield f"{found.url} is damaged: {'; '.join(faults)}"
     for file in manifest.files:
         if verify_file(target, folder, file):
             yield f"{found.url}/{file.name}: restored from {donor.url}"

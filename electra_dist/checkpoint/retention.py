@@ -1,4 +1,4 @@
-"""Retention: which checkpoints may be deleted, as a pure function of those that exist and of the config."""
+"""Decide which checkpoints may be deleted, from the checkpoints that exist and the config alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from electra_dist.config import CheckpointConfig
 
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
-    """What retention knows of a committed checkpoint. Sorts by step, then by attempt."""
+    """The facts about a committed checkpoint that decide whether it is kept. Sorts by step, then by attempt."""
 
     step: int
     attempt: int
@@ -19,7 +19,7 @@ class CheckpointInfo:
 
 
 def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig) -> list[CheckpointInfo]:
-    """Return the checkpoints that the policy lets go, oldest first.
+    """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted.
 
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
     `keep_steps` names its step, or if it is one of the `keep_best` with the lowest held-out loss (of equal losses the

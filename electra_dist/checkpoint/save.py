@@ -1,8 +1,8 @@
-"""Save checkpoints in the background: a step waits only for a copy to host memory, threads do the rest.
+"""Save checkpoints in the background: a training step waits only for a copy to host memory; a thread writes it.
 
-Guarantee: if any process is killed at any moment, the newest committed checkpoint of every target is whole
-(`commit.py`). Each rank writes its file once; the file is then uploaded to the other targets. `on_commit` is called
-after the last target has the checkpoint.
+Guarantee: if any process is killed at any moment, the newest committed checkpoint of every target (a store that
+receives all checkpoints) is whole (`commit.py`). Each rank writes its file once, then uploads it to the other
+targets. `on_commit` is called after the last target has the checkpoint.
 
 Cost: one fp32 copy of the rank's state in host memory, pinned and reused. `reserve` touches its pages before the first
 save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for it, and
@@ -39,7 +39,7 @@ class SaveTiming:
 
 
 class CheckpointWriter:
-    """Background writer of checkpoints: one per rank, with a host buffer and at most one writing thread.
+    """Background writer of checkpoints, one per rank, with a buffer in host memory and at most one writing thread.
 
     Not thread-safe: all methods are for the training thread. Call `close` at the end, which waits for the last save.
     """
@@ -70,7 +70,7 @@ class CheckpointWriter:
                 self._staging.delete(key)
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
-        """Allocate the host buffer for these fragments and touch its pages, so that the first save need not.
+        """Allocate the host buffer for these fragments and touch its pages, so that the first save is not slower.
 
         Does nothing if the buffer has the right size already. Call it while no save is in flight. The buffer takes 12
         bytes for each element: three fp32 values.
@@ -104,7 +104,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
 
-        An error is raised once. On rank 0 the commit has then happened; on other ranks only their own file is stored.
+        An error is raised once. If there was none, rank 0 has committed the checkpoint. On another
+        rank it only means that the rank's own file is stored.
         """
         if self._thread is not None:
             self._thread.join()
@@ -115,7 +116,7 @@ class CheckpointWriter:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save and free the host buffer; raise what the save raised."""
+        """Wait for the last save, raise its error if there was one, and free the host buffer."""
         self.wait()
         self._buffer = None
 
@@ -136,9 +137,10 @@ class CheckpointWriter:
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Write this rank's part; on rank 0 commit on every target, then apply retention. Body of the writing thread.
+        """Write this rank's file; on rank 0 commit on every target, then delete old checkpoints. Runs in the thread.
 
-        An error is kept for `wait`. On rank 0, no target is cleaned up before all targets have the checkpoint.
+        `wait` raises an error of this method in the training thread. Rank 0 deletes nothing on any target before all
+        targets have the new checkpoint.
         """
         try:
             begin = time.perf_counter()
@@ -154,10 +156,10 @@ class CheckpointWriter:
             self._error = error
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's tensor file and entry in every target.
+        """Store this rank's tensor file and its manifest entry in every target.
 
-        The file is written straight into the first target that is a local folder, into the staging folder if there is
-        none, and uploaded from there to the other targets.
+        The file is written once: to the first target that is a local folder or, if there is none, to the staging
+        folder. From there it is uploaded to the other targets.
         """
         folder = folder_name(state.step, state.attempt)
         key = f"{folder}/rank-{self._rank:05d}.safetensors"

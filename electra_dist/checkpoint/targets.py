@@ -1,4 +1,4 @@
-"""The places of a run's checkpoints: its own folder, or every store in `checkpoint.targets`, each with all of them."""
+"""Open the stores that a run writes its checkpoints to. Every one of these targets receives all checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from electra_dist.store.open import open_store
 def open_targets(config: Config) -> list[Store]:
     """Open the stores that every checkpoint is written to, the preferred one for loading first.
 
-    Without `checkpoint.targets` this is the folder `checkpoints` in the run folder.
+    Their URLs are in `checkpoint.targets`; without it, the only store is the folder `checkpoints` in the run folder.
 
     Nothing is read or written until a store is first used.
 

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """The part of a parameter that this rank holds: elements [start, start + numel) of its flattened form."""
+    """The part of a parameter, with its moments, that a rank holds: elements [start, start + numel), flattened."""
 
     name: str
     start: int
@@ -39,7 +39,7 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Values to write to a tensor file: consecutive elements of one kind of a flattened parameter."""
+    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments."""
 
     kind: Kind
     name: str
@@ -55,7 +55,7 @@ class Tensor:
 
 
 def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
-    """Write tensors to a safetensors file and return its manifest entry; the file is on the disk on return.
+    """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest.
 
     An existing file is overwritten in place, so readers must not look at it before its manifest exists.
 

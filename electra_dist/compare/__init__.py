@@ -1,1 +1,1 @@
-"""Comparison of objectives at equal training FLOPs on one corpus: runs, scores, one table and one picture."""
+"""Compares objectives at equal training FLOPs on one corpus: makes runs and scores, a table and a picture."""

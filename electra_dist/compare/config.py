@@ -1,4 +1,4 @@
-"""Config of a comparison: a YAML file of its own beside the config of an ordinary run (`configs/compare_cpu.yaml`)."""
+"""Defines the config of a comparison, a YAML file that names the config of an ordinary run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Entry(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, value: str) -> str:
-        """Reject an unknown objective."""
+        """Raise ValueError if there is no objective of this name."""
         if value not in OBJECTIVES:
             raise ValueError(f"no such objective; set one of {', '.join(OBJECTIVES)}")
         return value
@@ -50,7 +50,7 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Reject keys that must be the same in all runs, and keys below them."""
+        """Raise ValueError for a key, or a key below it, that must be the same in all runs of a comparison."""
         for key in value:
             if any(f"{key}.".startswith(f"{reserved}.") for reserved in RESERVED):
                 raise ValueError(f"`{key}` must be the same in all runs; move it to the base config, or leave it out")
@@ -104,7 +104,10 @@ class TaskEntry(Section):
 class CompareConfig(Section):
     """Config of a comparison: the objectives, the budget in FLOPs, and the tasks that score the checkpoints."""
 
-    base: str = Field(description="config file of a run with everything that all runs share, relative to this file")
+    base: str = Field(
+        description="config file of an ordinary run, with all settings that the runs share; a relative "
+        "path starts at the folder of this file"
+    )
     output: str = Field(
         description="folder of the comparison, relative to the working directory: runs, scores, table and picture"
     )
@@ -137,17 +140,17 @@ class CompareConfig(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompareConfig:
-        """Check names, seeds, budget and shares, and that something is scored."""
+        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing."""
         names = [entry.name for entry in self.objectives]
         if len(set(names)) < len(names) or RANDOM in names:
             raise ValueError(
-                f"objectives need names of their own; rename one ({', '.join(names)}), and do not use `{RANDOM}`, the "
-                f"name of the baseline"
+                f"objectives need names of their own other than `{RANDOM}`, which is the baseline, but are named "
+                f"{', '.join(names)}; rename one"
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {', '.join(map(str, self.seeds))} has a seed twice; remove the repeated one")
         if (self.steps is None) == (self.flops is None):
-            raise ValueError("give either `steps` or `flops`, and not both")
+            raise ValueError("give either `steps` or `flops`, exactly one of them, as the budget")
         if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or self.evaluate_at[-1] != 1.0:
             raise ValueError(
                 f"evaluate_at: {', '.join(map(str, self.evaluate_at))} must ascend and end with 1.0, where the "

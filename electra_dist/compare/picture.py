@@ -1,4 +1,4 @@
-"""Picture of a comparison: scores against training FLOPs as a PNG, one panel per task and one for their average.
+"""Draws the scores of a comparison against training FLOPs as a PNG, one panel per task and one for their average.
 
 How: each objective has one color. Thin lines are single seeds, thick lines their median. A dashed line marks the
 median of the initial weights, where all objectives start.
@@ -31,7 +31,7 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
     """Draw scores against training FLOPs and write the picture as a PNG with a white background.
 
     Args:
-        rows: rows of the table; there may be none yet.
+        rows: scores of each objective after some number of steps; there may be none yet.
         titles: task -> title of its panel, in the order of the panels; at least one.
         path: the PNG file; an existing file is replaced at once, so readers never see half a picture.
     """
@@ -67,7 +67,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the scores of one task: the baseline, the lines of all objectives and the axes."""
+    """Draw the panel of one task: the score of the initial weights, the lines of all objectives, and the axes."""
     for row in rows:
         if row.entry == RANDOM and task in row.columns:
             baseline = row.columns[task].median
@@ -84,7 +84,7 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
 
 
 def _draw_entry(axes: Axes, rows: Sequence[ScoreRow], task: str, color: str) -> None:
-    """Draw one objective: a thin line for each seed and a thick one for their median.
+    """Draw one objective's scores on a task: a thin line for each seed and a thick one for their median.
 
     An objective without scores gets an empty line, so that it is in the legend.
     """
@@ -100,7 +100,10 @@ def _draw_entry(axes: Axes, rows: Sequence[ScoreRow], task: str, color: str) -> 
 
 
 def _format_flops(flops: float, _: int | None) -> str:
-    """Format a tick of the FLOPs axis in two digits, as in "1.5e13"; the second argument is the tick's number."""
+    """Format a tick of the FLOPs axis with two digits, as in "1.5e13".
+
+    matplotlib passes the number of the tick as the second argument, which is not used.
+    """
     if flops == 0:
         return "0"
     return f"{flops:.2g}".replace("e+", "e")

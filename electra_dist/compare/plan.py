@@ -1,4 +1,4 @@
-"""Plan of a comparison: which runs there are, with equal training FLOPs and one complete config each.
+"""Plans a comparison: determines its runs, which have equal training FLOPs and one complete config each.
 
 Guarantee: the budget is the number of training FLOPs of the first objective's `steps` (or `flops`), by the count that
 MFU uses (model/flops.py). Every run has the number of steps whose FLOPs are nearest to the budget, so no run is
@@ -49,9 +49,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All runs of a comparison in the order in which they are made.
+    """All runs of a comparison, in the order in which they are made.
 
-    The order is seed by seed: after each seed, all objectives can be compared.
+    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
+    after each seed.
     """
 
     budget_flops: float  # training FLOPs of every run, up to half a step
@@ -63,7 +64,7 @@ class Plan:
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
-    """Resolve a comparison into its runs.
+    """Determine the runs of a comparison, each with its complete config and the steps at which it is scored.
 
     Args:
         compare: the config of the comparison.
@@ -101,7 +102,7 @@ def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: i
     """Return the steps of a run at which its checkpoints are scored, one for each share of `evaluate_at`.
 
     Raises:
-        UserError: two shares fall on the same step.
+        UserError: two shares of `evaluate_at` give the same step.
     """
     rounded = [max(1, round(share * num_steps)) for share in compare.evaluate_at]
     distinct = tuple(dict.fromkeys(rounded))
@@ -114,7 +115,7 @@ def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: i
 
 
 def _run_name(entry: str, seed: int) -> str:
-    """Return the name of the run of an objective with a seed."""
+    """Return the name of the run of one objective with one seed, as in `rtd-seed1`."""
     return f"{entry}-seed{seed}"
 
 

@@ -1,8 +1,8 @@
-"""Pretraining runs of a comparison: each is an ordinary supervised start in a process of its own.
+"""Makes the pretraining runs of a comparison, each by an ordinary supervisor in a process of its own.
 
 Guarantee: a run that crashes does not end any other run. Whether a run is finished is decided by its own checkpoints,
 never by an exit code alone. A run that an interrupted comparison left running is waited for, not started twice. An
-interrupt is passed on to the ranks, which save and end; the next start continues from there.
+interrupt is passed on to the ranks, which save a checkpoint and end; the next start continues from it.
 
 How: `python -m launcher.supervise` with the YAML file of the run, a command that a user can run as well. Its output is
 appended to RUN.log. Progress is read from the heartbeats of the run.
@@ -56,15 +56,16 @@ class Pretrainings:
         self._started: dict[str, Future[str]] = {}
 
     def __enter__(self) -> Self:
+        """Return the pool itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop all runs that are still training: their ranks save and end, and this call waits for them."""
+        """Stop all runs that are still training, and wait until their ranks have saved a checkpoint and ended."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Wait for a run to end, while the next runs train beside it.
+        """Wait for a run to end, while the runs after it train at the same time, up to `parallel` in all.
 
         Args:
             cell: one of the runs of the pool; it is started if it is not running yet.
@@ -84,13 +85,13 @@ class Pretrainings:
         return run.result()
 
     def _pause(self) -> None:
-        """Sleep between two checks of a run; raise `_StoppedError` as soon as the pool is closed."""
+        """Sleep between two checks of a run; raise `_StoppedError` as soon as the pool of runs is closed."""
         if self._stop.wait(_POLL_S):
             raise _StoppedError
 
 
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
-    """Make a run or continue it, and wait until it ends; a finished run is not started.
+    """Start or continue a run, and wait until it ends; a finished run is not started again.
 
     If processes of the run are already at work on this machine, they are waited for, and a start follows only if they
     end without finishing the run. The run is started at most once per call.
@@ -98,7 +99,8 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     Args:
         cell: the run.
         ranks: ranks of the run.
-        pause: called between checks of the run; if it raises, the run is stopped in order and the exception passes on.
+        pause: called between checks of the run. If it raises, the run saves a checkpoint and ends, and the exception
+            passes on.
 
     Returns:
         Why the run is not finished, in one line; empty if it is.
@@ -119,11 +121,11 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
 
 
 class _StoppedError(Exception):
-    """The comparison was interrupted, so its runs are to be stopped."""
+    """Error: the comparison was interrupted, so its runs must be stopped."""
 
 
 def _current_step(cell: Cell) -> int:
-    """Return the step of the last heartbeat of a run's rank 0; 0 if there is none yet."""
+    """Return the step in the newest heartbeat file of a run's rank 0; 0 if there is no heartbeat yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:
             return beat.step

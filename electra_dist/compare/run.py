@@ -1,4 +1,4 @@
-"""A whole comparison, from its first run to its picture; started again after an interrupt, it continues.
+"""Makes a whole comparison, from its first run to its picture; started again after an interrupt, it continues.
 
 Guarantee: configs, corpus and tasks are checked completely before the first run starts. A run that fails, or a
 checkpoint that cannot be scored, does not stop the rest: it is listed in all results, and the next start tries it
@@ -102,7 +102,7 @@ class Comparison:
         return not self._failures
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint on all measures that are missing; record a failure if the checkpoint cannot be scored.
+        """Score a checkpoint on every task that it has no score of; record a failure if it cannot be scored.
 
         Args:
             entry: name of the objective's entry, or `RANDOM` for the initial weights.
@@ -137,7 +137,7 @@ class Comparison:
         return scores
 
     def failures(self) -> list[Failure]:
-        """Return what has failed: runs and checkpoints of this start, then failures that scores contain."""
+        """Return what has failed: runs and checkpoints since this start, then failures that scores contain."""
         return [*self._failures.values(), *score_failures(self.scores())]
 
     def table(self) -> Table:
@@ -173,7 +173,7 @@ class Comparison:
 
     @property
     def _title(self) -> str:
-        """Title of the table and of the page."""
+        """Title of the comparison's table and Markdown page."""
         return f"{self._file.stem}: objectives at equal FLOPs"
 
     @property
@@ -183,7 +183,7 @@ class Comparison:
         return f"electra-dist compare {shlex.quote(str(self._file))}{glue}"
 
     def _rows(self) -> list[ScoreRow]:
-        """Return the rows of the table; only measures of all checkpoints count in the average."""
+        """Return the rows of the table; only tasks that are scored at all checkpoints count in the average."""
         is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
         return summarize_rows(self.scores(), is_averaged)
 

@@ -1,9 +1,9 @@
-"""Scores of checkpoints: each is a JSON file of its own, written when it is complete, so that nothing is scored twice.
+"""Scores checkpoints, and keeps each score in a JSON file of its own, so that nothing is scored twice.
 
-Guarantee: a score is found again by everything that it depends on: the identity of the run, the corpus, the step, and
-the data and settings of the task. Another config, other data or another limit gives another score, which is never
-confused with this one. The encoder that is scored is the one that the run is made for: the large tower, with the
-pretraining head that the objective gives it.
+Guarantee: a score is stored with the digest of everything that it depends on, and is used only under the same one: the
+identity of the run, the corpus, the step, and the data and settings of the task. Another config, other data or another
+limit gives another score, which is never confused with this one. The encoder that is scored is the one that the run is
+made for: the large tower, with the pretraining head that the objective gives it.
 
 Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depending on the task).
 """
@@ -52,7 +52,7 @@ class Score:
 
 
 class Measure(abc.ABC):
-    """Interface of what encoders are scored on: a task, or the minimal pairs."""
+    """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences."""
 
     name: str  # the column of the table
     metric: str  # name of the score
@@ -75,7 +75,7 @@ class TaskMeasure(Measure):
     """A task on texts, scored by a linear probe or by fine-tuning."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Combine a task with the way in which encoders are scored on it.
+        """Store a task and the way in which encoders are scored on it.
 
         Args:
             name: name of the entry in the comparison's `tasks`.
@@ -108,7 +108,7 @@ class TaskMeasure(Measure):
 
 
 class PairsMeasure(Measure):
-    """Accuracy on minimal pairs of number agreement, without training."""
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a minimal pair."""
 
     name = MINIMAL_PAIRS
     metric = "accuracy"
@@ -152,6 +152,7 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
     """Return a progress callback that puts `prefix` before the name of the activity."""
 
     def report(activity: str, done: int, total: int) -> None:
+        """Report progress with the prefix before the name of the activity."""
         progress(f"{prefix}{activity}", done, total)
 
     return report
@@ -165,13 +166,13 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
     """
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
-        raise UserError("no data; give --glue DIR, or set `data` of the task")
+        raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
     task_name = entry.task or name
     if task_name in GLUE:
         return TextTask(GLUE[task_name], folder, entry.max_train)
     if entry.text_a is None or entry.label is None:
         raise UserError(
-            f"neither one of {', '.join(GLUE)}, nor a custom task with `text_a` and `label`; "
+            f"not a GLUE task ({', '.join(GLUE)}), and a custom task needs `text_a` and `label`; "
             f"correct the name, or set both keys"
         )
     metric = "accuracy" if entry.kind == "classification" else "spearman"
@@ -197,7 +198,7 @@ class Scores:
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures` for which the checkpoint has no score yet."""
+        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no score yet."""
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
@@ -260,7 +261,7 @@ class Scores:
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        """Return a digest of everything that a score depends on."""
+        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task."""
         return _digest(
             {
                 "run": cell.config.identity_sha256(),
@@ -272,5 +273,5 @@ class Scores:
 
 
 def _digest(tree: dict[str, Any]) -> str:
-    """Return the sha256 of a tree's canonical JSON, as hexadecimal digits."""
+    """Return the sha256 of nested dicts and lists, written as canonical JSON, as hexadecimal digits."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""Tables of a comparison's scores: medians over seeds with their spread, and the failures, for terminal and Markdown.
+"""Makes tables of a comparison's scores: medians over seeds with their spread, and failures.
 
-Guarantee: if seeds are missing, a number is shown with the number of seeds that it is of, and each missing or failed
-seed is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is listed.
+Guarantee: if seeds are missing, a score is shown with the number of seeds that it is computed from, and each missing
+or failed seed is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is
+listed.
 
 The average of an encoder is the mean over the minimal pairs and all tasks that are scored at all checkpoints. It
 exists for encoders that have all of these scores.
@@ -51,7 +52,9 @@ class ScoreRow:
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """Group scores into the rows of the table, by entry in the order of the scores, then by step.
+    """Group scores into the rows of the table: one for each step of an objective.
+
+    Objectives are in the order in which they first occur in the scores; the rows of one are ordered by step.
 
     Args:
         scores: all scores of the comparison.
@@ -72,7 +75,7 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[S
 
 
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """Return one failure for each line of `failures` in the scores, with the task and the step before it."""
+    """Return the failures that are stored in scores, one per line, each line with the task and the step before it."""
     return [
         Failure(entry=score.entry, seed=score.seed, what=f"{score.task} after {score.step:,} steps: {text}")
         for score in scores
@@ -130,13 +133,13 @@ def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]
 
 
 def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
-    """Return the median, the lowest and the highest of at least one score."""
+    """Summarize at least one score by the median, the lowest and the highest; `by_seed` is seed -> score."""
     values = list(by_seed.values())
     return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=by_seed)
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    """Return the names of the columns that any row has, in their order, the average last."""
+    """Return the names of the table's columns, those that at least one row has, with the average last."""
     names = list(dict.fromkeys(name for row in rows for name in row.columns if name != AVERAGE))
     if any(AVERAGE in row.columns for row in rows):
         names.append(AVERAGE)

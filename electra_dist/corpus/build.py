@@ -1,9 +1,9 @@
-"""Build a corpus from text files: shards, vocab.txt and corpus.json.
+"""Build a training corpus from text files: shards of token rows, vocab.txt and the manifest corpus.json.
 
 Guarantee: the corpus is a function of the inputs (contents and names), the vocabulary, the parameters and the seed. It
 is the same, byte for byte, for any number of workers and of interruptions. corpus.json is written last: a folder
-without it holds no finished corpus. Documents read = used + held out + each kind of skipped. A corpus that is already
-finished is not changed.
+without it holds no finished corpus. Every document that was read is counted once: as used, held out or skipped. A
+corpus that is already finished is not changed.
 
 How: the main process reads the documents and cuts their stream into chunks; workers turn chunks into rows
 (`chunks.py`). The chunks, taken in order, fill a shard until it reaches its size. The shard is written first, then a
@@ -81,7 +81,10 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 
 
 class _Build:
-    """One call of `build_corpus`: the request, the stores of its two corpora, and the notes of finished shards."""
+    """State of one call of `build_corpus`.
+
+    It holds the request, the stores of the training and the held-out corpus, and the record of finished shards.
+    """
 
     def __init__(self, request: BuildRequest, console: BuildConsole) -> None:
         """Open the stores of the corpus and of its held-out part; nothing is written yet."""
@@ -93,7 +96,10 @@ class _Build:
         self._progress = BuildProgress(self._store, parameters, request.input_names())
 
     def run(self) -> BuildResult:
-        """Build every shard that is not finished, then write both manifests; see `build_corpus` for the errors."""
+        """Build every shard that is not finished, then write corpus.json of the held-out and the training corpus.
+
+        A corpus that is finished already is returned unchanged. `build_corpus` lists the errors.
+        """
         finished = self._progress.finished_corpus()
         if finished is not None:
             return BuildResult(finished, self._read_heldout(finished), True, len(finished.shards))
@@ -113,7 +119,11 @@ class _Build:
         return BuildResult(manifest, heldout, False, num_resumed)
 
     def _build_remaining_shards(self, notes: list[FinishedShard]) -> None:
-        """Build the shards that follow those in `notes`, and append a note for each."""
+        """Build all shards of the corpus that are not finished.
+
+        Args:
+            notes: records of the shards that are finished, in order; the record of each new shard is appended.
+        """
         chunks = self._unfinished_chunks(notes)
         results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
         with contextlib.closing(results):  # stops the workers if this process fails
@@ -121,10 +131,13 @@ class _Build:
                 notes.append(self._finish_shard(len(notes), shard_chunks))
 
     def _unfinished_chunks(self, notes: Sequence[FinishedShard]) -> Iterator[Chunk]:
-        """Yield the chunks after the last finished shard.
+        """Yield the chunks of documents that follow the last finished shard.
 
-        Earlier chunks are read again, because only that finds the place to resume; their text is compared with the
-        digest in the last note and dropped.
+        A resumed build must read the earlier chunks again to find its place. They are not tokenized; only a digest of
+        their text is compared with the one that was recorded with the last finished shard.
+
+        Args:
+            notes: records of the finished shards, in order.
 
         Raises:
             ManifestMismatch: the text of finished shards has changed.
@@ -172,9 +185,12 @@ class _Build:
             yield group
 
     def _finish_shard(self, number: int, chunks: Sequence[tuple[Chunk, ChunkRows]]) -> FinishedShard:
-        """Write the rows of `chunks` as shard `number`, then record the note that makes it count as finished.
+        """Write the training rows of `chunks` as shard `number`, then record that the shard is finished.
 
-        No shard is written if the chunks have no training row; the note then has no entry.
+        If the chunks have no training row, no shard is written, and the record has no entry for corpus.json.
+
+        Returns:
+            The record of the shard, which is in the store.
         """
         last_chunk, _ = chunks[-1]
         results = [rows for _, rows in chunks]
@@ -198,7 +214,11 @@ class _Build:
         return note
 
     def _commit_heldout(self, notes: Sequence[FinishedShard]) -> CorpusManifest | None:
-        """Write the held-out rows of all notes as a corpus of their own; return None if there are none."""
+        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out.
+
+        Args:
+            notes: records of all shards of the build; the held-out rows of each shard are in a file beside its record.
+        """
         entries: list[ShardEntry] = []
         pad_id = self._request.vocabulary.special["[PAD]"]
         blocks: list[np.ndarray] = []
@@ -218,7 +238,13 @@ class _Build:
         return self._commit(self._heldout_store, entries, _totals(notes, "heldout"))
 
     def _commit(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Write corpus.json, which makes the shards of `entries` a finished corpus, and return it."""
+        """Write corpus.json, which marks the corpus in `store` as finished, and return its content.
+
+        Args:
+            store: the training or the held-out corpus; its shards and vocab.txt must have been written.
+            entries: entries of its shards, in order.
+            totals: counts of its documents, tokens and rows.
+        """
         request = self._request
         manifest = CorpusManifest(
             seq_len=request.seq_len,
@@ -232,30 +258,34 @@ class _Build:
         return manifest
 
     def _read_heldout(self, manifest: CorpusManifest) -> CorpusManifest | None:
-        """Return the manifest of the held-out part of a finished corpus; None if no document was held out."""
+        """Return the manifest of the held-out corpus, or None if no document was held out.
+
+        Args:
+            manifest: manifest of the finished training corpus, which counts the documents held out.
+        """
         if not manifest.totals["documents_heldout"]:
             return None
         return read_manifest(self._heldout_store)
 
     def _claim_folder(self) -> None:
-        """Record the parameters of this build in the output, so that a build with others is refused."""
+        """Write this build's parameters and vocab.txt to the output; a build with other parameters is then refused."""
         self._progress.begin()
         self._store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
 
     def _release_folder(self) -> None:
-        """Delete what `_claim_folder` wrote and all notes, after a build that gave no shard."""
+        """Delete the build's parameters, its records of shards and vocab.txt, after a build without a training row."""
         self._progress.clear()
         self._store.delete(VOCAB_FILE)
 
     def _inputs_changed(self) -> ManifestMismatch:
-        """Return the error for finished shards whose input text is not what it was."""
+        """Return the error for a resumed build whose input text changed after its finished shards were written."""
         return ManifestMismatch(
-            f"{self._store.url}: half built from inputs that have changed since; restore the inputs, "
-            "or delete this folder, or choose another --output"
+            f"{self._store.url}: holds a corpus half built from inputs that have changed since; restore the "
+            "inputs, or delete this folder, or choose another --output"
         )
 
     def _nothing_usable(self, notes: Sequence[FinishedShard]) -> UserError:
-        """Return the error for inputs without a training document, with the reasons counted by kind."""
+        """Return the error for a build without a training document; its message counts why documents were left out."""
         totals = _totals(notes, "train")
         reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
         if totals["documents_heldout"]:
@@ -311,7 +341,12 @@ def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> 
 
 
 def _totals(notes: Sequence[FinishedShard], part: str) -> dict[str, Any]:
-    """Return the `totals` of corpus.json: documents by outcome, and the counts of `part` ("train" or "heldout")."""
+    """Return the `totals` of corpus.json, added up over all shards of a build.
+
+    Args:
+        notes: records of all shards of the build.
+        part: "train" or "heldout": whose bytes, tokens, examples and rows to count. Documents are counted for both.
+    """
     documents = sum((Counter(note.documents) for note in notes), Counter[str]())
     counts = sum((Counter(getattr(note, part)) for note in notes), Counter[str]())
     return {

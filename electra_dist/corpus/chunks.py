@@ -1,14 +1,13 @@
-"""Turn one chunk of documents into rows; a pure function, so any process may do it, in any order.
+"""Turn a chunk of documents into rows of token ids; any process may process any chunk, in any order.
 
 Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
 out or one kind of skipped. Every token of a used document is in exactly one row.
 
 How: the main process cuts the stream of documents into chunks of about `chunk_bytes` and derives a chunk's seeds from
-its number (`keyed_random`, purpose CORPUS), so the number of workers cannot change the rows. Packing stays within a
-chunk.
+its number (`keyed_random`, purpose CORPUS), so the number of workers cannot change the rows. Examples of different
+chunks never share a row.
 
-Cost: tokenization takes most of the time. A worker process loads this module and what it imports, which does not
-include torch.
+Cost: tokenization takes most of the time. A worker process imports this module, which does not import torch.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Rows:
 
 @dataclass
 class ChunkRows:
-    """Result of processing one chunk: its training rows, its held-out rows, and its documents by outcome."""
+    """Result of processing one chunk: training rows, held-out rows, and the number of documents by outcome."""
 
     train: Rows
     heldout: Rows
@@ -75,7 +74,10 @@ class ChunkRows:
 
 
 class ChunkProcessor:
-    """Converter of chunks to rows. It holds the tokenizer, so one instance serves all chunks of a process."""
+    """Converter of chunks of documents to rows of token ids.
+
+    It holds the tokenizer, so one instance serves all chunks of a process.
+    """
 
     def __init__(self, rules: Rules) -> None:
         """Build the tokenizer of `rules`.
@@ -89,7 +91,7 @@ class ChunkProcessor:
         self._heldout_key = rules.heldout_key.to_bytes(8, "little")
 
     def process(self, chunk: Chunk) -> ChunkRows:
-        """Return the rows of a chunk, split into training and held-out documents.
+        """Return the rows of a chunk of documents, separately for training and held-out documents.
 
         The result depends on the rules and the chunk alone, not on chunks that were processed before.
         """
@@ -109,7 +111,12 @@ class ChunkProcessor:
         return ChunkRows(train.finish(), heldout.finish(), documents)
 
     def _decoded(self, raw: Iterable[RawDocument], documents: Counter[str]) -> Iterator[str]:
-        """Yield the texts of the documents that are not skipped; count every document and every skip."""
+        """Decode documents, and yield the text of each one that no rule skips.
+
+        Args:
+            raw: undecoded documents.
+            documents: counter to increase: "in" for each document, and the kind of each skipped one.
+        """
         for document in raw:
             documents["in"] += 1
             try:
@@ -118,7 +125,12 @@ class ChunkProcessor:
                 documents[skipped.kind] += 1
 
     def _tokenized(self, texts: Iterable[str], documents: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yield each text with the ids of its lines, empty lines left out; count texts without a token as skipped."""
+        """Tokenize texts, and yield each text with the token ids of its lines, lines without tokens left out.
+
+        Args:
+            texts: decoded documents.
+            documents: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
+        """
         for batch in _batches(texts):
             lines_of_texts = [text.splitlines() for text in batch]
             all_lines = [line for lines in lines_of_texts for line in lines]
@@ -131,7 +143,10 @@ class ChunkProcessor:
                     documents["no_tokens"] += 1
 
     def _is_heldout(self, text: str) -> bool:
-        """Return whether a keyed hash of the text selects it, so that all copies of a text are held out together."""
+        """Return whether a document goes to the held-out corpus.
+
+        A keyed hash of its text decides, so all copies of a text are held out together.
+        """
         if not self._rules.heldout_fraction:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
@@ -142,7 +157,7 @@ class _RowCollector:
     """Collector of the examples that one chunk gives to one corpus (training or held-out)."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
-        """Start without examples; `seed` is that of the example builder's random draws."""
+        """Start without examples; `seed` seeds the random draws of the example builder."""
         self._rules = rules
         self._special = vocabulary.special
         self._dtype = row_dtype(vocabulary.size)
@@ -180,7 +195,10 @@ class _RowCollector:
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of texts of some thousand lines: few calls of the tokenizer, and little memory."""
+    """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last.
+
+    One call of the tokenizer encodes one group: larger groups need fewer calls, smaller ones less memory.
+    """
     batch: list[str] = []
     num_lines = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""Progress of a corpus build: a bar on a terminal, otherwise a line every ten seconds; a table at the end."""
+"""Show the progress of a corpus build as a bar or as lines of text, and its result as a table."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class BuildConsole:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def resume_at(self, bytes_done: int) -> None:
-        """Restart the clock after the input of finished shards has been read.
+        """Restart the clock of a resumed build after it has skipped the input of finished shards.
 
         Args:
             bytes_done: input bytes read so far. They are left out of the estimate of the remaining time, because
-                reading them again is faster than building from them.
+                skipping input is faster than building rows from it.
         """
         self._resumed_bytes = bytes_done
         self._started = time.monotonic()
@@ -91,8 +91,8 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
     """Return the table that closes a build: documents by outcome, then text, tokens, examples, rows and padding.
 
     Args:
-        totals: `totals` of corpus.json.
-        heldout: `totals` of the held-out corpus; None if there is none, which leaves its lines out.
+        totals: counts of the training corpus, the key `totals` of its corpus.json.
+        heldout: the same counts of the held-out corpus; None if there is none.
         seq_len: tokens of a row, from which the share of padding is computed.
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)

@@ -1,7 +1,7 @@
-"""Decode one document: the rules by which its bytes become text, or by which it is skipped.
+"""Decode the bytes of a document to text, or skip the document for one of a fixed list of reasons.
 
-Guarantee: every document becomes text, or raises `SkippedDocument` with exactly one kind; nothing is repaired or
-guessed. The text is valid UTF-8 and contains no lone surrogate.
+Guarantee: every document becomes text, or raises `SkippedDocument` with one reason (a key of
+`SKIPPED_KINDS`); nothing is repaired or guessed. The text is valid UTF-8 and contains no lone surrogate.
 
 Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module imports nothing heavy; `readers.py` reads the bytes.
 """

@@ -33,9 +33,10 @@ _NO_LIMIT = 1 << 60
 
 
 class ExampleBuilder:
-    """Builder of the examples of a chunk of documents.
+    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from tokenized documents.
 
-    Call `document` for one document after another: the random draws of a document follow those of the one before.
+    Create one builder for each chunk of documents, and call `document` for its documents in order. All documents of a
+    chunk share one random generator, so the examples of a document depend on the documents before it.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class ExampleBuilder:
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
         """Yield the examples of one document, each of 3 to seq_len ids.
 
-        Together the examples hold every id of `sentences` exactly once. Exhaust the iterator before the next call:
-        what remains would be mixed with the next document.
+        Together the examples hold every id of `sentences` exactly once, beside [CLS] and [SEP]. Exhaust the iterator
+        before the next call, because sentences that remain would be mixed with the next document.
+
+        Args:
+            sentences: token ids of each line of the document.
         """
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
@@ -77,20 +81,20 @@ class ExampleBuilder:
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return the sentence, or its pieces of one segment's length if it could not fit an example alone."""
+        """Return [sentence], or its pieces of (seq_len - 3) // 2 ids if the sentence is too long for one example."""
         if len(sentence) <= self._seq_len - 2:
             return [sentence]
         size = (self._seq_len - 3) // 2
         return [sentence[start : start + size] for start in range(0, len(sentence), size)]
 
     def _add(self, sentence: Ids) -> None:
-        """Add a sentence to those of the next example; an empty one is ignored."""
+        """Add a sentence to the sentences of the next example; an empty sentence is ignored."""
         if sentence:
             self._sentences.append(sentence)
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Return an example of the accumulated sentences, and keep the tokens that do not fit for the next one."""
+        """Return an example of the accumulated sentences; tokens that do not fit are kept for the next example."""
         first, second = self._split()
         room_first = self._seq_len - 2  # beside [CLS] and [SEP]
         room_second = max(0, self._seq_len - 3 - min(len(first), room_first))  # beside [CLS], A and two [SEP]
@@ -107,7 +111,10 @@ class ExampleBuilder:
         return example
 
     def _split(self) -> tuple[Ids, Ids]:
-        """Return the ids of segments A and B, by the reference's rules and in its order of random draws."""
+        """Divide the accumulated sentences into segments A and B, and return the ids of each segment.
+
+        Source: class ExampleBuilder of google-research/electra, with the same order of random draws.
+        """
         limit = (self._target - 3) // 2
         if self._random.random() < self._single_segment_prob:
             limit = _NO_LIMIT
@@ -125,7 +132,7 @@ class ExampleBuilder:
         return first, second
 
     def _draw_target(self) -> None:
-        """Draw the target length of the next example: seq_len, or now and then a shorter one."""
+        """Draw the next target length: seq_len, or with probability `short_target_prob` uniform in [5, seq_len]."""
         self._target = self._seq_len
         if self._random.random() < self._short_target_prob:
             self._target = MIN_TARGET + int(self._random.random() * (self._seq_len - MIN_TARGET + 1))

@@ -29,9 +29,9 @@ from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
-    """Check all `*.tar` in the top folder of `store`, in the order of their names; write vocab.txt and corpus.json.
+    """Check all shards (`*.tar`) in the top folder of `store`, and write vocab.txt and corpus.json for them.
 
-    Nothing is written if a shard is refused.
+    The corpus has the shards in the order of their names. Nothing is written if a shard is refused.
 
     Args:
         store: folder or S3 prefix with the shards.
@@ -43,7 +43,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
         ManifestMismatch: a shard is not a tar of rows, or its rows do not fit the vocabulary or the other shards.
     """
     if store.exists(MANIFEST_KEY):
-        raise UserError(f"{store.url}: has a corpus.json; delete it to index the shards again")
+        raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
     names = [key for key in store.list() if key.endswith(".tar") and "/" not in key]
     if not names:
         raise UserError(f"{store.url}: has no *.tar to index; give the folder or s3:// prefix that holds the shards")
@@ -119,7 +119,7 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
     is_pad = rows == vocabulary.special["[PAD]"]
     fault = _fault_of_rows(rows, is_pad, vocabulary)
     if fault is not None:
-        raise ManifestMismatch(f"{name}: {fault}; give the --vocab that the rows were made with, or write it again")
+        raise ManifestMismatch(f"{name}: {fault}; give the --vocab of these rows, or write this shard again")
     return ShardEntry(
         name=name,
         rows=len(rows),

@@ -1,8 +1,8 @@
-"""Notes about the finished shards of a corpus that is being built, so that a killed build can resume.
+"""Record which shards of a corpus build are finished, so that a killed build can resume.
 
-Guarantee: a shard is finished if its note `progress/NNNNNN.json` exists. The note is written after the shard and its
-held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of the build: a
-folder that is half built from other parameters, text or vocabulary is refused, never mixed.
+Guarantee: a shard is finished if its record, the note `progress/NNNNNN.json`, exists. The note is written after the
+shard and its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of
+the build: a folder that is half built from other parameters, text or vocabulary is refused, never mixed.
 
 How: a note records the chunk after which the shard ends and the digest of all documents up to that point. A build
 that resumes reads the inputs again, which it must do to find the place, and compares the digest. Input after that
@@ -29,7 +29,10 @@ _BUILD_KEY = _FOLDER + "build.json"
 
 
 class FinishedShard(Section):
-    """Note about one finished shard, stored as progress/NNNNNN.json until the corpus is complete."""
+    """Record of one finished shard of a corpus build, stored as progress/NNNNNN.json until the corpus is complete.
+
+    Other docstrings of the corpus builder call it a note.
+    """
 
     number: int = Field(description="position of the shard in the corpus, from 0")
     entry: ShardEntry | None = Field(
@@ -46,15 +49,19 @@ class FinishedShard(Section):
 
 
 class BuildProgress:
-    """Notes of one build in the store of its corpus. One build at a time may write them."""
+    """Reader and writer of the files in progress/ that record how far a corpus build has come.
+
+    They are the build's parameters, and for each finished shard a note (`FinishedShard`) and its held-out rows. One
+    build at a time may write to a store.
+    """
 
     def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """Prepare to read and write the notes; the store is not touched yet.
+        """Prepare to read and write the records of a build; the store is not touched yet.
 
         Args:
             store: output of the build.
-            parameters: JSON values that, with the text, determine the corpus. Notes and corpora of other parameters
-                are refused.
+            parameters: JSON values that, with the text, determine the corpus. A store with a build or a corpus of
+                other parameters is refused.
             inputs: JSON values that identify the inputs of a finished corpus without reading them.
         """
         self._store = store
@@ -62,7 +69,9 @@ class BuildProgress:
         self._inputs = json.loads(canonical_json(inputs))
 
     def finished_corpus(self) -> CorpusManifest | None:
-        """Return the manifest if the corpus is finished, and delete notes that remain; None if it is not finished.
+        """Return the manifest of the corpus if it is finished, otherwise None.
+
+        If it is finished, the records in progress/ that a killed build did not delete are deleted.
 
         Raises:
             ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
@@ -74,17 +83,20 @@ class BuildProgress:
         self._refuse_other_parameters(stored, "a finished corpus")
         if any(stored.get(key) != value for key, value in self._inputs.items()):
             raise ManifestMismatch(
-                f"{self._store.url}: holds a finished corpus of other inputs; delete it or choose another --output"
+                f"{self._store.url}: holds a finished corpus that was built from other inputs; delete that corpus or "
+                "choose another --output"
             )
         self.clear()
         return manifest
 
     def finished_shards(self) -> list[FinishedShard]:
-        """Return the notes of shards 0, 1, ... up to the first shard that is missing or has another size.
+        """Return the records of the finished shards, in order from shard 0.
+
+        The list ends before the first shard that has no record, is missing, or has another size than its record.
 
         Raises:
-            ManifestMismatch: the notes are those of a build with other parameters.
-            UserError: the store holds shards, but neither notes nor a corpus.json.
+            ManifestMismatch: the store holds an unfinished build with other parameters.
+            UserError: the store holds shards, but neither records of a build nor a corpus.json.
         """
         if not self._store.exists(_BUILD_KEY):
             if any(key.endswith(".tar") for key in self._store.list("shard-")):
@@ -105,14 +117,14 @@ class BuildProgress:
             notes.append(note)
 
     def begin(self) -> None:
-        """Record the parameters in the store; from then on a build with others is refused."""
+        """Write the build's parameters to progress/build.json; a later build with other parameters is then refused."""
         self._store.write(_BUILD_KEY, (canonical_json(self._parameters) + "\n").encode())
 
     def record(self, note: FinishedShard, heldout_rows: np.ndarray) -> None:
-        """Record that a shard is finished. Write the shard to the store before calling this.
+        """Record that a shard is finished. The caller must have written the shard to the store before.
 
         Args:
-            note: the note; its `heldout_rows` must be the number of `heldout_rows`.
+            note: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
             heldout_rows: rows of the shard's held-out documents, [rows, seq_len]; may be empty.
         """
         if len(heldout_rows):
@@ -122,14 +134,17 @@ class BuildProgress:
         self._store.write(_note_key(note.number), (note.model_dump_json() + "\n").encode())
 
     def heldout_rows(self, note: FinishedShard) -> np.ndarray:
-        """Return the held-out rows that were recorded with `note`, [rows, seq_len].
+        """Return the held-out rows of the shard that `note` records, [rows, seq_len].
 
         Call it only if `note.heldout_rows` is not 0: no file exists for an empty array.
         """
         return np.load(io.BytesIO(self._store.read(_heldout_key(note.number))), allow_pickle=False)
 
     def clear(self) -> None:
-        """Delete the recorded parameters, all notes and their held-out rows; shards and corpus.json stay."""
+        """Delete all files in progress/; shards and corpus.json stay.
+
+        The files are the build's parameters, the records of finished shards, and the held-out rows of these shards.
+        """
         for key in self._store.list(_FOLDER):
             self._store.delete(key)
 
@@ -138,7 +153,7 @@ class BuildProgress:
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
-        """Compare the parameters in the store with those of this build.
+        """Raise an error if the parameters in the store differ from those of this build.
 
         Args:
             stored: parameters in the store.
@@ -150,16 +165,16 @@ class BuildProgress:
         for key, value in self._parameters.items():
             if stored.get(key) != value:
                 raise ManifestMismatch(
-                    f"{self._store.url}: holds {description} with {key} = {stored.get(key)}, not {value}; delete it "
-                    "or choose another --output"
+                    f"{self._store.url}: holds {description} with {key} = {stored.get(key)}, but this build has "
+                    f"{key} = {value}; delete that corpus or choose another --output"
                 )
 
 
 def _note_key(number: int) -> str:
-    """Return the key of the note about shard `number`."""
+    """Return the key of the file that records shard `number` as finished."""
     return f"{_FOLDER}{number:06d}.json"
 
 
 def _heldout_key(number: int) -> str:
-    """Return the key of the held-out rows that belong to shard `number`."""
+    """Return the key of the file with the held-out rows of shard `number`."""
     return f"{_FOLDER}{number:06d}.heldout.npy"

@@ -136,7 +136,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _clean(lines: list[str]) -> str:
-    """Join lines to one, and remove roles, fields, quotes and repeated white space."""
+    """Join the lines of a paragraph to one, without Sphinx roles and fields, quotes and repeated white space."""
     text = _FIELD.sub(r"\2:", " ".join(lines))
     text = _MARKS.sub("", _ROLE.sub(r"\1", text)).replace("::", ":")
     return _SPACE.sub(" ", text).strip(" -*+:")
@@ -150,7 +150,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _key(text: str) -> int:
-    """Return a 64-bit hash of the text in lower case, which is the same in every process."""
+    """Return a 64-bit hash of the text in lower case, by which repeated paragraphs are recognized."""
     return int.from_bytes(hashlib.blake2b(text.lower().encode(), digest_size=8).digest(), "little")
 
 
@@ -160,7 +160,7 @@ def _indent(line: str) -> int:
 
 
 def _sources(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the docstrings of one source after another: help topics, C modules, then .py files."""
+    """Yield a list of docstrings for each help topic, then for each C module, then for each .py file."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]

@@ -38,7 +38,7 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 class InputFile(NamedTuple):
-    """One input file of a corpus."""
+    """One input file of a corpus: its name below the input path, its path, its format and its size."""
 
     name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
     path: Path
@@ -103,8 +103,9 @@ class DocumentStream:
         """Prepare to read `files`; none is opened yet.
 
         Args:
-            files: what `find_inputs` returned.
-            text_field: column of parquet files that holds the text. JSON lines are yielded whole.
+            files: input files in reading order, from `find_inputs`.
+            text_field: name of the parquet column that holds the text. Other formats ignore it: a JSON line is yielded
+                whole, and `documents.decode` finds its text.
         """
         self._files = files
         self._text_field = text_field
@@ -113,7 +114,7 @@ class DocumentStream:
 
     @property
     def bytes_done(self) -> int:
-        """Bytes of the input files read so far; compressed files count with their size on disk."""
+        """Return the bytes of the input files read so far; compressed files count with their size on disk."""
         return self._bytes_before + (self._open_file.tell() if self._open_file else 0)
 
     def __iter__(self) -> Iterator[RawDocument]:
@@ -142,7 +143,7 @@ class DocumentStream:
             self._bytes_before += file.size
 
     def _read(self, file: InputFile, raw: BinaryIO) -> Iterator[RawDocument]:
-        """Yield the documents of one file, opened as `raw`, by its format."""
+        """Yield the documents of one file, which the caller has opened as `raw` to read bytes."""
         if file.format == "parquet":
             yield from _read_parquet(file.path, raw, self._text_field)
             return
@@ -169,15 +170,15 @@ def _format(path: Path) -> str | None:
 
 
 def _known_endings() -> str:
-    """Return the endings of readable files, for error messages."""
+    """Return the file endings that can be read, as text for error messages."""
     return f"{', '.join(FORMATS)}, each but .parquet also with {', '.join(COMPRESSIONS)}"
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
     """Yield the blocks of text between blank lines.
 
-    While no blank line is found, each read is as large as the text that is waiting, so that a huge document is
-    searched in linear time.
+    Each read is at least as large as the text since the last blank line, so that a huge document is searched in linear
+    time.
     """
     rest = b""
     while block := stream.read(max(_READ_BYTES, len(rest))):
@@ -208,7 +209,7 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
         headers = _read_warc_headers(stream)
         length = headers.get(b"content-length", b"")
         if not length.isdigit():
-            raise OSError("a WARC record without Content-Length")
+            raise OSError("a WARC record has no Content-Length header")
         body = stream.read(int(length))
         if len(body) < int(length):
             raise EOFError("the last WARC record is cut off")
@@ -260,7 +261,7 @@ def _is_text(column_type: pyarrow.DataType) -> bool:
 
 
 def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedIOBase:
-    """Return a stream of the decompressed bytes of `raw`; a suffix that is no compression returns `raw` itself."""
+    """Return a stream of the decompressed bytes of `raw`; for a suffix other than .gz, .xz, .zst `raw` itself."""
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)
     if suffix == ".xz":
@@ -284,7 +285,7 @@ class _ZstdFile(io.RawIOBase):
         self._ready = b""  # decompressed bytes that were not handed out yet
 
     def readable(self) -> bool:
-        """Return True; `io.BufferedReader` asks."""
+        """Return True, because `io.BufferedReader` accepts readable streams only."""
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
@@ -298,7 +299,7 @@ class _ZstdFile(io.RawIOBase):
             data = self._raw.read(_READ_BYTES)
             if not data:
                 if self._inside_frame:
-                    raise EOFError("compressed data is cut off")
+                    raise EOFError("the compressed data is cut off")
                 return 0
             self._ready = self._decompress(data)
         count = min(len(buffer), len(self._ready))
@@ -307,7 +308,10 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self, data: bytes) -> bytes:
-        """Return what `data`, the next bytes of the file, decompresses to; begin a new frame where one ends."""
+        """Return the decompressed form of `data`, the next bytes of the zstd file.
+
+        `data` may end in the middle of a frame, and may hold several frames; each frame gets a new decompressor.
+        """
         parts = []
         while data:
             parts.append(self._frame.decompress(data))

@@ -1,4 +1,4 @@
-"""Description of a corpus to build, and of the parameters that determine its bytes."""
+"""Describe a corpus to build, and list the parameters that determine its bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK_BYTES = (1 << 16, 1 << 22)  # smallest and largest chunk
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """Description of a corpus to build.
+    """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
     All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus.
     """
@@ -38,12 +38,16 @@ class BuildRequest:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of rows after which a shard is complete; a shard exceeds it by at most the rows of one chunk."""
+        """Return the size in bytes at which a shard is complete; a shard exceeds it by less than one chunk's rows."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of documents in a chunk: about an eighth of a shard's text, between 64 KiB and 4 MiB."""
+        """Return the size of a chunk, the unit of work of a worker process, in bytes of undecoded documents.
+
+        It is a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB. A shard holds the rows of about
+        eight chunks, because rows take half as many bytes as their text.
+        """
         smallest, largest = _CHUNK_BYTES
         return min(max(self.shard_bytes // 4, smallest), largest)
 

@@ -3,12 +3,12 @@
 Guarantee: every example is whole in one row, once, with its ids unchanged; [PAD] occurs only at the end of a row. The
 examples' lengths and order alone decide which examples share a row.
 
-How: `rows` packs by best fit decreasing: the longest example first, into the row with the least free space that holds
-it. The rows are then in the order of their first example. `none` gives each example a row of its own, as the paper
-did.
+How: the packing "rows" works by best fit decreasing: it takes the longest example first, and puts each example into
+the row with the least free space that holds it. The rows are then sorted by their first example. The packing "none"
+gives each example a row of its own, as in the paper.
 
-Cost: constant time per example (a bit set of the free spaces); on prose at length 512 under 1 % of a packed row is
-[PAD].
+Cost: constant time per example, because a bit set records which amounts of free space exist. On prose with rows of 512
+less than 1 % of the packed ids are [PAD].
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_rows(
         seq_len: ids of a row.
         pad_id: id that fills the end of a row.
         dtype: type of the rows; it must hold every id.
-        packing: "rows" puts several examples into a row, "none" one.
+        packing: "rows" puts several examples into a row, "none" puts one.
     """
     lengths = [len(example) for example in examples]
     groups = pack(lengths, seq_len) if packing == "rows" else [[index] for index in range(len(examples))]
@@ -56,7 +56,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Group examples so that each group fits a row, by best fit decreasing.
 
     Args:
-        lengths: of the examples, each from 1 to `seq_len`.
+        lengths: number of ids of each example, from 1 to `seq_len`.
         seq_len: most that the lengths of a group may add up to.
 
     Returns:

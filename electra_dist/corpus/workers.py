@@ -26,10 +26,10 @@ _processor: ChunkProcessor | None = None  # one per worker process, created by _
 
 
 def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
-    """Yield each chunk, with its documents removed, and its rows, in the order of `chunks`.
+    """Turn chunks of documents into rows, and yield each chunk with its rows, in the order of `chunks`.
 
-    `chunks` is read only as far as the workers need it. Close the generator if you do not exhaust it: that ends the
-    workers.
+    The yielded chunks have no documents, to save memory. `chunks` is read only as far as the workers need it. Close
+    the generator if you do not exhaust it, which ends the workers.
 
     Args:
         chunks: the chunks, read in the calling process.
@@ -68,12 +68,16 @@ def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) ->
 
 
 def _without_documents(chunk: Chunk) -> Chunk:
-    """Return a copy of a chunk without its documents, so that the window does not hold their memory twice."""
+    """Return a copy of a chunk without its documents, whose text need not stay in memory until the rows are ready."""
     return dataclasses.replace(chunk, documents=[])
 
 
 def _start_worker(rules: Rules) -> None:
-    """Set up a worker process: build its tokenizer, and make it end with the main process."""
+    """Set up a worker process before its first chunk.
+
+    It builds the tokenizer, ignores SIGINT (the main process handles Ctrl-C), and starts a thread that ends the worker
+    when the main process has ended, even if that was killed.
+    """
     global _processor
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -90,6 +94,6 @@ def _exit_with_parent() -> None:
 
 
 def _process(chunk: Chunk) -> ChunkRows:
-    """Return the rows of a chunk; runs in a worker process that `_start_worker` has set up."""
+    """Return the rows of a chunk of documents. Runs in a worker process that `_start_worker` has set up."""
     assert _processor is not None
     return _processor.process(chunk)

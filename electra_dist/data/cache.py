@@ -76,7 +76,7 @@ class ShardCache:
     def open(self, shard_index: int) -> Shard:
         """Return a shard, verified and mapped; waits for its download if necessary.
 
-        It stays open until `keep_only` or `close`, so that a second call returns at once.
+        The shard stays open until `keep_only` or `close`, so that a second call returns at once.
 
         Args:
             shard_index: Index of the shard in the manifest.
@@ -108,7 +108,7 @@ class ShardCache:
                 self._queue.put((index, future))
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all other shards and cancel their queued downloads; the node's cache may then evict them."""
+        """Close all shards but these, and cancel queued downloads of others; the node's cache may then evict those."""
         keep = set(map(int, shard_indices))
         for index in self._prepared.keys() - keep:
             self._prepared.pop(index).cancel()
@@ -128,7 +128,7 @@ class ShardCache:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Prepare queued shards, one after another, until the queue yields None. Runs in each thread."""
+        """Prepare queued shards, one after another, until the queue yields None. Runs in each background thread."""
         while True:
             item = self._queue.get()
             if item is None:
@@ -154,8 +154,8 @@ class ShardCache:
                 is_good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
             if not is_good:
                 raise ManifestMismatch(
-                    f"{path}: not the shard that corpus.json lists (other size or sha256); restore it or build the "
-                    f"corpus again"
+                    f"{path}: not the shard that corpus.json lists (other size or sha256); restore the file or build "
+                    f"the corpus again"
                 )
         self._verified.add(index)
 
@@ -176,7 +176,7 @@ class ShardCache:
                 return None
         if shard.num_rows != entry.rows:
             raise ManifestMismatch(
-                f"{path}: {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, or "
+                f"{path}: has {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, or "
                 f"delete corpus.json and run `electra-dist corpus index`"
             )
         return shard

@@ -1,11 +1,12 @@
 """Load the batches of one rank in the order of steps, ahead of training.
 
-Guarantee: step t has the positions [t * G, (t + 1) * G) of the row order, where G is the global batch, and rank r of W
-gets the r-th of W equal slices, whatever happened before. A batch is complete and verified, or an error is raised.
-Only the steps that the caller names are skipped; all other steps keep their rows.
+Guarantee: the rows of a step do not depend on restarts or on earlier steps. With G rows in a global batch, step t has
+the positions [t * G, (t + 1) * G) of the row order (`order.py`), and rank r of W gets the r-th of W equal slices. A
+batch is complete and verified, or an error is raised. Only the steps that the caller names are skipped; all other
+steps keep their rows.
 
-How: one thread reads `_DEPTH` steps ahead and starts the downloads of the next window's shards while the current
-window is used. An error in the thread is raised by `next`.
+How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (the shards whose rows are shuffled
+together), the shards of the next window are downloaded. `RowLoader.next` raises an error that occurred in the thread.
 
 Cost: about 3 us of CPU per row of 512 tokens outside the training thread, digests of the shards not counted
 (`benchmarks/loader.py`).
@@ -38,7 +39,7 @@ _CLOSE_S = 2.0  # How long `close` waits for a read that is waiting for a downlo
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of one rank for one step; G / W rows with global batch G and W ranks."""
+    """Rows that one rank trains on in one step: G / W rows, where G is the global batch and W the number of ranks."""
 
     step: int
     row0: int  # number of this rank's first row within the global batch
@@ -119,7 +120,7 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how many shards were fetched again because their bytes were wrong."""
+        """Return how many shards this rank has fetched again because their bytes were wrong."""
         return self._cache.refetches
 
     def close(self) -> None:
@@ -133,7 +134,7 @@ class RowLoader:
                 self._thread.join(0.01)
 
     def _work(self, step: int) -> None:
-        """Read the batches from `step` on into the queue until `close` or an error. Runs in the thread."""
+        """Read the batches from `step` on into the queue until `close` or an error. Runs in the background thread."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -170,7 +171,8 @@ class RowLoader:
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the shard and the row of each position of this rank in a step, as two int64 arrays [G / W].
 
-        They are computed for `_LOCATED` steps at once, which costs little more than for one step.
+        G is the global batch and W the number of ranks. The positions of `_LOCATED` steps are located at once, which
+        costs little more than locating those of one step.
         """
         block, number = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:  # The block's first step may have been skipped.
@@ -182,10 +184,11 @@ class RowLoader:
         return self._located[0][number], self._located[1][number]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the windows of the positions [first, end), and close the shards of all earlier windows.
+        """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed.
 
-        The window after them is remembered in `_next_window`, to be fetched later. Usually the windows are already
-        being fetched and there is nothing to do.
+        Shards are fetched in windows, the groups of shards whose rows are shuffled together. The window after `end` is
+        stored in `_next_window`, so that the caller can fetch it later. The call does nothing if an earlier call has
+        covered the positions already.
         """
         if end <= self._horizon:
             return

@@ -55,13 +55,16 @@ class TokenizerEntry(Section):
 
     @model_validator(mode="after")
     def _special_tokens_exist(self) -> TokenizerEntry:
-        """Refuse a missing special token, an id outside the vocabulary, and a file outside the corpus."""
+        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus."""
         missing = [token for token in SPECIAL_TOKENS if token not in self.special]
         if missing:
-            raise ValueError(f"special lacks {', '.join(missing)}")
+            raise ValueError(f"special lacks {', '.join(missing)}; it must hold the ids of all five special tokens")
         outside = [token for token, token_id in self.special.items() if not 0 <= token_id < self.vocab_size]
         if outside:
-            raise ValueError(f"ids of {', '.join(outside)} are outside the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"special: ids of {', '.join(outside)} are outside the vocabulary; they must be below vocab_size "
+                f"{self.vocab_size}"
+            )
         check_key(self.vocab_file)
         return self
 
@@ -85,7 +88,7 @@ class CorpusManifest(Section):
         names = [shard.name for shard in self.shards]
         if len(set(names)) != len(names):
             repeated = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"shard {repeated} is listed twice")
+            raise ValueError(f"shard {repeated} is listed twice; each shard must be listed once")
         return self
 
     @property
@@ -99,7 +102,7 @@ class CorpusManifest(Section):
         return sum(shard.tokens for shard in self.shards)
 
     def row_name(self, row_id: int) -> str:
-        """Return the shard and the index within it of a row, as text: "shard-000001.tar row 17".
+        """Return the name of a row for messages: its shard and its index in that shard, "shard-000001.tar row 17".
 
         Args:
             row_id: Number of the row in the corpus, in [0, num_rows).
@@ -149,7 +152,7 @@ def read_manifest(store: Store) -> CorpusManifest:
         key = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         raise ManifestMismatch(
-            f"{where}: `{key}`: {reason}; the corpus is damaged or of another version: build it again"
+            f"{where}: the value of `{key}` is wrong: {reason}; restore corpus.json or build the corpus again"
         ) from None
     if not manifest.shards:
         raise UserError(f"{where}: the corpus has no shards; build it again from more text")

@@ -78,7 +78,11 @@ class NodeCache:
             self._fetch(store, entry)
 
     def _fetch(self, store: Store, entry: ShardEntry) -> None:
-        """Fetch a shard, verify it and give it its name; the caller holds the shard's lock."""
+        """Fetch a shard, verify its digest, then rename it to its final name. The caller must hold the shard's lock.
+
+        Raises:
+            StoreExhausted: The bytes were wrong `_FETCHES` times.
+        """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
         for _ in range(_FETCHES):
             self._make_room(entry.bytes)
@@ -89,12 +93,12 @@ class NodeCache:
             unverified.unlink()
             self.refetches += 1
         raise StoreExhausted(
-            f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times (sha256 is not {entry.sha256[:12]}..., which "
-            "corpus.json lists); restore this shard or build the corpus again"
+            f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times in a row: their sha256 is not "
+            f"{entry.sha256[:12]}..., which corpus.json lists; restore this shard or build the corpus again"
         )
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Delete the shards that were not used for longest until `needed_bytes` more fit.
+        """Delete the least recently used shards until `needed_bytes` more fit into the folder and on its disk.
 
         Raises:
             StoreError: The disk is full although nothing is left to delete.

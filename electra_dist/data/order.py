@@ -73,10 +73,10 @@ def permute(
 
 
 def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Return each place after one pass through the Feistel network, a permutation of [0, a * b).
+    """Return each place after one pass through a keyed Feistel network, a permutation of [0, a * b).
 
-    a is the square root of the size, rounded up, and b the least integer with size <= a * b < size + a. A place is
-    split as left * b + right; the rounds change the two parts in turn.
+    a is the square root of the size, rounded up, and b the least integer with size <= a * b < size + a. Each place is
+    split into left and right with place = left * b + right, and the rounds change left and right in turn.
     """
     a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
@@ -97,7 +97,7 @@ def _scaled(word: Words, limit: Words) -> Words:
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Range of positions of the sequence whose rows are shuffled together, and the shards that hold these rows."""
+    """Window of the row sequence: a range of positions whose rows are shuffled together, and their shards."""
 
     first_position: int
     end_position: int  # exclusive
@@ -184,7 +184,7 @@ class RowOrder:
         )
 
     def _layout(self, epoch: int) -> _Epoch:
-        """Return the layout of an epoch, computed once and kept while it is among the last `_EPOCHS_KEPT`."""
+        """Return the order of an epoch's shards and windows; the `_EPOCHS_KEPT` newest results are cached."""
         layout = self._epochs.get(epoch)
         if layout is None:
             layout = self._lay_out(epoch)
@@ -193,7 +193,7 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> _Epoch:
-        """Compute the layout of an epoch: permute its shards and cut them into windows."""
+        """Compute the order of an epoch's shards and windows: permute the shards and cut their sequence."""
         count = self._rows.size
         zero = np.zeros(count, np.int64)
         order = permute(

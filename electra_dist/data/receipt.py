@@ -26,7 +26,10 @@ _MASK64 = 2**64 - 1
 
 @dataclass(frozen=True)
 class Receipt:
-    """Number of rows and sum of their hashes; receipts are added and subtracted like numbers."""
+    """Checksum of the rows that a run has trained on: how many there were, and the sum of their hashes.
+
+    It does not depend on the order of the rows. `+` adds the rows of another receipt, and `-` removes them.
+    """
 
     rows: int = 0
     digest: int = 0  # sum of the rows' hashes modulo 2**64, in [0, 2**64)
@@ -51,12 +54,17 @@ class Receipt:
 
     @property
     def hex(self) -> str:
-        """Return the digest as 16 hexadecimal digits, as metrics and checkpoints hold it."""
+        """Return the digest as 16 hexadecimal digits, the form in metrics and checkpoints."""
         return f"{self.digest:016x}"
 
     @classmethod
     def from_words(cls, rows: int, digest: int) -> Receipt:
-        """Return the receipt of two signed 64-bit integers as `words` returns them, or of sums over ranks."""
+        """Return the receipt with the given words; the inverse of `words`.
+
+        Args:
+            rows: Number of rows, of one rank or summed over ranks.
+            digest: Digest as a signed 64-bit integer, of one rank or summed over ranks modulo 2**64.
+        """
         return cls(rows, digest & _MASK64)
 
     @classmethod

@@ -43,9 +43,9 @@ _HEADER_READERS = {
 
 
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
-    """Write rows as a shard.
+    """Write rows as a shard: an uncompressed tar whose members are .npy files with blocks of rows.
 
-    The file is not written atomically; the caller gives it its final name when it is complete.
+    The write is not atomic; write to a temporary name and rename the file afterwards.
 
     Args:
         target: Path or binary stream.
@@ -101,9 +101,11 @@ class Shard:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 blocks = self._index(stream)
             except (tarfile.TarError, ValueError) as error:
-                raise self._mismatch(f"not a tar of *{MEMBER_SUFFIX} blocks ({error})") from None
+                raise self._mismatch(
+                    f"this shard is not a tar of *{MEMBER_SUFFIX} blocks ({error}); build this shard again"
+                ) from None
         if not blocks:
-            raise self._mismatch(f"has no *{MEMBER_SUFFIX} member")
+            raise self._mismatch(f"the tar has no *{MEMBER_SUFFIX} member; build this shard again")
         # Byte offset of each block's first row, and number of rows of each block.
         self._offsets, block_lengths = np.ascontiguousarray(np.array(blocks, np.int64).T)
         # Number of each block's first row, and the number of all rows as the last element.
@@ -131,11 +133,15 @@ class Shard:
         self._map.close()
 
     def _view_all_rows(self, block_lengths: NDArray[np.int64]) -> None:
-        """Create the strided view of the mapping that has every row as an element.
+        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation.
 
-        Element i of the view is the seq_len ids that begin i * stride bytes after the shard's first row. The stride
-        divides the size of a row and the distance between any two blocks. Elements can therefore begin in the middle
-        of a row; those are never read.
+        The blocks of rows are separated by headers, so the rows are not evenly spaced. Element i of the view is the
+        seq_len ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of the
+        row size and the distances between blocks, so every row is an element of the view. The other elements begin in
+        the middle of a row or in a header and are never read.
+
+        Args:
+            block_lengths: [num_blocks] number of rows of each block.
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
@@ -151,7 +157,10 @@ class Shard:
         )
 
     def _index(self, stream: IO[bytes]) -> list[tuple[int, int]]:
-        """Return, for each block in the tar, the byte offset of its first row and its number of rows."""
+        """Read the headers in the tar; return the byte offset of the first row and the number of rows of each block.
+
+        A block is a member whose name ends in .rows.npy; other members are ignored.
+        """
         blocks = []
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
@@ -161,32 +170,36 @@ class Shard:
         return blocks
 
     def _read_block_header(self, member: tarfile.TarInfo) -> tuple[int, int]:
-        """Return the byte offset of the block's first row and its number of rows.
+        """Return the byte offset of the first row in a block, which is a tar member, and the block's number of rows.
 
         Raises:
-            ValueError: The member is not a complete .npy file.
-            ManifestMismatch: Its rows have another length or type than the shard must have.
+            ValueError: The member is not a complete .npy file of version 1 or 2.
+            ManifestMismatch: Its rows have another length or type than this shard was opened with.
         """
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
-            raise ValueError(f"{member.name} is cut short")
+            raise ValueError(f"member {member.name} is cut short; it should have {member.size} bytes")
         header = io.BytesIO(self._map[member.offset_data : min(end, member.offset_data + _MAX_HEADER_BYTES)])
         version = np.lib.format.read_magic(header)
         if version not in _HEADER_READERS:
-            raise ValueError(f"{member.name}: .npy version {version}")
+            raise ValueError(f"member {member.name} has .npy version {version}; only (1, 0) and (2, 0) can be read")
         shape, is_fortran_order, dtype = _HEADER_READERS[version](header)
         header_bytes = header.tell()
         seq_len, row_dtype = self.kind
         if len(shape) != 2 or shape[1] != seq_len or dtype != row_dtype or is_fortran_order:
-            raise self._mismatch(f"{member.name} holds {dtype} {shape}, not {row_dtype} [rows, {seq_len}]")
+            raise self._mismatch(
+                f"{member.name} holds {dtype} {shape}, not {row_dtype} [rows, {seq_len}]; build this shard again"
+            )
         num_rows = shape[0]
         if header_bytes + num_rows * seq_len * dtype.itemsize != member.size:
-            raise ValueError(f"{member.name}: length and header disagree")
+            raise ValueError(
+                f"member {member.name} has {member.size} bytes, which contradicts its header of {num_rows} rows"
+            )
         return member.offset_data + header_bytes, num_rows
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
-        """Return the error for a file that is not a shard of the expected kind."""
-        return ManifestMismatch(f"{self.path}: {reason}; build this shard again")
+        """Return the error for this file; `reason` states what is wrong and the next step."""
+        return ManifestMismatch(f"{self.path}: {reason}")
 
 
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:

@@ -1,1 +1,1 @@
-"""Everything that depends on DeepSpeed: the engine, the optimizers, the learning rate and the state of each stage."""
+"""Drive DeepSpeed: the engine, the optimizers, the learning rate, and the training state at each ZeRO stage."""

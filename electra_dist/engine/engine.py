@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: builds the DeepSpeed config and runs optimizer steps. Only this file calls initialize.
+"""Build the DeepSpeed config and engine, and run optimizer steps. Only this file calls deepspeed.initialize.
 
 Guarantees: the DeepSpeed JSON is derived from Config in one pure function; master weights, moments and the sum over
 micro-batches are fp32 at every stage; nothing is compiled at start on a CPU.

@@ -51,10 +51,11 @@ _Locator = Callable[[str, nn.Parameter], _MasterSlice | None]
 
 
 def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the fragments that this rank writes into a checkpoint; over all ranks every element is in exactly one.
+    """Return the ranges of parameters ("fragments") that this rank writes into a checkpoint.
 
-    At ZeRO stages 1 to 3 they are the partitions of this rank. At stage 0, where every rank holds everything, each
-    parameter is cut into one part per rank. Not collective, but it needs the process group.
+    Every element of every parameter is in exactly one fragment of exactly one rank. At ZeRO stages 1 to 3 they are the
+    partitions of this rank. At stage 0, where every rank holds everything, each parameter is cut into one part per
+    rank. Not collective, but it needs the process group.
 
     Args:
         module: the module under the engine (`engine.deepspeed.module`).
@@ -70,7 +71,7 @@ def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
 
 
 def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the fragments that a checkpoint must fill on this rank.
+    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint.
 
     At ZeRO stage 0 they cover every parameter whole; at stages 1 to 3 they are the fragments that this rank owns.
     After overwriting their views call `publish`, so that the forward pass uses the new values.
@@ -89,7 +90,7 @@ def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's fragments, with views of master and moments.
+    """Return this rank's ranges of all parameters ("fragments"), with views of their fp32 masters and moments.
 
     Moments that do not exist yet, as before the first step, are created with zeros.
 
@@ -213,9 +214,9 @@ def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: in
 
 
 def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
-    """Return the locator for BF16_Optimizer and for ZeRO stages 1 and 2.
+    """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2.
 
-    DeepSpeed links each parameter to its place in this rank's flat partitions by `parameter._hp_mapping`, which is
+    DeepSpeed records the place of each parameter in this rank's flat partitions in `parameter._hp_mapping`, which is
     None for a parameter that lies wholly on other ranks.
 
     Args:
@@ -223,7 +224,7 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
     """
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return this rank's slice of a parameter by its link, or None if the parameter is on other ranks."""
+        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks."""
         if not hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(
                 f"DeepSpeed has not linked parameter {name} to its fp32 partition; install "
@@ -246,14 +247,15 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
 
 
 def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
-    """Return the locator for ZeRO stage 3, where every parameter is cut into one equal partition per rank.
+    """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3.
 
-    The last partitions may be padding in part or as a whole; padding is not part of a slice.
+    Every parameter is cut into one equal partition per rank. The last partitions may be padding in part or as a whole;
+    padding is not part of a slice.
     """
     rank = dist.get_rank()
 
     def locate(name: str, parameter: Any) -> _MasterSlice | None:
-        """Return this rank's partition of a parameter without padding; it may be empty."""
+        """Return this rank's partition of a parameter without the padding at its end; the slice may be empty."""
         group, offset, partition_numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * partition_numel
         numel_without_padding = max(0, min(partition_numel, parameter.ds_numel - start))
@@ -269,7 +271,9 @@ def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
 
 
 def _replicated_locator(share: int, num_shares: int) -> _Locator:
-    """Return the locator for ZeRO stage 0, where every rank holds every parameter whole and in fp32.
+    """Return a function that finds one part of a parameter, for ZeRO stage 0.
+
+    Every rank holds every parameter whole and in fp32, so each rank can take any part of it.
 
     Args:
         share: number of the part of each parameter that is located, from 0.
@@ -277,7 +281,7 @@ def _replicated_locator(share: int, num_shares: int) -> _Locator:
     """
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return part number `share` of a parameter; it may be empty."""
+        """Return part number `share` of `num_shares` nearly equal parts of a parameter; the part may be empty."""
         start = parameter.numel() * share // num_shares
         end = parameter.numel() * (share + 1) // num_shares
         return _MasterSlice(name=name, start=start, numel=end - start, flat=parameter, offset=start)

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits (`train.micro_batch: auto`) by measuring, never by running out of memory.
+"""Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring one and two rows.
 
 Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The result is kept in the
 run's folder for each kind of device and number of ranks, so that a restart on the same ones repeats the same sums bit
@@ -187,7 +187,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return what identifies a kind of device: the GPU's model, or the size of the host memory for a CPU."""
+    """Return the name of a kind of device: the GPU's model or, for a CPU, the size of the host memory in GiB."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

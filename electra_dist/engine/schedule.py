@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: warm-up and decay overlap, as in the reference.
+"""Compute the learning rate of a step; warm-up and decay overlap, as in Google's reference code.
 
 Source: google-research/electra, model/optimization.py: polynomial decay to 0 multiplied by min(1, t / warmup). The
 peak of ELECTRA-Large (10,000 of 400,000 steps) is therefore 0.975 * lr, and the first update has lr 0.

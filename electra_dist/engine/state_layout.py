@@ -1,4 +1,4 @@
-"""How many bytes of training state DeepSpeed keeps on each GPU at each ZeRO stage."""
+"""Compute how many bytes of training state DeepSpeed keeps on each GPU at each ZeRO stage."""
 
 from __future__ import annotations
 

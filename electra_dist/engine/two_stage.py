@@ -1,4 +1,4 @@
-"""Two-stage training: at the switch the discriminator becomes a copy of the generator, which is then frozen.
+"""Train in two stages: first the generator alone, then the discriminator, which starts as a copy of it.
 
 Guarantee: at the step `objective.generator_only_steps`, before its forward, every fp32 master of the discriminator and
 its embeddings equals the generator's, bit for bit, with moments of zero, at any ZeRO stage and number of ranks. The
@@ -23,13 +23,14 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 
 
 class Stages:
-    """The schedule of two-stage training, which switches the learning tower.
+    """The schedule of two-stage training: first only the generator learns, then only the discriminator.
 
-    Call `enter` before every step. For a run without two-stage training it does nothing.
+    The discriminator begins as a copy of the generator. Call `enter` before every step. For a run without two-stage
+    training it does nothing.
     """
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
-        """Keep the engine; no parameter and no learning rate changes before the first `enter`.
+        """Store the engine and the length of the first stage; nothing changes before the first call of `enter`.
 
         Args:
             engine: its parameter groups must be those of `parameter_groups` for a `TwoStageDetection`.

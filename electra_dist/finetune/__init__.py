@@ -1,1 +1,1 @@
-"""Evaluation of pretrained encoders: fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""
+"""Evaluates pretrained encoders by fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""

@@ -1,4 +1,4 @@
-"""Sentence pairs that test number agreement in English, generated from templates.
+"""Generates sentence pairs that test number agreement in English, from templates.
 
 Guarantee: the two sentences of a pair have the same number of tokens and differ at one position, because every word
 is a single entry of the model's vocabulary; words outside the vocabulary are not used. The number (singular or
@@ -42,7 +42,7 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because a template may repe
 
 
 class Pair(NamedTuple):
-    """A grammatical sentence and an ungrammatical one, as words, that differ at `position` only."""
+    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only."""
 
     phenomenon: str
     good: Words
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """A sentence with one open slot (`_SLOT`), and the correct and the incorrect word for that slot."""
+    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place."""
 
     frame: Words
     good_word: str
@@ -63,19 +63,19 @@ class _Contrast(NamedTuple):
 
 
 class _NoWords(Exception):
-    """The vocabulary contains no word of a list that a template needs."""
+    """Error: the vocabulary contains none of the words from which a sentence template must choose."""
 
 
 class _WordSampler:
     """Random generator that draws words from lists, limited to the words of a vocabulary."""
 
     def __init__(self, vocabulary: Container[str], seed: int) -> None:
-        """Use only words of `vocabulary`; equal seeds give equal draws."""
+        """Create a sampler that draws only words of `vocabulary`; equal seeds give equal draws."""
         self._vocabulary = vocabulary
         self._generator = np.random.default_rng(seed)
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """Draw one word and return its (singular, plural) forms.
+        """Draw one word from a list of (singular, plural) forms, and return both forms.
 
         Raises:
             _NoWords: the vocabulary contains both forms of none of `words`.
@@ -84,7 +84,7 @@ class _WordSampler:
         return known[self._draw_index(len(known))]
 
     def draw_word(self, words: Sequence[str]) -> str:
-        """Draw one of `words`.
+        """Draw one of those `words` that the vocabulary contains.
 
         Raises:
             _NoWords: the vocabulary contains none of `words`.
@@ -97,7 +97,7 @@ class _WordSampler:
         return self._draw_index(2)
 
     def _draw_index(self, size: int) -> int:
-        """Draw an index below `size`; raise `_NoWords` if `size` is 0."""
+        """Draw an index into a list of `size` usable words; raise `_NoWords` if there are none."""
         if size == 0:
             raise _NoWords
         return int(self._generator.integers(size))
@@ -182,7 +182,7 @@ TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
 
 
 def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dict[str, list[Pair]]:
-    """Generate distinct sentence pairs for every phenomenon of `TEMPLATES`.
+    """Generate distinct sentence pairs for every phenomenon of number agreement in `TEMPLATES`.
 
     Args:
         vocabulary: the words that sentences may use; each must be one token of the model.
@@ -200,7 +200,10 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
 
 
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
-    """Draw up to `num_pairs` distinct pairs of one phenomenon, in the order of the draws."""
+    """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws.
+
+    There are fewer, perhaps none, if the vocabulary has too few words for the phenomenon's template.
+    """
     draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
     pairs: dict[Pair, None] = {}  # the keys are the pairs: distinct, in the order of insertion
@@ -219,5 +222,5 @@ def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, see
 
 
 def _fill_slot(frame: Words, word: str) -> Words:
-    """Return the words of `frame` with `word` in its open slot."""
+    """Return the words of the sentence `frame` with `word` in its open place, which `_SLOT` marks."""
     return tuple(word if frame_word == _SLOT else frame_word for frame_word in frame)

@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run: one frozen config section whose defaults are the reference's values.
+"""Defines the settings of a fine-tuning run, whose defaults are the values of google-research/electra.
 
 Guarantee: `settings_for` returns what google-research/electra (configure_finetuning.py) uses for a task and a model
 size: 3 epochs of batches of 32 examples at length 128; 10 epochs for RTE and STS; 2 epochs at length 512 for SQuAD;
@@ -27,14 +27,14 @@ LARGE_WIDTH = 1024  # hidden size from which the reference's settings for Large 
 class FinetuneConfig(Section):
     """Settings of fine-tuning: optimizer, schedule, head, dropout, lengths and SQuAD's windows.
 
-    The defaults are the reference's for a Base-size model on a GLUE task; `settings_for` adapts them to the task and
-    the model.
+    The defaults are those of google-research/electra for a Base-size model on a GLUE task; `settings_for` adapts them
+    to the task and the model.
     """
 
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
-        description="peak learning rate of the head; lower layers have less, see layer_decay. "
-        "The default is the reference's up to Base; Large uses 5e-5",
+        description="peak learning rate of the head; lower layers have a lower rate, see layer_decay. "
+        "The default is that of google-research/electra for Small and Base, which uses 5e-5 for Large",
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.8,
@@ -111,7 +111,7 @@ class FinetuneConfig(Section):
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Return the reference's settings for a task and a model size, with overrides applied last.
+    """Return google-research/electra's settings for a task and a model size, with overrides applied last.
 
     Args:
         task: name of the task on the command line, such as `squad1` or `rte`.
@@ -133,8 +133,8 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
         raise UserError(f"--set {key}={first['input']}: {first['msg']}; correct the value") from None
     if settings.max_length > max_positions:
         raise UserError(
-            f"max_length {settings.max_length}: the model has {max_positions} positions; "
-            f"set max_length={max_positions} or less (--set max_length={max_positions})"
+            f"max_length {settings.max_length} is more than the {max_positions} positions of the model; "
+            f"pass --set max_length={max_positions}, or less"
         )
     return settings
 

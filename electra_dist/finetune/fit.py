@@ -1,4 +1,4 @@
-"""Training and prediction loops for fine-tuning: one process, one device.
+"""Runs the training and prediction loops of fine-tuning in one process on one device.
 
 Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A seed that was interrupted
 and is started again therefore ends with the same numbers: bit for bit on a CPU with the same number of threads. Rows
@@ -41,22 +41,22 @@ _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronize
 
 
 class Examples(NamedTuple):
-    """Training examples: one row of token ids without padding per example, and one target per row."""
+    """Training examples of a task: one row of token ids without padding and one target per example."""
 
     ids: Ids
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
 
 
 class Diverged(Exception):
-    """The training loss became NaN or infinite; the message names the step."""
+    """Error: the training loss became NaN or infinite; the message names the step."""
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Ignore a progress report; the default `progress` of functions whose caller shows none."""
+    """Ignore a progress report. This is the default callback of functions that have a parameter `progress`."""
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
-    """Return the number of optimizer steps for `num_examples` rows: rounded down, at least 1."""
+    """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1."""
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
 
@@ -162,7 +162,10 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of the given rows as a scalar with gradient; seeds both kinds of dropout for `step`."""
+    """Return the mean loss of the given rows as a scalar with gradient.
+
+    Dropout depends on (seed, step) only: both torch's generator and the encoder's dropout keys are set from them.
+    """
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)

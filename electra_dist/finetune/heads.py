@@ -1,4 +1,4 @@
-"""Task heads on an encoder, with their losses, as in the reference implementation.
+"""Defines task heads on an encoder, with their losses, as in the reference implementation.
 
 Classification and regression: the state of [CLS], dropout, Dense(H -> N). With `head: dense`, Dense(H -> H), GELU and
 dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to
@@ -50,7 +50,7 @@ class TaskModel(nn.Module):
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
-        """Combine an encoder and a head; both are used, not copied."""
+        """Combine an encoder and a head; the model holds these modules themselves, not copies."""
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -109,7 +109,7 @@ class Classifier(TaskModel):
 
 
 class SpanScores(NamedTuple):
-    """The beam search's candidates for each row: K starts, and K ends for each start, best first.
+    """Candidate answer spans of each row: the K best starts, and the K best ends for each start, best first.
 
     Log-probabilities are natural logarithms; positions are indices into the row of ids.
     """
@@ -180,9 +180,9 @@ class SpanHead(nn.Module):
         return self.answer(hidden_BW).squeeze(-1).float()
 
     def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
-        """Return the `beam` best starts of each row, and for each start the `beam` best ends.
+        """Return the candidate answer spans of each row: its K best starts, and for each start the K best ends.
 
-        The beam is at most S wide. An end may lie before its start: the caller rejects such spans.
+        K is the setting `beam`, but at most S. An end may lie before its start: the caller rejects such spans.
         """
         beam = min(self.beam, state_BSH.shape[1])
         start_logit_BS = self.start_logits(state_BSH, allowed_BS)
@@ -207,9 +207,10 @@ class SpanModel(TaskModel):
         self.answerable_weight = settings.answerable_weight
 
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return a bool mask [B, S] of the positions that start and end may have.
+        """Return which positions may be the start or the end of an answer, bool [B, S].
 
-        These are the second segment, with its [SEP] as in the reference, and [CLS].
+        These are the passage, which is the second segment (with its [SEP], as in the reference), and [CLS], which
+        stands for "no answer".
         """
         allowed_BS = derive(ids_BS, self.backbone.special).token_type_BS == 1
         allowed_BS[:, 0] = True
@@ -235,7 +236,10 @@ class SpanModel(TaskModel):
         return span_loss + self.answerable_weight * answerable_loss
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the best starts and ends of each window of `ids_BS` (int64 [B, S]), and its no-answer logit."""
+        """Return the candidate answer spans of each row, and its logit of "no answer".
+
+        A row of `ids_BS`, int64 [B, S], is one window `[CLS] question [SEP] part of the passage [SEP]`.
+        """
         return self.head.search(self.backbone(ids_BS), self.allowed(ids_BS))
 
 

@@ -1,4 +1,4 @@
-"""Optimizer and schedule of fine-tuning: AdamW with one learning rate per layer.
+"""Builds the optimizer and the schedule of fine-tuning: AdamW with one learning rate per layer.
 
 Guarantee: let L be the number of layers, d the layer_decay, and depth 0 for the embeddings and their projection,
 i + 1 for layer i, and L + 2 for the head. The peak learning rate of a parameter is lr * d ** (L + 2 - depth). No
@@ -46,7 +46,7 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 
 
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
-    """Return the factor on every peak learning rate for one update: linear warm-up times linear decay to 0.
+    """Return the factor by which one update multiplies every peak learning rate: linear warm-up, linear decay to 0.
 
     Args:
         step: number of finished updates, from 0 to num_steps - 1.
@@ -59,7 +59,7 @@ def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
 
 
 def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig) -> ForeachAdamW:
-    """Build the AdamW optimizer with layer-wise learning rates.
+    """Build an AdamW optimizer whose learning rates decrease from the head down to the embeddings; see `peak_lr`.
 
     There is one parameter group per peak learning rate and weight decay. A group stores its peak as `peak_lr` and
     starts with a learning rate of 0: call `set_step` before every update. Biases and LayerNorm weights have no weight
@@ -81,6 +81,6 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
 
 
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
-    """Set the learning rate of every parameter group to `factor` times its peak, for the next update."""
+    """Set the learning rate of every parameter group to `factor` times the group's peak, for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

@@ -1,8 +1,9 @@
-"""Metrics of predictions (scikit-learn, scipy), detection of degenerate predictions, and the linear model of a probe.
+"""Computes metrics of predictions, detects degenerate predictions, and fits the linear model of a probe.
 
-Guarantee: all metrics are fractions. Classification has accuracy, Matthews correlation and F1 (of label 1 if there are
-two labels, otherwise the unweighted mean over labels); regression has Pearson and Spearman. A correlation that is
-undefined, because all predictions are equal, counts as 0, and `degenerate` describes the case.
+Guarantee: all metrics are fractions, computed by scikit-learn and scipy. Classification has accuracy, Matthews
+correlation and F1 (of label 1 if there are two labels, otherwise the unweighted mean over labels); regression has
+Pearson and Spearman. A correlation that is undefined, because all predictions are equal, counts as 0, and `degenerate`
+describes the case.
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ def linear_outputs(
 ) -> dict[str, np.ndarray]:
     """Fit a linear model to frozen features and return its outputs, in the form of a head's outputs.
 
-    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. The penalty is
-    the one of `PENALTIES` whose fit to nine tenths of the training data has the best `metric` on the last tenth; the
-    smallest one of equals. The final model is fitted to all training data. Nothing depends on a seed.
+    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. Each penalty of
+    `PENALTIES` is tried: the model is fitted to nine tenths of the training data and scored by `metric` on the last
+    tenth. The best penalty is used, the smallest one if several are equally good. The final model is fitted to all
+    training data. Nothing depends on a seed.
 
     Args:
         train_NF: training features.
@@ -103,7 +105,10 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return a bool mask [num_rows] of a fixed random tenth of the distinct examples, both orders of a pair alike."""
+    """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples.
+
+    Rows i and i + num_distinct are the two orders of one pair, and both or none are held out.
+    """
     example_N = np.arange(num_rows) % num_distinct
     is_held_N: np.ndarray = np.random.default_rng(0).permutation(num_distinct)[example_N] < num_distinct // 10
     return is_held_N
@@ -112,9 +117,10 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_N: np.ndarray, num_labels: int, metric: str
 ) -> float:
-    """Return the penalty with the best `metric` on the held-out rows; the smallest penalty if it cannot be measured.
+    """Return the penalty whose linear model has the best `metric` on the held-out rows.
 
-    It cannot be measured if no row is held out, or if the rows to fit have one label only.
+    It is the smallest penalty if nothing can be measured, because no row is held out or the other rows have one label
+    only.
     """
     held_NF = train_NF[is_held_N]
     held_target_N = target_N[is_held_N]
@@ -126,6 +132,7 @@ def _best_penalty(
         return PENALTIES[0]
 
     def held_out_score(penalty: float) -> float:
+        """Fit with one penalty to the other rows; return the metric on the held-out rows."""
         predicted_N = _fit_linear(fit_NF, fit_target_N, penalty, num_labels).predict(held_NF)
         if num_labels == 0:
             return regression_metrics(predicted_N, held_target_N)[metric]
@@ -135,7 +142,10 @@ def _best_penalty(
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
-    """Fit standardization and a linear model, and return the scikit-learn pipeline; `num_labels` 0 is a regression."""
+    """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline.
+
+    The model is a logistic regression, or a ridge regression if `num_labels` is 0.
+    """
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

@@ -1,4 +1,4 @@
-"""Minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair (`agreement.py`).
+"""Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair (`agreement.py`).
 
 How: the score of a sentence depends on the pretraining head of the encoder.
 - A discriminator: minus its logit for "replaced" at the word that differs.
@@ -44,7 +44,9 @@ class PairScore(NamedTuple):
 def score_minimal_pairs(
     encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet, seed: int = 0
 ) -> list[PairScore]:
-    """Score an encoder with its pretraining head on minimal pairs of number agreement.
+    """Score an encoder with its pretraining head on minimal pairs: two sentences, one of which is ungrammatical.
+
+    The sentences of a pair differ in one word, whose number (singular or plural) agrees with the rest in one only.
 
     Args:
         encoder: the model with its vocabulary; its head and `reads_masks` decide how a sentence is scored.
@@ -83,7 +85,11 @@ def score_minimal_pairs(
 def _sentence_scores(
     encoder: Pretrained, pairs: Sequence[Pair], device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    """Return a score for each sentence, fp32 [2 * pairs]: good, bad, good, bad, ...; higher is more natural."""
+    """Return a score for each sentence, fp32 [2 * pairs]; a higher score means a more natural sentence.
+
+    The order is: grammatical sentence of the first pair, its ungrammatical one, then those of the second pair, and so
+    on.
+    """
     special = encoder.special
     id_of = encoder.vocabulary.ids
     sentences = [words for pair in pairs for words in (pair.good, pair.bad)]
@@ -116,6 +122,7 @@ def replaced_logits(
     backbone = encoder.backbone().to(device).eval()
 
     def logits(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the logit of "replaced" of every token of a batch, [B, S]."""
         hidden_BSH = F.gelu(F.linear(backbone(ids_BS), head["dense.weight"], head["dense.bias"]))
         return F.linear(hidden_BSH, head["out.weight"], head["out.bias"]).squeeze(-1).float()
 
@@ -145,6 +152,7 @@ def kept_log_probs(
     backbone = encoder.backbone().to(device).eval()
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return log p(the original token is the one that is read) of every token of a batch, [B, S]."""
         state_BSH = backbone(ids_BS)
         logp_BS = token_log_probs(state_BSH).gather(2, ids_BS[..., None]).squeeze(-1)
         if "copy_gate.weight" not in head:
@@ -157,7 +165,7 @@ def kept_log_probs(
 
 
 class _MaskedToken(NamedTuple):
-    """A token that is masked in a copy of its row."""
+    """Number of a row and position of a token in it, which is masked in a copy of the row."""
 
     row: int
     position: int
@@ -210,10 +218,11 @@ def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
 
 
 def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build the pretraining head that predicts tokens.
+    """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
 
     Returns:
-        A function from states [..., H] to fp32 log-probabilities [..., V]. Its output layer is the token table.
+        A function from states [..., H] to fp32 log-probabilities of all tokens [..., V]. Its output layer is the token
+            table.
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -222,6 +231,7 @@ def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[tor
     table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
 
     def log_probs(state: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of all tokens, [..., V], from states [..., H]."""
         dense = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
         normed = F.layer_norm(
             dense, dense.shape[-1:], head["layer_norm.weight"], head["layer_norm.bias"], encoder.model.layer_norm_eps
@@ -239,7 +249,10 @@ def _at_positions(
     device: torch.device,
     progress: Progress,
 ) -> torch.Tensor:
-    """Return one value per row, fp32 [N] on the host: the output of `function` ([B, S]) at the row's position."""
+    """Apply `function` to all rows in batches; return its value at each row's position, fp32 [N] on the host.
+
+    `function` maps padded ids [B, S] to one value per token, [B, S].
+    """
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
         position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
@@ -260,7 +273,7 @@ def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, 
 
 
 def _example(pair: Pair) -> str:
-    """Return the good sentence with the incorrect form behind the correct one, as in "the boy is/*are tired ."."""
+    """Format a pair as one sentence with both forms of the word that differs, as in "the boy is/*are tired ."."""
     words = list(pair.good)
     words[pair.position] = f"{pair.good[pair.position]}/*{pair.bad[pair.position]}"
     return " ".join(words)

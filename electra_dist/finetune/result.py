@@ -1,4 +1,4 @@
-"""Result of one seed of one task, and the summary over seeds.
+"""Defines the result of one seed of one task, and summarizes results over seeds.
 
 Guarantee: a seed counts as failed if its loss diverged or if all its predictions are equal, and is listed with the
 reason. The score of a degenerate seed (all predictions equal) stays in the median, because a user who trains once may
@@ -40,7 +40,7 @@ class Result:
         return cls(**record)
 
     def numbers(self) -> dict[str, Any]:
-        """Return all fields except `seconds`: the part that is equal when the same seed is computed again."""
+        """Return all fields except `seconds`, the only one that differs when the same seed is computed again."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
 
 
@@ -87,7 +87,10 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
-    """Return the mean of the medians of the paper's eight GLUE tasks, as a fraction; None unless all eight exist."""
+    """Return the GLUE average, a fraction: the mean over the paper's eight tasks of the median over seeds.
+
+    It is None if one of the eight tasks is missing or has no score.
+    """
     median_of = {summary.task: summary.median for summary in summaries}
     medians = [median_of.get(task) for task in GLUE_AVERAGE]
     known = [median for median in medians if median is not None]

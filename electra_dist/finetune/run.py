@@ -1,4 +1,4 @@
-"""Fine-tuning and probing of an encoder: one result per task and seed, appended to a file so that a run can resume.
+"""Fine-tunes and probes an encoder: one result per task and seed, appended to a file so that a run can resume.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
 `run_all` appends every finished result to results.jsonl and syncs the file before the next seed starts. A result that
@@ -194,7 +194,8 @@ def run_all(
         device: where the models run.
         probe: fit a linear model to frozen states instead of fine-tuning.
         progress: called during training and prediction.
-        note: called with one line for each result, and for each remark about a task's data.
+        note: called with one line of text for each result, and for each remark about a task's data, such as the number
+            of lines that were left out.
 
     Returns:
         All results, new ones and earlier ones, by task and then by seed.
@@ -232,7 +233,7 @@ def run_all(
 
 
 def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line; `origin` is the time that it took, or "already there"."""
+    """Format a result as one line for the terminal; `origin` is the time that it took, or "already there"."""
     seed = "" if result.mode == "probe" else f" seed {result.seed}"
     score = "-" if result.score is None else f"{result.score:.4f}"
     failure = f"  FAILED: {result.failure}" if result.failure else ""

@@ -1,4 +1,4 @@
-"""Fine-tuning tasks: the interface, the nine tasks of GLUE, and custom tasks on single texts or pairs.
+"""Defines the interface of fine-tuning tasks, the nine tasks of GLUE, and custom tasks on single texts or pairs.
 
 Guarantee: columns, labels, metrics and folders are those of the standard GLUE download, as google-research/electra
 reads them; MRPC and STS are trained on both orders of a pair. The `digest` of a task covers the bytes of its files.
@@ -234,11 +234,14 @@ class TextTask(Task):
 
     @property
     def _num_outputs(self) -> int:
-        """Outputs of the head: one per label, or 1 for a regression."""
+        """Number of outputs of the task's head: one per label, or 1 for a regression."""
         return len(self.labels) or 1
 
     def _read(self, data: Path, stem: str) -> Texts:
-        """Read the file `stem` (without suffix) of the task from `data` or, for GLUE, from its folder there."""
+        """Read the task's file whose name without suffix is `stem`.
+
+        It is in the folder `data` or, for a GLUE task, in the task's own folder below `data`.
+        """
         spec = self.spec
         if spec.folder:
             folders = [data / spec.folder, data / "glue" / spec.folder]
@@ -250,9 +253,10 @@ class TextTask(Task):
         return read_texts(file, spec.text_a, spec.text_b, spec.label)
 
     def _targets(self, texts: Texts) -> torch.Tensor:
-        """Return the targets of a file, [N, 1]: int64 label numbers, or fp32 numbers scaled by the range of labels.
+        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
-        Training labels of a regression are scaled to [0, 1]; development labels may lie outside.
+        Those of a regression are scaled by the range of the training labels, which thus lie in [0, 1]; development
+        labels may lie outside.
         """
         if self.labels:
             return torch.tensor(_label_numbers(texts, self.labels))[:, None]
@@ -288,7 +292,10 @@ def _label_values(texts: Texts) -> list[float]:
 
 
 def _label_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest value; the highest is at least 1e-9 above, so that it can be divided by."""
+    """Return the lowest and the highest value.
+
+    The second is at least 1e-9 above the first, so that callers can divide by the difference.
+    """
     low = min(values)
     high = max(max(values), low + 1e-9)
     return low, high

@@ -1,4 +1,4 @@
-"""Examples from TSV and JSONL files (texts and labels), and their encoding as token ids.
+"""Reads examples (texts and labels) from TSV and JSONL files, and encodes them as token ids.
 
 Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped. A
 column is given by its name in the header, or by its number in a file without a header (CoLA). Lines with too few
@@ -35,7 +35,10 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """Return `size` examples in the order of the file, always the same ones; all if there are no more."""
+        """Return a random sample of `size` examples, always the same ones, in the order of the file.
+
+        If there are no more than `size` examples, all are returned.
+        """
         if size >= len(self.a):
             return self
         rows = np.sort(np.random.default_rng(0).permutation(len(self.a))[:size]).tolist()
@@ -143,7 +146,7 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split numbered lines at tabs and select columns; names refer to the first line, the header.
+    """Split numbered lines at tabs and select columns; if columns are given by name, the first line is the header.
 
     Raises:
         UserError: the header lacks a column.

@@ -1,1 +1,1 @@
-"""The two towers, their heads and their initialisation; counts of parameters and FLOPs by arithmetic."""
+"""Defines the generator and discriminator towers, and counts their parameters and FLOPs by arithmetic."""

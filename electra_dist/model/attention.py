@@ -1,4 +1,4 @@
-"""Attention inside each example of a row: two backends, and the choice between them for a run.
+"""Computes attention inside each example of a row with one of two backends, and chooses the backend of a run.
 
     sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
            any dropout. With dropout on a CPU the same function is computed with plain operations, and the dropped
@@ -39,7 +39,7 @@ AttentionMask = torch.Tensor | BlockMask  # which keys a query sees: a bias [B, 
 
 
 class AttentionChoice(NamedTuple):
-    """The attention backend of a run, and the reason for it that the run logs."""
+    """Attention backend of a run, with the reason for the choice, which the run writes to its log."""
 
     backend: str  # "sdpa" or "flex"
     reason: str
@@ -49,9 +49,10 @@ SDPA = AttentionChoice("sdpa", "default")
 
 
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> AttentionMask:
-    """Return the attention mask that lets tokens of one example, and only those, attend to each other.
+    """Return the attention mask that lets tokens attend to tokens of the same example only.
 
-    One mask serves all layers of both towers. Pads of a row count as one example.
+    A row may hold several examples, packed one after another. Its pads count as one more example. One mask serves all
+    layers of both towers.
 
     Args:
         layout: structure of the rows, from `rows.derive`.
@@ -64,7 +65,10 @@ def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> Attenti
     num_rows, num_tokens = example_BS.shape
 
     def in_same_example(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether a query and a key of a row are of one example; FlexAttention passes index tensors."""
+        """Return whether a query and a key belong to one example of a row.
+
+        FlexAttention calls this with index tensors: row, attention head, and the positions of query and key.
+        """
         return example_BS[row, query] == example_BS[row, key]
 
     return create_block_mask(in_same_example, num_rows, None, num_tokens, num_tokens, device=example_BS.device)
@@ -80,7 +84,8 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
 
-    The type of the mask selects the backend: a tensor is sdpa's bias, a `BlockMask` is flex's.
+    The type of the mask selects the backend: with a tensor, an additive bias, torch's scaled_dot_product_attention
+    ("sdpa") runs; with a `BlockMask`, FlexAttention ("flex") runs.
 
     Args:
         query_BNSD: queries.
@@ -88,9 +93,9 @@ def attend(
         value_BNSD: values.
         attention_mask: result of `same_example`; a bias may have more entries set to -inf.
         dropout: probability of dropping an attention probability, drawn from torch's generator; must be 0 with flex.
-        keep_BNSS: factors that the attention probabilities are multiplied with, 0 or 1 / (1 - p). If given, `dropout`
-            is ignored and the mask must be a bias. Used on a CPU, where torch has no fused attention with dropout and
-            takes 10 ns to draw one of its bits.
+        keep_BNSS: dropout as given factors of the attention probabilities, 0 or 1 / (1 - p), in place of `dropout`,
+            which is then ignored; the mask must be a bias. Used on a CPU, where torch has no fused attention with
+            dropout and needs 10 ns for each random bit.
     """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
@@ -112,7 +117,10 @@ def _attend_with_factors(
     bias_B1SS: torch.Tensor,
     keep_BNSS: torch.Tensor,
 ) -> torch.Tensor:
-    """Return attention whose probabilities are multiplied by `keep_BNSS`, computed in fp32 or wider, [B, N, S, D]."""
+    """Return attention with given dropout factors, [B, N, S, D], computed with plain operations in fp32 or wider.
+
+    Every attention probability is multiplied by its factor in `keep_BNSS` before it weighs the values.
+    """
     compute = torch.promote_types(query_BNSD.dtype, torch.float32)
     with torch.autocast(query_BNSD.device.type, enabled=False):
         query_BNSD = query_BNSD.to(compute) * query_BNSD.shape[-1] ** -0.5
@@ -123,10 +131,10 @@ def _attend_with_factors(
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """Choose the attention backend of a run on this rank's device, and say why.
+    """Choose the attention backend of a run, "sdpa" or "flex", on this rank's device, and return it with the reason.
 
     With `engine.attention: auto` on a GPU this compiles FlexAttention and runs it once. Not collective: ranks may
-    come to different results, and the caller must agree on one.
+    come to different results, so the caller must make all ranks use the same one.
 
     Args:
         config: the run's config; `engine.attention`, the objective, dropout and precision decide.
@@ -157,9 +165,9 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 
 
 def _find_flex_fault(device: str, dtype: torch.dtype) -> str:
-    """Run both backends forward and backward on two packed rows; return what is wrong with flex, or "".
+    """Run sdpa and FlexAttention forward and backward on two packed rows; return what is wrong with the latter, or "".
 
-    An exception of either backend, or a difference above 0.05 in the output or a gradient, is a fault.
+    A fault is an exception of either backend, or a difference above 0.05 in the output or in a gradient.
     """
     generator = torch.Generator(device).manual_seed(0)
     example_BS = torch.arange(256, device=device).div(100, rounding_mode="floor").expand(2, 256)

@@ -1,4 +1,4 @@
-"""torch.compile for the layers of the towers (`engine.compile`).
+"""Applies torch.compile to the layers of the towers, if `engine.compile` is set.
 
 Guarantee: one compiled graph for each tower, for training and for evaluation, whatever its number of layers and the
 step. Everything that differs between layers and between steps is passed in tensors. There are no graph breaks
@@ -6,10 +6,11 @@ step. Everything that differs between layers and between steps is passed in tens
 which fuses the operations between them.
 
 Cost: a minute or more at the first step (two cores, busy: 85 s). Later starts find the compiled code in the cache
-folder of the node and take 25 s there, because the layers are traced again but not compiled.
+folder of the node. Their first step takes 25 s on the same machine, because layers are traced, but not compiled.
 
-Limits: whole parameters only (ZeRO 0 to 2). It does not pay on a CPU: ELECTRA-Small's step gains 5 % and the first one
-takes a minute longer (2 cores of an AMD EPYC 7003, fp32). benchmarks/gpu.py measures it on a GPU and has not been run.
+Limits: whole parameters only (ZeRO 0 to 2). Compiling does not pay on a CPU: steps of ELECTRA-Small are 5 % faster,
+and the first one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). benchmarks/gpu.py measures the effect on
+a GPU and has not been run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The post-LN BERT encoder, and the embeddings that both towers share.
+"""Defines the post-LN BERT encoder, and the embeddings that generator and discriminator share.
 
 Guarantee: the same function as google-research/electra (and so as Hugging Face's ElectraModel) on the same weights:
 post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout on embeddings, attention probabilities
@@ -32,9 +32,10 @@ from electra_dist.model.linear import Linear
 
 
 class DropoutKeys(NamedTuple):
-    """Keys of a tower's dropout for one forward pass, and the backend that applies it.
+    """Keys that determine which elements a tower drops in one forward pass, and the backend that applies dropout.
 
-    Equal keys drop equal elements of a row, whatever other rows are in the batch.
+    Dropout is a function of seed, step, row number and position instead of a random stream: equal keys drop equal
+    elements of a row, whatever other rows are in the batch.
     """
 
     seed: int  # seed of this tower, derived from the run's
@@ -52,14 +53,15 @@ class DropoutKeys(NamedTuple):
         return cls(0, 0, torch.arange(len(ids_BS), device=ids_BS.device), "auto")
 
     def of_layer(self, number: int) -> LayerDropoutKeys:
-        """Return the keys of layer `number` of the tower, counted from 0."""
+        """Return the dropout keys of one layer of the tower; `number` counts layers from 0."""
         return LayerDropoutKeys(torch.tensor([self.seed, self.step, number]), self.row_B, self.backend)
 
 
 class LayerDropoutKeys(NamedTuple):
-    """Keys of one layer's dropout.
+    """Keys that determine which elements one layer drops in one forward pass.
 
-    The numbers are in a tensor, not Python integers, so that one compiled graph serves all layers and all steps.
+    Seed, step and layer number are in a tensor and not Python integers, so that one graph of torch.compile serves all
+    layers and all steps.
     """
 
     key_3: torch.Tensor  # int64 [3] on the host: seed, step, number of the layer
@@ -110,7 +112,8 @@ class DropoutAddNorm(nn.LayerNorm):
 class SharedEmbeddings(nn.Module):
     """Token, position and type tables and their LayerNorm.
 
-    As in Google's code, both towers read one set; `model.sharing` may give a tower its own.
+    As in Google's code, generator and discriminator read one instance by default; other values of `model.sharing` give
+    the discriminator an instance of its own.
     """
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
@@ -153,8 +156,8 @@ class SharedEmbeddings(nn.Module):
             ids_BS: int64 token ids.
             position_BS: int64 positions within the example.
             token_type_BS: int64 token types.
-            base_BSE: sums of another set of tables, added before LayerNorm. Given with `model.sharing: gdes`, where
-                these tables hold the difference to that set.
+            base_BSE: sums from the generator's tables, added before LayerNorm. Passed for the discriminator with
+                `model.sharing: gdes`, where this instance holds only the difference to the generator's tables.
         """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
@@ -166,7 +169,10 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention inside each example of a row."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
-        """Create the products of a layer of `tower`; `model` gives the dropout of attention probabilities."""
+        """Create the two linear layers, one for query, key and value and one for the output.
+
+        `tower` gives the sizes, `model` the dropout of attention probabilities.
+        """
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
@@ -178,8 +184,8 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the projected attention output, [B, S, H], without residual or LayerNorm.
 
-        In training mode attention probabilities are dropped: on a CPU by `dropout_keys`, on a GPU by torch's
-        generator.
+        In training mode, some attention probabilities are dropped: on a CPU as `dropout_keys` determine, on a GPU as
+        torch's generator does.
 
         Args:
             hidden_BSH: states of the previous layer.
@@ -197,7 +203,7 @@ class SelfAttention(nn.Module):
         return self.out(context.transpose(1, 2).reshape(B, S, H))
 
     def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return fp32 [B, N, S, S]: the factor of each attention probability, 0 or 1 / (1 - dropout)."""
+        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
         num_factors = self.num_heads * S * S
         num_drawn = (num_factors + 3) // 4 * 4  # one draw gives four numbers, so whole fours are drawn
         drawn = custom_ops.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
@@ -205,10 +211,10 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
+    """Layer of a tower: attention and feed-forward, each followed by dropout, residual and LayerNorm."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
-        """Create a layer of the sizes of `tower`; `model` gives dropout and eps."""
+        """Create the sub-layers; `tower` gives their sizes, `model` the dropout probabilities and LayerNorm's eps."""
         super().__init__()
         width = tower.hidden_size
         self.attention = SelfAttention(model, tower)
@@ -234,7 +240,10 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A tower without embeddings and head: a projection, if the widths differ, and the layers."""
+    """Transformer layers of one tower, without embeddings and head.
+
+    A projection comes first if the embeddings have another width than the layers.
+    """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
         """Create the layers, uncompiled and without recomputation.

@@ -1,4 +1,4 @@
-"""Training FLOPs per token of each tower, and the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
+"""Counts training FLOPs per token, and lists the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
 
 Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
 3 x forward in all. Attention is counted over the whole of `seq_len`. Vocabulary logits are counted where the objective
@@ -27,14 +27,14 @@ BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token of each tower with its head, forward and backward."""
+    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head."""
 
     discriminator: float  # 0 while the generator trains alone
     generator: float  # 0 without a generator network; its forward pass only while it is frozen
 
     @property
     def total(self) -> float:
-        """Training FLOPs per token of both towers together."""
+        """Training FLOPs per token of generator and discriminator together."""
         return self.discriminator + self.generator
 
 
@@ -45,8 +45,8 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
         model: sizes of both towers.
         seq_len: tokens per row; attention grows with it.
         objective: decides which networks run, and at how many positions logits over the vocabulary are needed.
-        step: number of the step. Matters only for two-stage training, whose stages cost differently; None means the
-            second stage.
+        step: number of the step, which matters only for two-stage training: first the generator trains alone, then
+            the discriminator against the frozen generator. None means the second stage.
     """
     tower_flops = _encoder(model.discriminator, model.embedding_size, seq_len)
     head_flops = _discriminator_head(model, objective)
@@ -73,7 +73,7 @@ def run_flops(config: Config, num_steps: int | None = None) -> float:
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
-    """Return how many steps of a run cost nearest to `flops`; at least 1. The inverse of `run_flops`.
+    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`; inverts `run_flops`.
 
     Args:
         config: the run's config; `train.num_steps` is ignored.
@@ -90,9 +90,9 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the training FLOPs of a step in the generator-only stage, and of a step after it.
+    """Return the training FLOPs of a step while only the generator trains, and of a step after that stage.
 
-    Both are equal without two-stage training.
+    Without two-stage training (`objective.generator_only_steps`), there is no first stage and both numbers are equal.
     """
     objective = config.objective
     seq_len = config.data.seq_len
@@ -103,7 +103,7 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the head of the large tower."""
+    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row."""
     hidden = model.discriminator.hidden_size
     if objective.name == "all_tokens_mlm":
         copy_gate = 2 * hidden
@@ -114,7 +114,11 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the generator and its head; 0 where no network makes replacements."""
+    """Return the forward FLOPs per token of the generator and its head.
+
+    The result is 0 if the objective has no generator network: with `mlm`, or with replacements drawn from fixed
+    probabilities.
+    """
     if objective.name == "mlm" or objective.generator != "trained":
         return 0.0
     small, width = model.generator, model.generator_embedding_width
@@ -124,12 +128,12 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
 
 
 def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
-    """Return the forward FLOPs of a token head at one position: dense layer and logits over the vocabulary."""
+    """Return the forward FLOPs of predicting one token: a dense layer, then logits over the vocabulary."""
     return 2 * hidden_size * embedding_size + 2 * embedding_size * model.vocab_size
 
 
 def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of the projection of the embeddings and of all layers."""
+    """Return the forward FLOPs per token of a tower's layers, and of the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
@@ -177,7 +181,7 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") ->
         precision: precision of the run.
 
     Returns:
-        None for a device that is not listed, for a slice of a device (MIG), and for fp32.
+        The peak; None for a GPU that is not in this module's list, for a slice of a GPU (MIG), and for fp32.
     """
     name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if precision != "bf16" or "mig" in name_words:

@@ -1,4 +1,4 @@
-"""The heads of the towers: their weights, and calls of the fused losses of `electra_kernels`.
+"""Defines the heads of the towers: they hold the weights and call the fused losses of `electra_kernels`.
 
 Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus one bias per
 token of the vocabulary. The discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary
@@ -44,10 +44,10 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(model.vocab_size))
 
     def transform(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Return the features that are multiplied with the token table, [M, E].
+        """Return the features that are multiplied with the token table, [M, E]: LayerNorm(GELU(Dense(states))).
 
         Args:
-            hidden_MH: states of the slots.
+            hidden_MH: the tower's states at the M masked positions.
         """
         return self.layer_norm(F.gelu(self.dense(hidden_MH)))
 
@@ -65,9 +65,12 @@ class GeneratorHead(nn.Module):
         disallow_correct: bool,
         backend: str,
     ) -> MlmHeadOutput:
-        """Return the loss sum, one sampled token per slot and statistics; see `mlm_head_loss_and_sample`.
+        """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
 
-        Samples are keyed by (seed, step, row_M) and carry no gradient.
+        A slot is one of a fixed number of places for masked positions that every row has; some may be empty.
+
+        Samples are a function of (seed, step, row_M) and the logits, and carry no gradient. See
+        `electra_kernels.mlm_head.mlm_head_loss_and_sample`, which computes all of this.
 
         Args:
             hidden_MH: states of the slots.
@@ -101,7 +104,7 @@ class DiscriminatorHead(nn.Module):
     """Replaced-token-detection head: one logit per token, positive for "replaced"."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Create the two layers in the width of the discriminator."""
+        """Create Dense(H -> H) and Dense(H -> 1), where H is the hidden width of the discriminator."""
         super().__init__()
         width = model.discriminator.hidden_size
         self.dense = Linear(width, width)
@@ -110,7 +113,8 @@ class DiscriminatorHead(nn.Module):
     def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return the logit of every token, [B, S] in fp32 (fp64 for fp64 states).
 
-        For losses that the fused `forward` does not cover, such as Electric's, which shifts the logits.
+        Use it for losses that `forward`, which computes logits and loss in one fused operation, does not cover: the
+        objective `electric` adds an offset to the logits before the loss.
 
         Args:
             hidden_BSH: states of the discriminator.
@@ -121,12 +125,14 @@ class DiscriminatorHead(nn.Module):
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Return the binary cross-entropy sum, the logits and statistics; see `rtd_loss`.
+        """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics.
+
+        See `electra_kernels.discriminator_tail.rtd_loss`, which computes them.
 
         Args:
             hidden_BSH: states of the discriminator.
             label_BS: bool, True for replaced tokens.
-            mask_BS: bool, or weights: the tokens that count in the loss.
+            mask_BS: weight of each token in the loss, bool or float; 0 on pads.
             backend: `kernels.backend` of the config.
         """
         # `rtd_loss` adds the bias of the dense layer itself, fused with GELU, output unit and loss.

@@ -1,4 +1,4 @@
-"""Initialisation of the towers as in the reference, keyed by the seed.
+"""Initialises the towers as the reference (google-research/electra) does, from random numbers keyed by the seed.
 
 Guarantee: the initial value of a parameter depends on (seed, its name, its shape) only, so it has the same bits on
 every rank and whatever other parameters the model has.
@@ -38,7 +38,7 @@ _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
-    """Return initialised towers in fp32 on the host.
+    """Build generator and discriminator with their embeddings and heads, and initialise them, in fp32 on the host.
 
     Args:
         model: sizes and sharing of the towers.
@@ -58,7 +58,7 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
     Args:
         towers: towers on the host.
-        model: the config that they were built from.
+        model: the config's section `model`, from which the towers were built.
         seed: the run's seed.
     """
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
@@ -85,8 +85,8 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
     """Return fp32 draws from a normal distribution of deviation `std`, cut at two deviations.
 
-    Computed by the inverse CDF of uniform draws. That takes one pass, and does not depend on the form of a rejection
-    loop, which may change with torch's version.
+    The draws are the inverse CDF of uniform draws. This takes one pass. torch's own function may use a rejection loop
+    instead, whose results could change with torch's version.
     """
     edge = math.erf(2.0 / math.sqrt(2.0))  # probability mass within two deviations
     uniform = torch.empty(shape).uniform_(-edge, edge, generator=generator)

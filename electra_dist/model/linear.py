@@ -1,8 +1,9 @@
-"""The towers' matrix products, with a faster path for bf16 on CPUs that have no bf16 products.
+"""Computes the towers' matrix products, with a faster path for bf16 on CPUs without bf16 instructions.
 
-Guarantee: torch's `F.linear`. In bf16 on a CPU without bf16 products (AMX, AVX512-BF16) the same products of the same
-bf16 operands are summed in fp32 and rounded once, forward and backward: torch's own are 4 to 20 times slower there
-than in fp32 (2 cores of an AMD EPYC 7003: a step of ELECTRA-Small 45 s instead of 3).
+Guarantee: the result is that of torch's `F.linear`. In bf16 on a CPU without bf16 instructions (AMX, AVX512-BF16), the
+products of the same bf16 operands are summed in fp32 and rounded once, forward and backward, because torch's own bf16
+products are 4 to 20 times slower there than fp32 (2 cores of an AMD EPYC 7003: a step of ELECTRA-Small takes 45 s
+with them and 3 s in fp32).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whethe
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose product is computed by `linear` of this module; parameters and their names are the same."""
+    """nn.Linear with a faster product in bf16 on CPUs without bf16 instructions; see `linear` in this module.
+
+    Parameters and their names are those of nn.Linear.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b, from [..., in] to [..., out], in the dtype of `x` or of autocast."""

@@ -1,7 +1,7 @@
-"""Counts of the towers' parameters, by arithmetic from the config: nothing is built, torch is not imported.
+"""Counts the towers' parameters by arithmetic from the config, without building a module or importing torch.
 
 Only parameters that train are counted, without the padding of the token table. ELECTRA-Large has 335.14 M in the
-discriminator (with embeddings and head: the model that is kept) and 19.51 M that only pretraining needs.
+discriminator with embeddings and head, which is the model that is kept, and 19.51 M that only pretraining needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters, without the padding of the token table."""
+    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128."""
 
     discriminator: int  # with the embeddings that it reads and its head
     generator_only: int  # parameters that only the generator uses
@@ -61,19 +61,22 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the parameters of one set of token, position and type tables and their LayerNorm."""
+    """Return the number of parameters of token, position and type tables of one width and of their LayerNorm."""
     layer_norm = 2 * width
     return (model.vocab_size + model.max_positions + model.type_vocab_size) * width + layer_norm
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
-    """Return the parameters of a `GeneratorHead`: dense layer, LayerNorm and one bias per token."""
+    """Return the number of parameters of a `GeneratorHead`: dense layer, LayerNorm and one bias per token.
+
+    The output matrix is the token table, which is counted with the embeddings.
+    """
     layer_norm = 2 * width
     return _dense(hidden, width) + layer_norm + model.vocab_size
 
 
 def _encoder(tower: TowerConfig, embedding_size: int) -> int:
-    """Return the parameters of an `Encoder`: the projection, if the widths differ, and all layers."""
+    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     projection = _dense(embedding_size, hidden) if embedding_size != hidden else 0
@@ -84,5 +87,5 @@ def _encoder(tower: TowerConfig, embedding_size: int) -> int:
 
 
 def _dense(num_in: int, num_out: int) -> int:
-    """Return the parameters of a dense layer with bias."""
+    """Return the number of parameters of a dense layer with bias."""
     return num_in * num_out + num_out

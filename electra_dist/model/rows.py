@@ -1,4 +1,4 @@
-"""Examples, positions, token types and padding of rows, derived from the token ids.
+"""Derives the examples, positions, token types and padding of rows from their token ids.
 
 Guarantee: the structure follows from the ids alone, so a row needs no second array on disk or on the wire. A row holds
 examples `[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, one after another, then [PAD] to its end. Attention never crosses
@@ -32,7 +32,7 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids, as corpus.json has it.
+        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids, as in corpus.json.
 
         Raises:
             KeyError: a token is missing.
@@ -41,9 +41,10 @@ class SpecialIds(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Structure of a batch of rows: four tensors [B, S], one entry per token.
+    """Structure of a batch of rows: four tensors [B, S] with one entry per token.
 
-    Pads have example -1, position 0 and token type 0.
+    They hold the number of its example in the row, its position in the example, its token type, and whether it is a
+    real token. Pads have example -1, position 0 and token type 0.
     """
 
     example_BS: torch.Tensor  # int64, number of the example within its row, from 0
@@ -53,7 +54,7 @@ class RowLayout(NamedTuple):
 
 
 def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
-    """Return the example, position and token type of every token, and whether it is real.
+    """Return the structure of rows: example, position, token type of every token, and whether it is not a pad.
 
     Args:
         ids_BS: int64 token ids of the original rows, not of masked ones.
@@ -82,7 +83,7 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
     Every query may attend at least to itself, so no softmax is over -inf only.
 
     Args:
-        layout: structure of the rows.
+        layout: structure of the rows, from `derive`.
         dtype: dtype of the bias.
     """
     same = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]

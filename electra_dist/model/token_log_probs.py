@@ -1,11 +1,12 @@
-"""Log-probability of one token per row under a token head, with a gradient for each row.
+"""Computes the log-probability of one token per row under a token head, with a gradient for each row.
 
-Guarantee: `log softmax(x W^T + bias)[target]` of every row, without ever holding the logits of the whole batch. Logits
+Guarantee: the result is `log softmax(x W^T + bias)[target]` for every row, and the logits of the whole batch never
+exist at once. Logits
 exist for one chunk of rows at a time, in forward and again in backward. Softmax and sums over chunks are in fp32 or
 wider. The pad rows of the table are left out. Nothing waits for the device.
 
-Why `electra_kernels.mlm_head` does not serve: it returns a weighted sum whose weights must be known beforehand. A copy
-gate, a policy gradient and a cloze model need the log-probability of each row.
+`electra_kernels.mlm_head` cannot be used for this: it returns a weighted sum whose weights must be known beforehand.
+The objectives with a copy gate, a policy gradient or a cloze model need the log-probability of each row.
 
 Cost: four matrix products instead of three, because backward computes the logits again.
 
@@ -47,7 +48,7 @@ def token_log_probs(
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the logits over the tokens that exist, [M, vocab_size] in fp32 or wider."""
+    """Return the logits over the vocabulary without the pad rows of the table, [M, vocab_size] in fp32 or wider."""
     logits_MV = (x_MD @ table_VD.t())[:, :vocab_size]
     return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)) + bias_V
 
@@ -64,7 +65,10 @@ class _TokenLogProbs(torch.autograd.Function):
         target_M: torch.Tensor,
         vocab_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities [M] and most probable tokens [M]; keep each row's log-sum-exp for backward."""
+        """Return each row's log-probability of its target and its most probable token, [M] each.
+
+        Each row's log-sum-exp is kept for the backward pass.
+        """
         table = _for_products(table_VD)
         target_logits, log_sum_exps, most_probable = [], [], []
         for x, target in zip(x_MD.split(CHUNK_ROWS), target_M.split(CHUNK_ROWS)):
@@ -107,9 +111,9 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _for_products(table_VD: torch.Tensor) -> torch.Tensor:
-    """Return the table in the dtype of the matrix products: fp32 or wider on a CPU, unchanged elsewhere.
+    """Return the token table in the dtype of the matrix products: fp32 or wider on a CPU, unchanged on other devices.
 
-    Low-precision products on a CPU are six times slower than fp32.
+    On a CPU, products in bf16 or fp16 are six times slower than in fp32.
     """
     if table_VD.device.type == "cpu":
         return table_VD.to(torch.promote_types(table_VD.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The towers of an objective, their heads and what they share, as one module. Its names are those in a checkpoint.
+"""Builds the towers and heads of an objective as one module, whose parameter names are those in a checkpoint.
 
 Guarantee: a parameter exists if and only if its objective trains it, so that ZeRO finds no gradient missing.
 
@@ -32,19 +32,27 @@ PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose l
 
 
 def has_generator(objective: ObjectiveConfig) -> bool:
-    """Return whether a trained network makes the replacements: not with `mlm`, nor with a fixed generator."""
+    """Return whether the objective trains a generator network.
+
+    There is none with `mlm`, which replaces no tokens, nor with a fixed generator, which draws replacements from fixed
+    probabilities.
+    """
     return objective.name != "mlm" and objective.generator == "trained"
 
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Return whether the discriminator has its own embedding tables, or its own differences to the generator's."""
+    """Return whether the discriminator has embedding parameters of its own.
+
+    These are whole tables with `model.sharing: none`, and differences that are added to the generator's tables with
+    `gdes`. In all other cases, and without a generator, there is one set of tables.
+    """
     return model.sharing in ("none", "gdes") and has_generator(objective)
 
 
 class ElectraTowers(nn.Module):
     """Embeddings, towers and heads of one objective. `electra_dist.model.init` builds and initialises it.
 
-    Which of the annotated parts exist depends on the objective and on `model.sharing`; test with `hasattr`.
+    Which of the annotated submodules exist depends on the objective and on `model.sharing`; test with `hasattr`.
     """
 
     generator: Encoder
@@ -57,11 +65,11 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: SharedEmbeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create the parts that the objective trains. Their values are set by `init.init_towers`.
+        """Create the submodules that the objective trains; `init.init_towers` then initialises their parameters.
 
         Args:
             model: sizes and sharing of the towers.
-            objective: decides which parts exist; None for replaced-token detection.
+            objective: decides which submodules exist; None for replaced-token detection.
         """
         super().__init__()
         objective = objective or ObjectiveConfig()
@@ -104,7 +112,10 @@ class ElectraTowers(nn.Module):
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
 
     def embed_discriminator(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """Return the discriminator's embeddings, [B, S, E]. Under `gdes` no gradient reaches the generator's tables.
+        """Return the discriminator's embeddings, [B, S, E].
+
+        With `model.sharing: gdes`, the discriminator's own tables hold differences to the generator's tables. Both are
+        added, and no gradient reaches the generator's.
 
         Args:
             ids_BS: int64 ids of the rows, original, masked or corrupted.
@@ -119,7 +130,7 @@ class ElectraTowers(nn.Module):
     def discriminator_table(self) -> torch.Tensor:
         """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.
 
-        Under `gdes` it is the generator's table, without gradient, plus the discriminator's difference.
+        With `model.sharing: gdes` it is the generator's table, without gradient, plus the discriminator's difference.
         """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embeddings.word.weight

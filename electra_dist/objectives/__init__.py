@@ -1,1 +1,1 @@
-"""Masking, corruption and the objectives, one file each; `build` makes the objective that a config names."""
+"""Implements masking, corruption and the pretraining objectives, one file each; start reading at `build.py`."""

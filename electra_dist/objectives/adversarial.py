@@ -1,4 +1,4 @@
-"""Adversarial ELECTRA: the generator learns to fool the discriminator, by REINFORCE (the paper's appendix F).
+"""Implements adversarial ELECTRA: by REINFORCE, the generator learns to fool the discriminator (paper, appendix F).
 
 The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss. Its reward for the sample at a
 masked slot is the discriminator's loss there, R = -log D(right label), under the assumption that other replacements do
@@ -33,9 +33,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
     """Replaced-token detection with a generator that learns by REINFORCE to raise the discriminator's loss."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the discriminator's loss and the generator's policy loss, each scaled and weighted.
+        """Return the sum of the discriminator's loss and the generator's REINFORCE loss, each scaled and weighted.
 
-        The value of the policy loss has no meaning, only its gradient; compare runs by the metrics instead.
+        Only the gradient of the REINFORCE loss has a meaning, its value has none; compare runs by the metrics instead.
         """
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
@@ -62,9 +62,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
         Args:
-            states_MH: the generator's states of the slots, with gradient.
-            sampled_M: int64 samples.
-            right_logit_M: the discriminator's logits of the right labels.
+            states_MH: the generator's states at the M slots for masked tokens, with gradient.
+            sampled_M: int64 token that the generator sampled for each slot.
+            right_logit_M: the discriminator's logit of the right label (replaced or original) at each slot.
             weight_M: 1 in used slots, 0 in empty ones.
         """
         head = self.towers.generator_head

@@ -1,4 +1,4 @@
-"""All-Tokens MLM: every token is predicted, with a copy gate (the paper's third ablation, section 3.4).
+"""Implements All-Tokens MLM: every token is predicted, with a copy gate (the paper's third ablation, section 3.4).
 
 The large tower reads the generator's text, as in Replace MLM. At every real position t it predicts the original token
 with a mixture of two distributions: copying the token that it reads, and a softmax over the vocabulary. A learned gate
@@ -27,7 +27,8 @@ class AllTokensMlm(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's MLM loss and the large tower's loss over all real tokens.
 
-        `batch.first_scale` must be 1 / masked slots and `batch.second_scale` 1 / real tokens, as `loss_counts` has it.
+        `batch.first_scale` must be 1 / (number of masked slots) and `batch.second_scale` 1 / (number of real tokens);
+        `loss_counts` returns these numbers.
         """
         corruption = self.corrupt(batch)
         original_T = batch.ids_BS.flatten()

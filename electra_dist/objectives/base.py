@@ -1,4 +1,4 @@
-"""The base class of all objectives, and the types of its input and output.
+"""Defines the base class of all pretraining objectives, and the types of its input and output.
 
     StepInput -> forward: Batch, which adds examples, positions and attention mask -> compute_loss -> StepOutput
 
@@ -82,7 +82,10 @@ class StepInput:
 
 
 class StepOutput(NamedTuple):
-    """Result of one forward pass of an objective. Only `loss` carries a gradient."""
+    """Result of one forward pass of an objective: the loss, sums for metrics, and outputs per token.
+
+    Only `loss` carries a gradient.
+    """
 
     loss: torch.Tensor  # fp32 scalar, scaled: what the backward pass starts from
     sums: torch.Tensor  # float64 [len(Sums._fields)], in the order of `Sums`; read with `Sums(*sums.tolist())`
@@ -93,16 +96,16 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """A step input, with the structure and the attention mask that follow from its rows."""
+    """`StepInput` together with the structure (examples, positions, pads) and the attention mask of its rows."""
 
     layout: RowLayout  # examples, positions, token types and real tokens
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Return the numbers of this batch's slots within the step's global batch, int64 [B * num_slots].
+        """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots].
 
-        The random words of the slots' samples are keyed by these numbers, so samples do not depend on the way a
-        global batch is split.
+        A slot is a place for one masked position of a row. Random numbers for the samples of slots are keyed by these
+        numbers, so samples do not depend on how a global batch is split into micro-batches and ranks.
 
         Args:
             num_slots: number of slots of every row.
@@ -112,7 +115,7 @@ class Batch(StepInput):
 
 
 def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
-    """Return for each row how many tokens the first and the second loss are means over, int64 [B, 2].
+    """Return for each row the numbers of tokens over which the objective's two losses are averaged, int64 [B, 2].
 
     The first loss is the generator's, or that of the only tower. The second is the large tower's where there is a
     generator. The counts follow from the ids alone, so they can be computed for all rows of a step, and summed over
@@ -132,7 +135,7 @@ def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveC
 
 
 class Objective(nn.Module, ABC):
-    """Towers and the loss that they learn by: the module that the engine wraps.
+    """Base class of the objectives: a module with the towers and the loss that trains them, which DeepSpeed wraps.
 
     A subclass implements `compute_loss`. Call the module with a `StepInput`; it returns a `StepOutput`.
     """
@@ -140,7 +143,10 @@ class Objective(nn.Module, ABC):
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
     ) -> None:
-        """Store the parts. Attention is sdpa until the caller sets the attribute `attention`.
+        """Store towers and settings.
+
+        The attention backend is torch's scaled_dot_product_attention ("sdpa") until the caller sets the attribute
+        `attention`.
 
         Args:
             towers: towers that were built for `objective`.
@@ -163,8 +169,8 @@ class Objective(nn.Module, ABC):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the loss and the metric sums of a batch. Subclasses implement this; callers use `forward`.
 
-        The loss must be the sums of losses times `batch.first_scale` and `batch.second_scale` and the weights of the
-        config.
+        The loss must be the sum of the objective's one or two losses. Each of these is a sum over tokens, times
+        `batch.first_scale` or `batch.second_scale`, times its weight in the config.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
@@ -182,7 +188,7 @@ class Objective(nn.Module, ABC):
         )
 
     def mask(self, batch: Batch) -> Masking:
-        """Return the masked slots of each row and the masked rows, drawn by (seed, step, row)."""
+        """Draw the masked positions of each row by (seed, step, row); return them with the masked rows."""
         return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
@@ -190,7 +196,8 @@ class Objective(nn.Module, ABC):
 
         Args:
             batch: gives the run's seed, the step and the rows.
-            tower: GENERATOR, DISCRIMINATOR or REVERSE of this module; different towers drop different elements.
+            tower: GENERATOR, DISCRIMINATOR or REVERSE (constants of this module; REVERSE is Electric's right-to-left
+                generator). Different towers drop different elements.
         """
         return DropoutKeys(derive_seed(batch.seed, Purpose.DROPOUT, tower), batch.step, batch.row_B, self.backend)
 
@@ -212,7 +219,7 @@ class Objective(nn.Module, ABC):
         rtd_logit_BS: torch.Tensor | None = None,
         label_BS: torch.Tensor | None = None,
     ) -> StepOutput:
-        """Return a `StepOutput` with the sums in the order of `Sums` and 0 for those that are missing.
+        """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
         Args:
             batch: the batch that was read.
@@ -243,7 +250,10 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a token head by their names in `Sums`: of the generator, or of the only tower."""
+    """Return the metric sums of a masked-token head by their names in `Sums`.
+
+    The head is the generator's, or, with `mlm`, that of the large tower, which is the only one.
+    """
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,

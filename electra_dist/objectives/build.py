@@ -1,4 +1,4 @@
-"""Building of the objective that a config names, and checks of the sections `model` and `objective` together.
+"""Builds the objective that a config names, and checks the config's sections `model` and `objective` together.
 
 `check_objective` needs only the config and runs before a run writes anything. `build_objective` runs on every rank.
 """
@@ -100,7 +100,7 @@ def build_objective(
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return the generator with fixed token probabilities that the config names, or None if a network is trained."""
+    """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network."""
     if objective.generator == "trained":
         return None
     if objective.generator == "uniform":

@@ -1,4 +1,4 @@
-"""Corruption of rows: masking, the generator's loss and samples, and labels of the tokens that changed.
+"""Corrupts rows: masks tokens, samples replacements from the generator, and labels the tokens that changed.
 
 Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
 id differs from the original, so a sample that equals the original counts as original. With a fixed generator
@@ -46,7 +46,10 @@ class CorruptingObjective(Objective):
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
     ) -> None:
-        """Store the parts, with gradients of the generator computed in the ordinary backward pass.
+        """Store towers and settings.
+
+        The attribute `early_generator` starts as False; the caller sets it to compute the generator's gradients before
+        the discriminator runs.
 
         Args:
             towers: towers that were built for `objective`.
@@ -63,7 +66,8 @@ class CorruptingObjective(Objective):
     def corrupt(self, batch: Batch) -> Corruption:
         """Mask the rows, let the generator sample tokens for the slots, and put the samples in their place.
 
-        `batch.first_scale` must be 1 / masked slots.
+        A slot is a place for one masked position of a row. `batch.first_scale` must be 1 / (number of masked slots),
+        for a mean of the generator's loss.
         """
         masking = self.mask(batch)
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
@@ -82,13 +86,13 @@ class CorruptingObjective(Objective):
         return Corruption(masking, corrupted_BS, label_BS, loss, sums)
 
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
-        """Return the generator's states of the slots after it has read the masked rows, [M, H]."""
+        """Run the generator on the masked rows; return its states at the M masked slots, [M, H]."""
         embedded = self.towers.embed(masking.input_BS, batch.layout)
         hidden = self.towers.generator(embedded, batch.attention_mask, self.dropout_keys(batch, GENERATOR))
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Return the MLM loss of the masked slots, and a sample for each.
+        """Return the generator's MLM loss over the masked slots, and a token sampled for each slot.
 
         Args:
             batch: the original rows, whose ids are the targets.

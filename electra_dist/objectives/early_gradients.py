@@ -1,12 +1,12 @@
-"""A loss whose gradients are computed during the forward pass, so that its activations can be freed at once.
+"""Computes the gradients of a loss during the forward pass, so that its activations can be freed at once.
 
 The generator's samples carry no gradient, so nothing that comes after them is needed for the generator's backward
 pass. If that pass runs immediately, peak memory holds the activations of the larger tower, not those of both towers.
 DeepSpeed allows one backward pass per micro-batch. The gradients therefore wait in buffers of the parameters' size
 until that pass, which multiplies them by the upstream gradient and hands them on to the parameters.
 
-Guarantee: the same numbers as with an ordinary backward pass, except for the order in which the gradients of a shared
-table are added.
+Guarantee: gradients are those of an ordinary backward pass, except for rounding where both towers share a table,
+because its gradients are added in another order.
 """
 
 from __future__ import annotations

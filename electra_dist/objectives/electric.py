@@ -1,4 +1,4 @@
-"""Electric: an energy-based cloze model, trained against a noise distribution (Clark et al., EMNLP 2020).
+"""Implements Electric: an energy-based cloze model, trained against a noise distribution (Clark et al., EMNLP 2020).
 
     q(x_t | all other tokens)   the noise model: two causal towers, one reading from each side. The state left of t and
                                 the state right of t are concatenated and go through the token head. Trained by -log q
@@ -30,13 +30,13 @@ from electra_dist.objectives.masking import is_candidate
 
 
 class Electric(CorruptingObjective):
-    """Electric: a two-tower cloze model as noise distribution, and a discriminator that learns energies."""
+    """The objective Electric: two causal towers model the noise, and the discriminator learns energies."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the cloze model's loss and the detection loss, each scaled and weighted.
+        """Return the sum of the noise model's cloze loss and the discriminator's loss, each scaled and weighted.
 
-        `batch.first_scale` must be 1 / tokens that may be masked and `batch.second_scale` 1 / real tokens, as
-        `loss_counts` has it.
+        `batch.first_scale` must be 1 / (number of tokens that may be masked) and `batch.second_scale` 1 / (number of
+        real tokens); `loss_counts` returns these numbers.
         """
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
         candidate_BS = is_candidate(batch.ids_BS, self.special)
@@ -67,9 +67,10 @@ class Electric(CorruptingObjective):
         return self.output(batch, loss, mlm_sums(cloze) | sums, logit_BS, label_BS)
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return for each token the left tower's state before it and the right tower's state after it, [B, S, 2 H].
+        """Return the noise model's state of each token, from its context on both sides, [B, S, 2 H].
 
-        The half without a neighbour in the same example is zero.
+        The first half is the left-to-right tower's state of the token before it, the second half the right-to-left
+        tower's state of the token after it. A half is zero where the example has no token on that side.
         """
         towers = self.towers
         example_BS = batch.layout.example_BS
@@ -91,7 +92,9 @@ class Electric(CorruptingObjective):
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor) -> torch.Tensor:
-        """Return log q(x_t) + log(p / (1 - p)) for the tokens of the noised text, [B, S], without gradient.
+        """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient.
+
+        In this formula, q is the noise model's probability of the token in the noised text, and p is `mask_prob`.
 
         Args:
             cloze_TH: states of the cloze model, from `_cloze_states`.

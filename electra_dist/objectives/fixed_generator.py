@@ -1,4 +1,4 @@
-"""Replacements without a network: tokens drawn uniformly, or as often as they occur in the corpus.
+"""Draws replacements without a network: uniformly, or as often as tokens occur in the corpus.
 
 Guarantee: token v is drawn with probability weight_v / total, exact to 2**-31, as a function of (seed, step, row,
 slot) only. With `disallow_correct` the original token is never drawn, and the others keep their proportions.
@@ -30,7 +30,7 @@ class FixedGenerator(nn.Module):
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Turn weights into intervals of the random word.
+        """Divide the range of a 32-bit random number into one interval per token, in proportion to the weights.
 
         Args:
             weight_V: non-negative weight of each token, not all zero; they need not sum to 1.
@@ -44,7 +44,7 @@ class FixedGenerator(nn.Module):
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Return a token for every slot, int64 [B, N].
+        """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N].
 
         Args:
             target_BN: int64 original tokens of the slots; their values matter with `disallow_correct` only.
@@ -65,7 +65,7 @@ class FixedGenerator(nn.Module):
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:
-    """Return weights of a `FixedGenerator` that draws every token of the vocabulary alike: ones, float64 [V]."""
+    """Return weights for a `FixedGenerator` that draws all tokens with equal probability: ones, float64 [V]."""
     return np.ones(vocab_size)
 
 

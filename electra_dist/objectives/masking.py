@@ -1,4 +1,4 @@
-"""Masking: which tokens of a row are masked at a step, and which ids the generator reads.
+"""Decides which tokens of a row are masked at a step, and which ids the generator reads.
 
 Guarantee: a pure function of (seed, step, row, ids), independent of the batch around the row, the rank and the device.
 The number of slots N follows from the row length. Empty slots have weight 0 and position 0 and change nothing, so
@@ -32,23 +32,26 @@ _POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they mak
 
 
 class Masking(NamedTuple):
-    """Masked slots of a batch, and the masked rows that the generator reads."""
+    """Masked positions of a batch, and the masked rows that the generator reads.
+
+    Every row has the same number N of slots. A used slot holds one masked position; an empty one has weight 0.
+    """
 
     position_BN: torch.Tensor  # int64 position of each slot in its row; 0 in empty slots
     weight_BN: torch.Tensor  # float32, 1 in used slots, 0 in empty ones
     input_BS: torch.Tensor  # int64 ids, with [MASK] in `mask_token_prob` (85 %) of the used slots
 
     def slots_BS(self) -> torch.Tensor:
-        """Return the number of used slots at each position, float32 [B, S].
+        """Return how many slots have masked each position, float32 [B, S].
 
-        It is above 1 only where `masking: reference` drew a position more than once.
+        The number is above 1 only where `masking: reference` drew a position more than once.
         """
         zeros_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
 def num_slots(mask_prob: float, seq_len: int) -> int:
-    """Return the number N of slots per row, in [1, seq_len].
+    """Return the number N of slots per row, which is the most positions that a row may have masked, in [1, seq_len].
 
     It equals the reference's max_predictions_per_seq: 130 for 25 % of 512.
 
@@ -65,7 +68,7 @@ def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
 
 
 def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
-    """Return the number of used slots of each row, int64 [B]: the sum of the row's weights in `Masking`.
+    """Return how many slots of each row are used, that is, how many masked tokens its loss counts, int64 [B].
 
     A position that is drawn twice counts twice. The numbers follow from the ids alone and are cheap enough to be
     computed for all rows of a step before its first forward pass, where the global mean needs them.
@@ -84,7 +87,7 @@ def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveCo
 def mask_rows(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, seed: int, step: int, row_B: torch.Tensor
 ) -> Masking:
-    """Choose the masked slots of each row, and build the rows that the generator reads.
+    """Choose the masked positions of each row, and build the rows that the generator reads.
 
     Args:
         ids_BS: int64 token ids of the original rows.

@@ -1,4 +1,4 @@
-"""Masked language modelling by the large tower: BERT without next-sentence prediction.
+"""Implements masked language modelling by the large tower: BERT without next-sentence prediction.
 
 There is no generator. The large tower reads the masked text and predicts the original tokens at the masked positions
 through a head that is tied to its token table. Masks are drawn as for the other objectives: anew at every step, with
@@ -29,10 +29,10 @@ class MaskedLanguageModel(Objective):
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
     """Return the large tower's loss for predicting the original tokens at the masked positions.
 
-    The result also has samples, because the fused operation draws them; callers ignore these.
+    The result also has a sampled token for each position, because the fused operation draws one; callers ignore it.
 
     Args:
-        objective: gives the `token_head` and the table that it is tied to.
+        objective: gives the large tower's `token_head` and the token table that the head is tied to.
         batch: the original rows, whose ids are the targets.
         masking: slots of each row and their weights.
         hidden_BSH: the large tower's states.

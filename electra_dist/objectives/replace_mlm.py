@@ -1,4 +1,4 @@
-"""Replace MLM: masked language modelling without [MASK] (the paper's second ablation, section 3.4).
+"""Implements Replace MLM: masked language modelling without [MASK] (the paper's second ablation, section 3.4).
 
 The large tower reads text whose masked positions hold the generator's samples instead of [MASK], and predicts the
 original tokens at these positions. The generator learns by its own MLM loss, as in ELECTRA. `token_weight` weighs the
@@ -18,7 +18,8 @@ class ReplaceMlm(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's and the large tower's loss, each scaled and weighted.
 
-        Both scales of the batch must be 1 / masked slots, as `loss_counts` has it.
+        `batch.first_scale` and `batch.second_scale` must both be 1 / (number of masked slots); `loss_counts` returns
+        it.
         """
         corruption = self.corrupt(batch)
         tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))

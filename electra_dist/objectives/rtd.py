@@ -1,4 +1,4 @@
-"""Replaced-token detection (RTD), the objective of the ELECTRA paper.
+"""Implements replaced-token detection (RTD), the objective of the ELECTRA paper.
 
     ids -> masked ids -> generator -> masked slots -> head: MLM loss and samples
         -> ids with the samples in place, labels -> discriminator -> head: RTD loss over every real token
@@ -22,7 +22,8 @@ class ReplacedTokenDetection(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's MLM loss and the discriminator's RTD loss, each scaled and weighted.
 
-        `batch.first_scale` must be 1 / masked slots and `batch.second_scale` 1 / real tokens, as `loss_counts` has it.
+        `batch.first_scale` must be 1 / (number of masked slots) and `batch.second_scale` 1 / (number of real tokens);
+        `loss_counts` returns these numbers.
         """
         corruption = self.corrupt(batch)
         rtd = self.detect(batch, corruption)

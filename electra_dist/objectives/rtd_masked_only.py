@@ -1,4 +1,4 @@
-"""ELECTRA 15 %: replaced-token detection at the masked positions only (the paper's first ablation, section 3.4).
+"""Implements ELECTRA 15 %: replaced-token detection at masked positions only (paper, first ablation, section 3.4).
 
 The discriminator reads the same corrupted text as in ELECTRA, but its loss is only over the masked positions; no other
 token contributes to the loss or to a gradient. The loss is a mean over masked slots. A position that
@@ -18,8 +18,9 @@ class MaskedOnlyDetection(ReplacedTokenDetection):
     """Replaced-token detection with a loss over the masked positions only."""
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return the number of masked slots at each position, float32 [B, S], as weights of the loss.
+        """Return how often each position is masked, float32 [B, S], as its weight in the loss; 0 where it is not.
 
-        Both scales of the batch must be 1 / masked slots, as `loss_counts` has it.
+        `batch.first_scale` and `batch.second_scale` must both be 1 / (number of masked slots); `loss_counts` returns
+        it.
         """
         return corruption.masking.slots_BS()

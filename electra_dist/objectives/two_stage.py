@@ -1,4 +1,4 @@
-"""Two-stage training: first the generator alone, then the discriminator against a frozen one (section 3.2).
+"""Implements two-stage training: first the generator alone, then the discriminator against it, frozen (section 3.2).
 
 In steps below `generator_only_steps` the generator trains by MLM and the discriminator does not run. At that step the
 discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward pass
@@ -17,7 +17,7 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 def is_generators(name: str) -> bool:
-    """Return whether a parameter belongs to the generator, which trains in the first stage and is then frozen.
+    """Return whether a parameter belongs to the generator, which two-stage training freezes after the first stage.
 
     Args:
         name: name of the parameter in the objective, such as "towers.generator_head.bias".
@@ -31,7 +31,8 @@ class TwoStageDetection(ReplacedTokenDetection):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the loss of the tower that trains at this step; the other tower gets no gradient.
 
-        In evaluation the loss is the discriminator's, and the sums are those of both towers.
+        Steps below `objective.generator_only_steps` train the generator, later ones the discriminator. In evaluation,
+        both towers run, the loss is the discriminator's, and the metric sums are those of both.
         """
         generator_only = self.training and batch.step < self.objective.generator_only_steps
         with torch.set_grad_enabled(torch.is_grad_enabled() and generator_only):

@@ -1,1 +1,1 @@
-"""Predictions of what a run costs before it starts: memory, FLOPs, days, scaling over nodes."""
+"""Predicts what a run costs before it starts: memory, FLOPs, days, and how it scales over nodes."""

@@ -1,7 +1,7 @@
-"""Compute the budget of a run, tokens, FLOPs and days, from its config alone.
+"""Computes the budget of a run, which is tokens, FLOPs and days, from its config alone.
 
-Guarantee: the FLOPs are counted as MFU counts them. No GPU, no torch and no network is needed. Every assumption is
-stated in the config: GPU, number of GPUs and utilisation come from its section `plan`.
+Guarantee: FLOPs are counted as for the model FLOPs utilisation (MFU) that runs report. No GPU, no torch and no network
+is needed. Every assumption is stated in the config: GPU, number of GPUs and utilisation come from its section `plan`.
 
 Cost: microseconds.
 
@@ -51,7 +51,7 @@ class Budget:
 
 
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
-    """Return the budget of a run.
+    """Return the budget of a run: its parameters, rows and tokens, FLOPs, time and epochs.
 
     Args:
         config: the configuration of the run.
@@ -88,7 +88,7 @@ def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | N
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(
-            f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; set it to one of {', '.join(KNOWN_GPUS)}"
+            f"plan.gpu: no dense bf16 peak is known for {plan.gpu!r}; set plan.gpu to one of {', '.join(KNOWN_GPUS)}"
         )
     peak = peak_flops(plan.gpu, config.train.precision)
     if peak is None:

@@ -1,4 +1,4 @@
-"""Compute the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's own method and by that of MFU.
+"""Computes the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's method and by that of MFU.
 
 Guarantee: the first count of each model is that of google-research/electra's published script, flops_computation.py,
 written as the sum of what a token costs. The second count is the one that MFU uses (`model/flops.py`): the matrix
@@ -26,7 +26,7 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Sizes of one transformer, and the forward FLOPs that a token costs in it by either method."""
+    """Sizes of one transformer, and its forward FLOPs per token, by the paper's method and by that of MFU."""
 
     hidden: int  # width of the states
     layers: int
@@ -131,7 +131,7 @@ class PaperFlops:
     profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Return the training FLOPs by the paper's method: 2 x forward."""
+        """Return the model's training FLOPs by the paper's method, which counts 2 x the forward FLOPs."""
         flops_per_row = sum(network.paper() * network.seq_len for network in self.networks)
         return 2 * (self.profiled + flops_per_row * self.rows)
 

@@ -1,4 +1,4 @@
-"""Predict the time of a step on N nodes from the compute of one GPU, the bytes on the wire and the links' bandwidth.
+"""Predicts the time of a step on N nodes from the compute of one GPU, the bytes sent and the links' bandwidth.
 
 Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test
 compares it with the collectives of real steps; `benchmarks/scaling.py` compares the step time with times measured at
@@ -90,7 +90,7 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
 
 
 def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds of a step: compute, followed by `wire_bytes` over a link of `bytes_per_s`."""
+    """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`."""
     return compute_s + wire_bytes / bytes_per_s
 
 
@@ -106,7 +106,9 @@ def parse_fabric(text: str) -> float:
     """
     match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(M|G|T)(b|B)(?:/s|it)?", text)
     if match is None:
-        raise UserError(f"--fabric {text}: not a bandwidth; give 400Gb, 8x400Gb (links of one node) or 50GB")
+        raise UserError(
+            f"--fabric {text}: not a bandwidth of a node; write it as 400Gb, 8x400Gb (eight links) or 50GB"
+        )
     num_links, number, prefix, unit = match.groups()
     factor = {"M": 1e6, "G": 1e9, "T": 1e12}[prefix]
     units_per_byte = 8 if unit == "b" else 1  # bits or bytes
@@ -142,7 +144,7 @@ class Scaled:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: compute, followed by communication."""
+        """Seconds of a step: those of compute plus those of communication, which does not overlap it."""
         return self.compute_s + self.communication_s
 
     @property
@@ -166,8 +168,8 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
     if cluster.nodes not in fitting:
         raise UserError(
             f"--nodes {cluster.nodes}: {cluster.nodes * cluster.gpus_per_node} GPUs do not share "
-            f"train.global_batch {config.train.global_batch} in micro-batches of {config.train.micro_batch}; "
-            "choose other --nodes, --gpus-per-node or train.micro_batch"
+            f"train.global_batch {config.train.global_batch} evenly in micro-batches of {config.train.micro_batch}; "
+            "choose other values of --nodes, --gpus-per-node or train.micro_batch"
         )
     gpu_tokens_per_s = cluster.gpu_tokens_per_s or _assumed_tokens_per_s(config, cluster.gpu)
     return [_scaled(config, cluster, count, gpu_tokens_per_s) for count in fitting]
@@ -183,20 +185,22 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
     compute = make_budget(config.model_copy(update={"plan": plan})).compute
     if compute is None:
         raise UserError(
-            "train.precision fp32: no peak is known; give --step-tokens-per-s as measured on one GPU, or set bf16"
+            "train.precision is fp32, but only bf16 peaks of GPUs are known; pass --step-tokens-per-s as measured on "
+            "one GPU, or set train.precision to bf16"
         )
     return compute.tokens_per_s
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Return the prediction for `nodes` nodes, each GPU of which computes `gpu_tokens_per_s`.
+    """Predict the run on `nodes` nodes, each GPU of which computes `gpu_tokens_per_s` tokens per second.
 
     Raises:
         UserError: the links of `cluster.gpu` are not known.
     """
     if cluster.gpu.upper() not in _NODE_LINK:
         raise UserError(
-            f"--gpu {cluster.gpu}: the links within a node are not known; use one of {', '.join(_NODE_LINK)}"
+            f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
+            f"set --gpu to one of {', '.join(_NODE_LINK)}"
         )
     budget = make_budget(config)
     ranks = nodes * cluster.gpus_per_node

@@ -1,10 +1,10 @@
-"""Print the plan of a run for `--dry-run` and `electra-dist plan`: what the run would take.
+"""Prints the plan of a run, what it would take, for `--dry-run` and `electra-dist plan`.
 
 Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is read or
 written, no GPU is needed and torch is not imported. A terminal gets tables, any other stream plain aligned text, with
 the same words and numbers.
 
-Limits: budget.py states what the numbers leave out.
+Limits: the docstring of budget.py names what the numbers leave out, such as activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from electra_dist.run.formats import format_count, format_duration
 
 @dataclass(frozen=True)
 class PlanSection:
-    """One titled table of a plan, whose cells are text."""
+    """Table of a plan with a title; its cells are text."""
 
     title: str
     rows: list[list[str]]
@@ -233,7 +233,7 @@ def _millions(count: int) -> str:
 
 
 def _widths(section: PlanSection) -> list[int]:
-    """Return the width of each column in characters."""
+    """Return the width of each column of a table in characters."""
     lines = [section.header, *section.rows] if section.header else section.rows
     return [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
 

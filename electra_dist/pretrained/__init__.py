@@ -1,1 +1,1 @@
-"""Pretrained weights: read from runs and Hugging Face folders, written to Hugging Face folders."""
+"""Reads pretrained weights from runs and Hugging Face folders, and writes them to Hugging Face folders."""

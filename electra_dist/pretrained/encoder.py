@@ -1,4 +1,4 @@
-"""A pretrained encoder with its vocabulary, from a run, from a Hugging Face folder, or with random weights.
+"""Loads a pretrained encoder with its vocabulary from a run or a Hugging Face folder, or makes a random one.
 
 Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
 `head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
@@ -77,7 +77,7 @@ class Backbone(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Weights of one pretrained tower, with their shape, vocabulary and tokenizer."""
+    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer."""
 
     name: str  # for messages and tables, such as "runs/small at step 1,000"
     model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
@@ -98,7 +98,7 @@ class Pretrained:
         tower: TowerName = "discriminator",
         reads_masks: bool = True,
     ) -> Pretrained:
-        """Take one tower out of the state of a model with both.
+        """Take one tower out of a state dict that holds generator and discriminator.
 
         Args:
             name: name for messages and tables.
@@ -107,7 +107,7 @@ class Pretrained:
             vocabulary: the vocabulary that they were trained with.
             lowercase: whether the tokenizer lower-cases.
             tower: the tower to take, with the embeddings that it reads and its head.
-            reads_masks: whether the tower was trained on text with [MASK]; see the field of that name.
+            reads_masks: whether the tower was trained on text with [MASK].
 
         Raises:
             UserError: the vocabulary has another size than the model, or the model has no such tower.
@@ -186,7 +186,7 @@ def load_pretrained(
         return _from_hugging_face(folder)
     raise UserError(
         f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
-        f"of one, or random:CONFIG.yaml"
+        f"of a run or of a Hugging Face model, or random:CONFIG.yaml"
     )
 
 
@@ -206,7 +206,7 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
     weights = standalone(state, model, tower)
 
     def part(name: str) -> dict[str, torch.Tensor]:
-        """Return the weights below `name`, without that prefix."""
+        """Return the parameters of the submodule `name`, with that prefix removed from their names."""
         prefix = f"{name}."
         return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
 
@@ -218,7 +218,9 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
         encoder = part("generator")
         head = part("generator_head")
         if not head or part("generator_reverse"):
-            raise UserError("--tower generator: this model has no bidirectional generator; leave --tower out")
+            raise UserError(
+                "--tower generator: the model has no bidirectional generator; leave --tower out to use the large tower"
+            )
     parts = {"embeddings": part("embeddings"), "encoder": encoder, "head": head}
     return {f"{name}.{key}": weight for name, part_weights in parts.items() for key, weight in part_weights.items()}
 
@@ -227,7 +229,7 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
     """Return a tower with the random weights that a run with the config `file` starts from.
 
     Raises:
-        UserError: the config is wrong, or its vocabulary is not there.
+        UserError: the config is not valid, or the vocabulary file does not exist.
     """
     config = load_config(file)
     path = vocab or Path(config.data.corpus) / VOCAB_FILE
@@ -250,7 +252,11 @@ def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
-    """Return a tower of a run's checkpoint; one line on stderr names each damaged checkpoint that was skipped."""
+    """Return a tower from a run's checkpoint.
+
+    `step` selects the checkpoint; None is the newest good one. One line on stderr names each damaged checkpoint
+    that was skipped.
+    """
     run = load_run_weights(run_dir, step)
     for line in run.damaged:
         print(line, file=sys.stderr)
@@ -287,7 +293,9 @@ def _from_hugging_face(folder: Path) -> Pretrained:
 
 
 def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return our config of a Hugging Face model, with both towers of the shape of the one that the folder holds.
+    """Return this project's config of a Hugging Face model.
+
+    The folder holds one tower; the config gives its shape to generator and discriminator alike.
 
     Args:
         folder: the model's folder, for messages.
@@ -301,7 +309,7 @@ def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
     if model_type != "electra" or positions != "absolute":
         raise UserError(
             f"{folder}/config.json: not an ELECTRA model with absolute positions (model_type {model_type}, "
-            f"position_embedding_type {positions}); name the folder of one"
+            f"position_embedding_type {positions}); name the folder of an ELECTRA model"
         )
     try:
         tower = {

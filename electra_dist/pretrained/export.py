@@ -1,4 +1,4 @@
-"""Export of a run's newest checkpoint to Hugging Face folders. Needs no process group and no GPU."""
+"""Exports a run's newest checkpoint to Hugging Face folders, without a process group or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of weights to and from the names and files of Hugging Face's ELECTRA models.
+"""Converts weights to and from the names and files of Hugging Face's ELECTRA models.
 
 Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
 load, with the same logits, whatever the towers share and whatever the large one learnt. `from_hf_discriminator` and
@@ -104,7 +104,7 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 
 
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return the weights with sharing resolved, so that one tower can be read by itself. In fp32 on the host.
+    """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
 
     In the result, `embeddings.` are those that this tower reads, and `{tower}.` are its layers, whatever the towers
     share. Other parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
@@ -200,7 +200,10 @@ def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
 
 
 def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
-    """Yield (our name, Hugging Face's name) of every module of a tower except the fused query, key and value."""
+    """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value.
+
+    This project has one fused module for these three; see `_qkv_names`.
+    """
     shape, width = tower_of(model, tower)
     for ours, theirs in _EMBEDDINGS.items():
         yield f"embeddings.{ours}", f"electra.embeddings.{theirs}"
@@ -216,9 +219,9 @@ def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, s
 
 
 def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
-    """Yield (our name, Hugging Face's name) of every parameter of a tower except the fused query, key and value.
+    """Yield (name in this project, Hugging Face's name) of every parameter of a tower except query, key and value.
 
-    No state holds all of them: embeddings have no bias, for example, and a tower has one kind of head.
+    No state dict holds all of these names: embeddings have no bias, for example, and a tower has one kind of head.
     """
     for ours, theirs in _module_names(model, tower):
         for kind in ("weight", "bias"):
@@ -227,7 +230,11 @@ def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str
 
 
 def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
-    """Yield (our fused parameter, Hugging Face's query, key and value parameters) of every layer of a tower."""
+    """Yield (fused parameter in this project, Hugging Face's three parameters) of every layer of a tower.
+
+    The three are query, key and value, in the order in which they are concatenated. There is one pair for the weights
+    and one for the biases.
+    """
     shape, _ = tower_of(model, tower)
     for layer in range(shape.num_layers):
         attention = f"electra.encoder.layer.{layer}.attention.self"
@@ -237,7 +244,10 @@ def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list
 
 
 def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a tower's weights under Hugging Face's names, without pad rows; no two tensors share memory."""
+    """Return a tower's weights under Hugging Face's names, without the pad rows of the token table.
+
+    No two tensors share memory, so that safetensors can write them.
+    """
     ours = standalone(state, model, tower)
     theirs = {}
     for our_name, their_name in _parameter_names(model, tower):
@@ -252,7 +262,7 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
 
 
 def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights under our names, with pad rows of zeros in the token table.
+    """Return Hugging Face weights under this project's names, with pad rows of zeros in the token table.
 
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.

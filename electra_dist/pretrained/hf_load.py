@@ -1,8 +1,8 @@
-"""Loading of other weights into our towers for continued pretraining: released checkpoints and states of other runs.
+"""Loads weights of released checkpoints or of other runs into the towers, for continued pretraining.
 
-Guarantee: every parameter of the towers either gets its value from the source or is named in the notes that are
-returned. The notes also name the optimizer's moments, which no Hugging Face folder holds. A source of another shape or
-vocabulary size is refused, with the first difference in the message.
+Guarantee: every parameter of the towers either gets its value from the source or is named in the notes, the lines of
+text that are returned for the run's log. The notes also name the optimizer's moments, which no Hugging Face folder
+holds. A source of another shape or vocabulary size is refused, with the first difference in the message.
 
 How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors` or
 `pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. Under `gdes` the
@@ -32,7 +32,9 @@ _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 
 
 def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
-    """Overwrite the parameters that Hugging Face folders hold; return a line about everything that they do not hold.
+    """Overwrite the parameters that Hugging Face folders hold; return notes on what they do not hold.
+
+    A note is a line of text for the run's log, such as that a head keeps its random initial weights.
 
     Args:
         towers: initialised towers on the host, not yet under an engine.
@@ -50,15 +52,15 @@ def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, gener
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Overwrite the parameters that the states hold; return a line for every part that they do not hold.
+    """Overwrite the parameters that the states hold; return notes, one line for each part that they do not hold.
 
-    A line is also returned if both states have embeddings, these differ, and the towers share one set.
+    A note is also returned if both states have embeddings, these differ, and the towers share one set.
 
     Args:
         towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
         large: the discriminator, its head and the `embeddings.` that it reads, under the names of ElectraTowers.
         small: the generator, its head and the `embeddings.` that it reads. Either state may be empty.
-        where: name of the source in the notes.
+        where: name of the source, for the notes.
     """
     large = _cut_positions(large, towers.model.max_positions)
     small = _cut_positions(small, towers.model.max_positions)
@@ -91,8 +93,8 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
     for key, wanted in shape_of(model, tower).items():
         if key != _POSITIONS and given.get(key) != wanted:
             raise UserError(
-                f"{where}: {key} is {given.get(key)}, the config's {tower} has {wanted}; set the model section to the "
-                f"checkpoint's shape, or name another checkpoint"
+                f"{where}: {key} is {given.get(key)}, but the config's {tower} has {wanted}; set the model section to "
+                f"the checkpoint's shape, or name another checkpoint"
             )
     num_positions = given.get(_POSITIONS, 512)
     if num_positions < model.max_positions:
@@ -103,7 +105,7 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return the sizes that must be equal for weights of a tower to fit, by the keys of a Hugging Face config.json.
+    """Return the sizes of a tower that weights must have to fit it, under the keys of a Hugging Face config.json.
 
     The number of positions is among them, although a source may have more.
     """
@@ -145,7 +147,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
-    """Return the state with a position table of at most `max_positions` rows."""
+    """Return a state dict whose position table, if it has one, is cut to its first `max_positions` rows."""
     table = "embeddings.position.weight"
     return {name: value[:max_positions] if name == table else value for name, value in state.items()}
 
@@ -153,12 +155,15 @@ def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts.
 
+    A conflict is that both states have embeddings, and these differ, but the towers share one set. Its note is a line
+    of text for the run's log.
+
     Which state's embeddings a parameter gets depends on what the towers share.
 
     Args:
         towers: towers to fill; they are not changed.
-        large: the discriminator's state, see `load_towers`.
-        small: the generator's state.
+        large: the discriminator, its head and the embeddings that it reads, under the names of ElectraTowers.
+        small: the generator, its head and the embeddings that it reads. Either state may be empty.
     """
     prefix = "embeddings."
     values = {name: value for name, value in small.items() if not name.startswith(prefix)}

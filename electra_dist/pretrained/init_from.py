@@ -1,4 +1,4 @@
-"""`train.init_from`: starting a run with the weights of another model instead of random ones.
+"""Starts a run with the weights of another model instead of random ones, as `train.init_from` selects.
 
 Guarantee: the weights are in the towers before DeepSpeed takes them over, so all ZeRO stages start alike. The log
 names everything that the source lacks (a head, the generator, and always the optimizer's moments). A source whose
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 def find_source(train: TrainConfig) -> Source:
-    """Return the folders behind `train.init_from`, which must be set.
+    """Return the folder of the run, or the folders of towers, that `train.init_from` names; it must be set.
 
     Raises:
         UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
@@ -68,12 +68,14 @@ def find_source(train: TrainConfig) -> Source:
         return Source(discriminator=folder, generator=generator)
     raise UserError(
         f"train.init_from {folder}: neither a run (config.yaml), nor an export (discriminator/config.json), nor a "
-        f"Hugging Face folder (config.json); set train.init_from to the folder of one"
+        f"Hugging Face folder (config.json); set train.init_from to a folder of one of these"
     )
 
 
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
-    """Raise if the source does not exist, or has a vocab.txt with other tokens than the corpus's vocabulary.
+    """Raise if the source that `train.init_from` names does not exist, or has another vocabulary than the corpus.
+
+    The tokens of its vocab.txt are compared, if it has that file.
 
     Args:
         train: the config's section `train`, with `init_from` set.
@@ -88,13 +90,15 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
         vocab_file = folder / VOCAB_FILE
         if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
             raise UserError(
-                f"train.init_from: {vocab_file} is not the vocabulary of data.corpus; build the corpus with --vocab "
-                f"{vocab_file}"
+                f"train.init_from: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
+                f"build the corpus with --vocab {vocab_file}"
             )
 
 
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
-    """Return whether the run starts from a source and has no committed checkpoint of its own in `targets` yet.
+    """Return whether the run must load the weights that `train.init_from` names.
+
+    This is so if `init_from` is set and no store of `targets` holds a committed checkpoint of the run yet.
 
     Args:
         train: the config's section `train`.
@@ -104,9 +108,10 @@ def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
 
 
 def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
-    """Load the source into the towers if the run needs it; return lines for the log, none if it does not. Collective.
+    """Load the weights that `train.init_from` names, unless the run has a checkpoint; return lines for the log.
 
-    Rank 0 decides for all ranks. Then every rank reads the source.
+    Collective: rank 0 decides for all ranks, then every rank reads the source. Without anything to load, no line is
+    returned.
 
     Args:
         towers: initialised towers on the host, not yet under an engine.
@@ -121,7 +126,9 @@ def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequen
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
-    """Overwrite the parameters that the source holds; return lines about what it is and what it does not hold.
+    """Overwrite the parameters that the model named by `train.init_from` holds; return lines for the log.
+
+    The lines name that model and everything that it does not hold.
 
     Args:
         towers: initialised towers on the host, not yet under an engine.

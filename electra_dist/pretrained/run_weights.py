@@ -1,4 +1,4 @@
-"""Loading of a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
+"""Loads a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
 
 Guarantee: every byte is verified against the checkpoint's manifest. If a checkpoint is damaged, the result names it
 and the next older good one is read. A run folder that was moved is read at its new place.
@@ -36,13 +36,13 @@ class RunWeights(NamedTuple):
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Settings of the corpus's tokenizer, read from the run folder at each access."""
+        """Settings of the corpus's tokenizer, read from a file of the run folder at each access."""
         text = (Path(self.config.run_dir) / TOKENIZER_FILE).read_text()
         return TokenizerEntry.model_validate_json(text)
 
 
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
-    """Read the newest good checkpoint of a run, or the one after `step` steps.
+    """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps.
 
     Args:
         run_dir: the run folder; its config names the checkpoint targets.

@@ -1,1 +1,1 @@
-"""The report of a run: report.html and its curves."""
+"""Writes the report of a run: report.html and its curves."""

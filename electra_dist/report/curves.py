@@ -1,4 +1,4 @@
-"""Draw the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
+"""Draws the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
 
 Guarantee: a curve is thinned to at most some 1,200 points by keeping the lowest and the highest value of each bucket,
 so a spike of one step stays visible in a run of 400,000 steps. SVG colors are names of CSS variables (`--ink`,
@@ -41,7 +41,7 @@ _PRINT = {"#010101": "#374151", "#020202": "#e5e7eb", "#030303": "#2563eb", "#04
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """One line of a panel: which field of the metrics it shows, and how it is drawn."""
+    """Line of a diagram: the field of metrics.jsonl that it shows, and how it is drawn."""
 
     field: str  # of the records in metrics.jsonl
     label: str  # in the legend
@@ -62,7 +62,10 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str) -> Panel:
-    """Return the panel of a loss in training and on held-out rows; `tower` is "mlm" or "rtd"."""
+    """Return the diagram of one loss, in training and on held-out rows.
+
+    `tower` selects the loss: "mlm" is the generator's, "rtd" the discriminator's.
+    """
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", color=_SECOND)
     return Panel(name=field, title=title, lines=(CurveLine(field=field, label="training"), held_out))
@@ -110,7 +113,7 @@ PANELS = (
 
 
 def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = ()) -> str | None:
-    """Return a panel as an <svg> element to embed in a page; None if the records have no finite value for it.
+    """Return a diagram as an <svg> element to embed in a page; None if the records have no finite value for it.
 
     The element has no width, no height and no XML header, so that the page decides its size. Equal arguments give
     equal text.
@@ -137,7 +140,7 @@ def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = 
 
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
-    """Draw both losses, the accuracies and the AUC of a run as one PNG of 1500 x 900 pixels on white.
+    """Draw generator and discriminator loss, accuracies and AUC of a run as a PNG, 1500 x 900 pixels, on white.
 
     Args:
         run_dir: folder of the run, with its metrics.jsonl.
@@ -168,9 +171,9 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return the exponential mean at every value, [n].
+    """Return the exponential mean of the values so far, at every value, [n].
 
-    The weights of the values so far are normalized, so that the first means are not pulled to zero.
+    The weights sum to 1 at every value, so that the first means are not pulled to zero.
     """
     means = np.empty(len(values))
     weighted_sum = 0.0
@@ -219,9 +222,9 @@ def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.
 def _draw(
     axes: Axes, panel: Panel, records: Sequence[Record], resumes: Sequence[int], colors: dict[str, str] | None = None
 ) -> None:
-    """Draw a panel: dotted lines at `resumes`, the curves, axes and, for two curves or more, a legend.
+    """Draw a diagram: the curves, dotted lines at the steps of `resumes`, axes and, for two curves or more, a legend.
 
-    `colors` maps the placeholder colors to real ones; None keeps the placeholders.
+    `colors` maps the placeholder colors, which stand for CSS variables of the page, to real ones; None keeps them.
     """
     if colors is None:
         colors = {}
@@ -238,7 +241,7 @@ def _draw(
 
 
 def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
-    """Draw one line of a panel; nothing if the records have no value for it."""
+    """Draw one line of a diagram; draw nothing if the records have no value for it."""
     steps, values = _series(records, line)
     if not values.size:
         return

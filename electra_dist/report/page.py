@@ -1,4 +1,4 @@
-"""Write report.html: a run on one page, in one file.
+"""Writes report.html, which shows a run on one page, in one file.
 
 Guarantee: the page is self-contained (it loads no script, font, image or style, so it opens from a mail or a cluster's
 file system), readable on a phone, in light and in dark mode. It is derived from files of the run folder only
@@ -299,12 +299,15 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool =
 
 
 def _omitted(count: int, name: str) -> str:
-    """Return a note that `count` earlier rows called `name` are not shown; empty if the count is 0."""
+    """Return a note that `count` earlier rows of a table are not shown; empty if the count is 0.
+
+    `name` is the plural noun for the rows, such as "events".
+    """
     return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n' if count > 0 else ""
 
 
 def _shown(value: Any) -> str:
-    """Return a value of the ledger as text; floats in three significant figures."""
+    """Return a value of an event as text; floats have three significant figures."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -319,10 +322,10 @@ def _median(records: Sequence[Record], field: str) -> float:
 
 
 def _since(records: Sequence[Record], field: str) -> str:
-    """Return the remark of a tile that gives the field's value in the first record."""
+    """Return the remark below a figure that gives the value of the field in the first record."""
     return f"from {records[0][field]:.3g}"
 
 
 def _minute(time: str) -> str:
-    """Return an ISO 8601 time to the minute."""
+    """Return an ISO 8601 time without its seconds, for display."""
     return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")

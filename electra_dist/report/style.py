@@ -1,4 +1,4 @@
-"""Style sheet of report.html: light or dark by the reader's preference, one column on a phone."""
+"""Holds the style sheet of report.html: light or dark by the reader's preference, one column on a phone."""
 
 STYLE = """
 :root {

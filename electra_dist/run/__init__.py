@@ -1,1 +1,1 @@
-"""The files of a run folder, and what is written to them: identity, metrics, ledger, log, heartbeats, strikes."""
+"""Read and write the files of a run folder: config, identity, metrics, ledger, log, heartbeats and strikes."""

@@ -1,4 +1,4 @@
-"""Console output of a run and its log.txt: one line for each logged step, and a progress bar on a terminal.
+"""Print a line for each logged step of a run, write it to log.txt, and show a progress bar on a terminal.
 
 Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
 fixed width, so that lines align. log.txt receives every line and note with date and time (UTC), on a terminal or not,
@@ -28,7 +28,7 @@ from electra_dist.run.records import EvalRecord, StepRecord
 
 
 class Console:
-    """Console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
+    """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
         """Open log.txt for appending, and show the progress bar if `stream` is a terminal.
@@ -90,7 +90,10 @@ class Console:
 
 
 def _progress_bar(stream: TextIO) -> Progress:
-    """Create the progress bar; it needs the field `eta`, and vanishes when it stops."""
+    """Create the progress bar of a run's steps; it disappears from the terminal when it stops.
+
+    A task that is added to it must have the text field `eta`, which is shown at the end of the bar.
+    """
     return Progress(
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -145,7 +148,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _norm(norm: float) -> str:
-    """Return a gradient norm in at least six characters, with fewer decimals the larger it is."""
+    """Return a gradient norm as text of six characters: three decimals below 100, one below 10,000, then 1e+04."""
     if norm < 99.9995:
         return f"{norm:6.3f}"
     if norm < 9999.95:

@@ -1,4 +1,4 @@
-"""The environment of a run: versions, CPU, memory and GPUs, saved as environment.json at every start.
+"""Record the environment of a run (versions, CPU, memory and GPUs) in environment.json at every start.
 
 Guarantee: the record holds names and sizes only, and no host name, user, path, address or environment variable, so
 that a report may be passed on.
@@ -76,7 +76,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """Return the driver version, and name and memory (1e9 bytes) of each GPU of this node; empty without NVML."""
+    """Return the driver version, and the name and memory (1e9 bytes) of each GPU of this node; empty without NVML."""
     probe = GpuProbe.open()
     if probe is None:
         return {}
@@ -95,7 +95,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Return everything that environment.json holds, as values that JSON can hold.
+    """Return the content of environment.json: versions, CPU, GPUs, system and world size, as JSON types.
 
     Args:
         world_size: ranks of the whole run.
@@ -105,7 +105,7 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def write_environment(run_dir: Path, world_size: int) -> Path:
-    """Write environment.json to the run folder, in place of that of the last start; return its path.
+    """Write environment.json to the run folder, replacing the one of the last start; return its path.
 
     Args:
         world_size: ranks of the whole run.

@@ -1,4 +1,4 @@
-"""The run folder: the names of its files, how a run begins it, and how commands open it again.
+"""Define the files of a run folder, write those that begin a run, and open the folder again for commands.
 
 Guarantee: a folder that holds a run is bound to that run's identity (everything that defines its trajectory, and the
 corpus fingerprint). Another config or corpus is refused before anything is written. A folder that was moved or copied
@@ -48,7 +48,7 @@ SAVE_FILE = "save"
 
 
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
-    """Return the path of the token counts of a corpus, which the unigram generator draws from.
+    """Return the path in the run folder of a corpus's token counts, from which the unigram generator draws.
 
     Args:
         corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are in the name.
@@ -57,7 +57,7 @@ def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
 
 
 def supervise_log(run_dir: Path, node: int) -> Path:
-    """Return the path of the supervisor's log of a node.
+    """Return the path of the log that the supervisor of a node writes to the run folder.
 
     Args:
         node: number of the node in the run, from 0.
@@ -71,7 +71,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def open_run(folder: Path) -> Config:
-    """Return the resolved config of the run in `folder`, with `run_dir` set to `folder`, also if the run was moved.
+    """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
 
     Raises:
         UserError: no run was begun in the folder, or its config is damaged.
@@ -140,12 +140,14 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 
 
 def _first_difference(old: object, new: object, key: str = "") -> str:
-    """Return a line about the first key whose value differs, "" if there is none.
+    """Return "KEY was OLD, is NEW" for the first key whose value differs between two JSON trees; "" if none does.
 
     Nested keys are joined by dots. Keys come in the order of `old`, then those that only `new` has.
 
     Args:
-        key: path of the two values in the whole tree.
+        old: the tree to compare with, or a part of it.
+        new: the other tree, or the same part of it.
+        key: dotted key of this part; "" for the whole trees.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         only_new = [name for name in new if name not in old]

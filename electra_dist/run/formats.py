@@ -1,4 +1,4 @@
-"""Durations and counts as short text, for consoles, logs and reports."""
+"""Format durations and counts as short text, for consoles, logs and reports."""
 
 from __future__ import annotations
 

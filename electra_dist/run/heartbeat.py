@@ -1,4 +1,4 @@
-"""Heartbeats: each rank records its phase and step, so that a supervisor notices a hang within a few step times.
+"""Write and read heartbeats: each rank records its phase and step, so that a supervisor notices a hang quickly.
 
 Guarantee: a rank writes one file, RUN/heartbeats/rank-00000.json, one JSON object of fixed length. A beat overwrites
 it in place by one write and carries a checksum, so a reader gets a whole record or none. `analysis/hangs.py` decides
@@ -56,7 +56,7 @@ class Heartbeat:
     """Writer of this rank's heartbeat file. Call `beat` at every step, and `close` when the run ends normally."""
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Open the file and beat once, in phase "setup" at step 0.
+        """Open the heartbeat file of a rank and write a first heartbeat, with phase "setup" and step 0.
 
         Args:
             run_dir: folder of the run; created if it is missing.
@@ -111,13 +111,13 @@ class Heartbeat:
 
     @property
     def last(self) -> Beat:
-        """Return the newest beat as readers see it, with times rounded to microseconds."""
+        """Return the newest heartbeat of this rank as readers see it, with times rounded to microseconds."""
         beat = _decode(self._line)
         assert beat is not None
         return beat
 
     def close(self) -> None:
-        """Beat once more, in phase "done", and close the file. A rank that crashes must not call it."""
+        """Write a last heartbeat with phase "done" and close the file. A rank that crashes must not call it."""
         self.beat("done", self._step)
         os.close(self._file)
 
@@ -130,7 +130,7 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest beat of each rank, sorted by rank. Beats of earlier attempts are included.
+    """Return the newest heartbeat of each rank, sorted by rank; it may be that of an earlier start of the run.
 
     Args:
         run_dir: folder of the run.
@@ -148,10 +148,10 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _encode(body: str) -> bytes:
-    """Close a record with its checksum and pad it with spaces to `RECORD_BYTES`.
+    """Return a heartbeat record of exactly `RECORD_BYTES` bytes: JSON with a checksum, padded with spaces.
 
     Args:
-        body: JSON object without its closing brace; the checksum (CRC-32) is that of these bytes.
+        body: the JSON object without its closing brace; the checksum is the CRC-32 of these bytes.
     """
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
@@ -160,7 +160,7 @@ def _encode(body: str) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
-    """Return the beat of a record; None if its length or its checksum is wrong."""
+    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     if len(line) != RECORD_BYTES or not checksum.isdigit() or int(checksum) != zlib.crc32(body):
@@ -170,9 +170,9 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """Return the beat in a heartbeat file, read again a few times while a write is in progress.
+    """Return the heartbeat in a file, which is read up to five times if a write is in progress.
 
-    None if there is no file, or if the record stays torn, as after a machine lost power.
+    Returns None if there is no file, or if its content stays invalid, as after a machine lost power.
     """
     with contextlib.suppress(FileNotFoundError):
         for _ in range(_TRIES):

@@ -1,4 +1,4 @@
-"""Append-only files with one JSON object per line, the format of metrics.jsonl, ledger.jsonl and others.
+"""Append to and read files with one JSON object per line, the format of metrics.jsonl, ledger.jsonl and others.
 
 Guarantee: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
 torn line at the end, which is dropped when the file is next opened or read. Floats are written by `repr`, so reading

@@ -1,4 +1,4 @@
-"""The ledger of a run, ledger.jsonl: every start, checkpoint and end, as events in order of time.
+"""Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time.
 
 Guarantee: an event is on the disk (fsync) when `append` returns, so the ledger is at least as new as anything that the
 process did afterwards. A torn last line of a killed process is dropped. Events are never rewritten, not even when
@@ -25,18 +25,21 @@ Event = Literal[
 
 
 class Ledger:
-    """Writer of ledger.jsonl in a run folder. Only rank 0 has one."""
+    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one."""
 
     def __init__(self, run_dir: Path) -> None:
         """Open the ledger for appending.
 
+        Args:
+            run_dir: folder of the run; created if it is missing.
+
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event with the current time; it is on the disk on return.
+        """Append an event with the current time to the ledger, and return when it is on the disk.
 
         Args:
             event: what happened.
@@ -55,7 +58,7 @@ class Ledger:
 def read_ledger(path: Path) -> list[Record]:
     """Return the events of a ledger, oldest first; an empty list if there is no file.
 
-    Each has "time" (ISO 8601 in UTC, for `datetime.fromisoformat`), "event" and "step" (optimizer steps done).
+    Each event has "time" (ISO 8601 in UTC, for `datetime.fromisoformat`), "event" and "step" (optimizer steps done).
 
     Args:
         path: a ledger.jsonl, or the run folder that holds it.
@@ -81,6 +84,9 @@ def read_jobs(run_dir: Path) -> list[Record]:
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
-    A caller that compares two values sees progress only if it grows: a step that is saved again does not count.
+    A step that is saved again after a restart does not raise it, so it grows only if the run makes progress.
+
+    Args:
+        ledger: events of `read_ledger`, in any order.
     """
     return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)

@@ -1,4 +1,4 @@
-"""The metrics of a run: metrics.jsonl, which reports and commands read, and a copy for TensorBoard.
+"""Write and read the metrics of a run: metrics.jsonl for reports and commands, and a copy for TensorBoard.
 
 Guarantee: each logged step or evaluation is one strict-JSON record of `kind` "train" or "eval", with floats bit for
 bit. After `truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the file of a run that
@@ -82,10 +82,11 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
 
-        TensorBoard hides the same steps.
+        TensorBoard is asked to hide its curves after `step`, too.
 
         Returns:
-            The last step that had been recorded, at least `step`; the difference is the number of steps to repeat.
+            The last step that was recorded before, or `step` if that is higher. The run will repeat the steps from
+            `step` to the returned one.
         """
         records = read_records(self._file.path)
         kept = [record for record in records if record["step"] <= step]
@@ -130,8 +131,8 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """Return the records of a metrics.jsonl, oldest first; an empty list if there is no file.
 
-    Each has "kind" ("train" or "eval") and the fields of StepRecord or EvalRecord, as of the version that wrote it: a
-    record of an older version may lack some.
+    Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"). A record that an older
+    version wrote may lack some fields.
 
     Args:
         path: a metrics.jsonl, or the run folder that holds it.

@@ -1,4 +1,4 @@
-"""Find the processes of a run on this node by a mark in their environment. Linux only: it reads /proc."""
+"""Find the processes of a run on this node by an environment variable of theirs. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 
 
 def mark_of(run_dir: Path, node: int) -> str:
-    """Return the value of the variable `MARK` for a run's processes on a node: absolute run folder and node number."""
+    """Return the value of the environment variable `MARK` by which a run's processes on a node are found again.
+
+    It consists of the absolute run folder and the number of the node in the run.
+    """
     return f"{Path(run_dir).absolute()}#{node}"
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the ids of the living processes that were started with this mark, without the calling process.
+    """Return the ids of the living processes whose environment variable `MARK` has the value `mark`.
 
-    Processes of other users, whose environment cannot be read, are left out.
+    The calling process is left out. Processes of other users, whose environment cannot be read, are left out.
 
     Args:
-        mark: from `mark_of`.
+        mark: value of the variable, from `mark_of`.
     """
     entry = f"{MARK}={mark}".encode()
     pids = []
@@ -39,7 +42,7 @@ def is_alive(pid: int) -> bool:
 
 
 def status_field(pid: int, name: str) -> str:
-    """Return the value of a line of /proc/PID/status; "" if the process is gone or the line is missing."""
+    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or has no such field."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,4 +1,4 @@
-"""Records of a logged step and of an evaluation: the fields that console, metrics.jsonl and report share.
+"""Define the records of a logged step and of an evaluation, which console, metrics.jsonl and report share.
 
 All values are over the global batch. Losses are means per token without their weights; only `loss` is the weighted sum
 that is minimised. Fractions are in [0, 1]. `None` means not known or not applicable (no GPU, its peak is not known);

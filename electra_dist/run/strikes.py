@@ -1,4 +1,4 @@
-"""Strikes against faulty nodes: strikes.jsonl in the run folder, from which the next submission excludes nodes.
+"""Record strikes against faulty nodes in strikes.jsonl, so that the next submission to Slurm excludes them.
 
 Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add strikes at once: each
 takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
@@ -87,7 +87,7 @@ def read_strikes(run_dir: Path) -> list[Strike]:
             strikes.append(Strike(**record))
         except TypeError:
             raise UserError(
-                f"{path}:{number}: not a strike (time, node, device, reason, by); delete this line or the file"
+                f"{path}:{number}: not a strike with the fields time, node, device, reason and by; delete this line"
             ) from None
     return strikes
 
@@ -101,14 +101,17 @@ def excluded_nodes(
         strikes: all strikes of a run, in any order.
         now: Unix time in seconds.
         expires_s: age in seconds at which a strike no longer counts.
-        threshold: strikes that exclude a node.
+        threshold: number of strikes at which a node is excluded.
     """
     counts = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
     return sorted(node for node, count in counts.items() if count >= threshold)
 
 
 def _lock(descriptor: int) -> bool:
-    """Wait for the exclusive lock of an open file, held until it is closed; return False if there are no locks."""
+    """Wait for the exclusive lock of an open file; return False if its file system has no locks.
+
+    The lock is held until the file is closed.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -117,7 +120,10 @@ def _lock(descriptor: int) -> bool:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline. A line has at most PIPE_BUF bytes, so only the end is read."""
+    """Truncate an open file after its last newline, which removes a line that a killed writer left unfinished.
+
+    Only the last PIPE_BUF bytes are read, because no line is longer.
+    """
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
     whole_lines_bytes = tail.rfind(b"\n") + 1
@@ -126,5 +132,5 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def _plain(text: str, max_chars: int) -> str:
-    """Return a text on one line, with single spaces, cut to `max_chars` characters."""
+    """Return a text as one line: each run of whitespace becomes one space, and the end is cut to `max_chars`."""
     return " ".join(text.split())[:max_chars]

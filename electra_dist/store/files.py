@@ -21,7 +21,7 @@ TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<ran
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name, without its folder, is that of an unfinished write."""
+    """Return whether a file name, given without its folder, is the temporary name of an unfinished write."""
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
@@ -93,7 +93,7 @@ def readable(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMissing(f"{path}: no such file; check the path, or build or restore the file") from None
     except IsADirectoryError:
-        raise StoreMissing(f"{path}: a folder, not a file; check the path") from None
+        raise StoreMissing(f"{path}: is a folder, not a file; give the path of a file") from None
     except PermissionError:
         raise StoreError(f"{path}: not readable; give this user the right to read it") from None
     except OSError as error:
@@ -117,7 +117,7 @@ def writable(path: Path) -> Iterator[None]:
             raise
         raise StoreError(f"{path.parent}: is a file, not a folder; choose another path") from None
     except NotADirectoryError:
-        raise StoreError(f"{path.parent}: not a folder; choose another path") from None
+        raise StoreError(f"{path.parent}: is not a folder; choose another path") from None
     except PermissionError:
         raise StoreError(f"{path}: not writable; give this user the right to write, or choose another path") from None
     except OSError as error:

@@ -16,7 +16,7 @@ from electra_dist.errors import StoreError
 
 
 class Store(ABC):
-    """Folder of objects, local or on S3, each a sequence of bytes under a key.
+    """Folder of objects, local or on S3. An object is a sequence of bytes under a key.
 
     Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may raise
     StoreError (access refused, disk full), and over S3 also StoreExhausted after all retries.
@@ -53,8 +53,11 @@ class Store(ABC):
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """Return the bytes [start, start + length) of an object in new, writable memory.
 
-        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`.
-        `must_exist` and errors are as in `read`.
+        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`. The
+        errors are those of `read`.
+
+        Args:
+            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
         """
 
     @abstractmethod
@@ -74,7 +77,10 @@ class Store(ABC):
         """Copy an object to a local file.
 
         The file appears under its name only when it is complete and synced to the disk; an existing file is replaced.
-        `must_exist` and errors are as in `read`.
+        The errors are those of `read`.
+
+        Args:
+            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
         """
 
     @abstractmethod
@@ -91,7 +97,7 @@ class Store(ABC):
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object from a local file of any size, as atomically as `write`."""
+        """Create or replace an object from a local file of any size; no reader ever sees a part of it."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
@@ -110,8 +116,8 @@ class Store(ABC):
 
         Args:
             prefix: Only writes of keys that begin with this string are considered.
-            doomed: Called with the key of each; only writes for which it returns True are deleted. It must not select
-                the key of a write that may still be going on.
+            doomed: Called with the key of each unfinished write; those for which it returns True are deleted. It must
+                not return True for the key of a write that may still be going on.
         """
 
     def __repr__(self) -> str:
@@ -129,6 +135,7 @@ def check_key(key: str) -> str:
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
     if has_bad_part or has_bad_character:
         raise StoreError(
-            f"key {key!r}: not a relative path below its folder; restore or rebuild the file that names this key"
+            f"key {key!r} is not a relative path without '..', backslashes and control characters; correct or rebuild "
+            f"the file that names this key"
         )
     return key

@@ -1,6 +1,7 @@
-"""Implement a store on a local folder.
+"""Store objects as files in a local or shared folder.
 
-Guarantee: that of `interface.py`.
+Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several racing `write_new`
+calls for one key, exactly one returns True.
 
 How: `files.py` writes and syncs a temporary file, then renames it. `write_new` makes a hard link instead of renaming,
 because a link fails if the name is taken.
@@ -127,7 +128,12 @@ class LocalStore(Store):
                     folder.rmdir()
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete the temporary files of killed writers whose final key `doomed` selects; return their number."""
+        """Delete temporary files that killed writers left in the folder; return their number.
+
+        Args:
+            prefix: Only writes of keys that begin with this string are considered.
+            doomed: Called with the key that was being written; the temporary file is deleted if it returns True.
+        """
         num_deleted = 0
         for folder, _, names in list(os.walk(self._folder)):
             relative = Path(folder).relative_to(self._folder)

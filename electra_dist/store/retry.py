@@ -43,7 +43,7 @@ class RetryPolicy:
 
 
 class RetryAccount:
-    """Counters and retry budget of one store; its threads share it."""
+    """Counters of retries and the retry budget of one store, shared by all threads that use the store."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         """Start with a full budget and counters at 0."""
@@ -55,7 +55,7 @@ class RetryAccount:
         self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
     def begin(self, object_name: str) -> Backoff:
-        """Return the back-off of one new operation.
+        """Return a new `Backoff`, which counts the failures of one operation and waits between its attempts.
 
         Args:
             object_name: URL of the object, for the error if the operation gives up.
@@ -87,7 +87,7 @@ class RetryAccount:
 
 
 class Backoff:
-    """Failures of one operation, and the waits between its attempts; used by one thread."""
+    """State of the retries of one storage operation: its recent failures and its deadline. Not thread-safe."""
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
         """Start the deadline of the operation."""

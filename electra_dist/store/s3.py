@@ -1,4 +1,4 @@
-"""Implement a store on s3://bucket/prefix through boto3, at AWS or at any S3-compatible service.
+"""Store objects below s3://bucket/prefix through boto3, at AWS or at any S3-compatible service.
 
 Guarantee: a download holds the bytes of one version of the object. After a broken body, a ranged GET with If-Match on
 the ETag continues from the last good byte; if the object was replaced in the meantime, the download starts again from
@@ -11,7 +11,7 @@ How: boto3's own retries are off, because they do not cover bodies and would mul
 does not show whether the bucket, the key or the permission is missing. Expired credentials are read again from their
 source a few times before the operation gives up.
 
-Cost: one request per object when nothing fails; `benchmarks/first_batch.py --s3` measures it in use.
+Cost: one request per object when nothing fails; `benchmarks/loader.py --s3` measures it in use.
 
 Limits: the service must be strongly consistent and support conditional PUT (AWS since 2024, Ceph, MinIO).
 """
@@ -56,16 +56,16 @@ _WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the wri
 
 
 class _ObjectInfo(NamedTuple):
-    """What `S3Store._probe` learns about an object."""
+    """Size of an object on S3, and the random tag by which its writer recognizes it."""
 
     size: int  # in bytes
     writer_tag: str | None
 
 
 class S3Store(Store):
-    """Store below s3://bucket/prefix; a process that forks can go on using it.
+    """Store of objects below s3://bucket/prefix. Thread-safe.
 
-    Each process makes its own client at its first request.
+    It may be used after a fork: each process makes a boto3 client of its own at its first request.
     """
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
@@ -81,7 +81,7 @@ class S3Store(Store):
             )
         prefix = prefix.strip("/")
         if not bucket:
-            raise UserError(f"{url}: no bucket; give s3://bucket/prefix")
+            raise UserError(f"{url}: the URL has no bucket; give s3://bucket/prefix")
         if prefix:
             check_key(prefix)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -196,7 +196,12 @@ class S3Store(Store):
         self._call(key, lambda s3: s3.delete_object(**self._object(key)))
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete the parts of multipart uploads that were never completed and whose key `doomed` selects."""
+        """Delete the parts of multipart uploads that were never completed; return the number of these uploads.
+
+        Args:
+            prefix: Only uploads of keys that begin with this string are considered.
+            doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True.
+        """
         page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         num_deleted = 0
         while True:
@@ -211,7 +216,7 @@ class S3Store(Store):
             page.update(KeyMarker=answer["NextKeyMarker"], UploadIdMarker=answer["NextUploadIdMarker"])
 
     def _abort_upload(self, key: str, upload_id: str) -> None:
-        """Delete the parts of an unfinished multipart upload; it may already be gone."""
+        """Delete the parts of an unfinished multipart upload; an upload that no longer exists is no error."""
         upload = {**self._object(key), "UploadId": upload_id}
         with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
             self._call(key, lambda s3: s3.abort_multipart_upload(**upload))
@@ -225,6 +230,7 @@ class S3Store(Store):
         num_parts = _ceil_div(size, part_size)
 
         def upload_part(number: int) -> dict[str, Any]:
+            """Upload part `number`, counted from 1; return its number and ETag."""
             with path.open("rb") as stream:
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
@@ -235,12 +241,13 @@ class S3Store(Store):
             return list(pool.map(upload_part, range(1, num_parts + 1)))
 
     def _complete_upload(self, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str) -> None:
-        """Combine the uploaded parts into the object that becomes visible under its key.
+        """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`.
 
         Args:
             upload: Bucket, key and id of the upload.
             parts: Number and ETag of each part.
-            tag: Tag of this writer in the object's metadata.
+            tag: Random tag of this writer in the object's metadata. If the answer to an earlier attempt was lost, it
+                shows whether that attempt completed the upload.
         """
         try:
             self._call(key, lambda s3: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}))
@@ -306,7 +313,7 @@ class S3Store(Store):
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Turn a failure of the request in the `with` block into the exception that `classify` chooses."""
+        """Replace boto3's exception, if the request in the `with` block fails, by the one that `classify` returns."""
         try:
             yield
         except FAILURES as error:
@@ -317,13 +324,16 @@ class S3Store(Store):
         self._answered = True
 
     def _wait(self, failure: Again, backoff: Backoff) -> None:
-        """Sleep before the next attempt; with `renew`, the next client reads the credentials again."""
+        """Sleep before the next attempt of a failed request.
+
+        If `failure.renew` is set, the client is dropped, so that the next one reads the credentials again.
+        """
         if failure.renew:
             self._client_of = None
         backoff.wait_after_failure(failure.reason, failure.tries, failure.advice)
 
     def _client(self) -> Any:
-        """Return this process's boto3 client, made at its first use. Thread-safe."""
+        """Return the boto3 client of this process, which is made at the first call. Thread-safe."""
         with self._client_lock:
             if self._client_of is None or self._client_of[0] != os.getpid():
                 self._client_of = (os.getpid(), _make_client(self._endpoint_url, self._policy))
@@ -339,7 +349,7 @@ class S3Store(Store):
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:
-    """Restart a download whose object was replaced by another version, after a wait."""
+    """Reset a download to byte 0, because the object was replaced in the meantime, and wait before the next GET."""
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")
 
@@ -350,12 +360,12 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 def _md5(data: bytes) -> str:
-    """Return the base64 MD5 of `data`, as the header Content-MD5 wants it."""
+    """Return the MD5 of `data` in base64, the value of the header Content-MD5."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _check_endpoint(endpoint_url: str | None) -> str:
-    """Return " at host:port" for messages, or "" without an endpoint.
+    """Check the endpoint URL; return " at host:port", which messages add to a URL, or "" for an endpoint of None.
 
     Raises:
         UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it
@@ -368,7 +378,7 @@ def _check_endpoint(endpoint_url: str | None) -> str:
         raise UserError("endpoint_url: not an http:// or https:// URL; give for example http://10.0.0.1:9000")
     if "@" in parts.netloc or parts.query:
         raise UserError(
-            "endpoint_url: holds more than a host and a port; keep credentials in AWS_* variables and remove the rest"
+            "endpoint_url: holds more than a host and a port; remove the rest, and keep credentials in AWS_* variables"
         )
     return f" at {parts.netloc}"
 

@@ -62,12 +62,16 @@ class Download:
     def ends_before_span(self) -> bool:
         """Return whether the answer "no byte in this range" (EmptyRange) means that the object ends before the span.
 
-        It does so at the first request. Later, after some bytes were received, the object must have been replaced.
+        It means that at the first request. After some bytes were received it means that the object was replaced.
         """
         return self._ranged and self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """Return the arguments of the next GET: the missing range, and the version if bytes were already received."""
+        """Return the keyword arguments of the next GET request for this object.
+
+        They are `Range`, the bytes that are still missing, and once bytes were received `IfMatch`, the object's
+        version (ETag), so that a replaced object is noticed. The first request for a whole object has none.
+        """
         num_received = self._sink.tell()
         if not (num_received or self._ranged):
             return {}
@@ -78,7 +82,7 @@ class Download:
         return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
-        """Write the body of a GET's answer to the file, as far as it comes.
+        """Append the body of the answer to a GET request to the file, as many bytes of it as arrive.
 
         Raises:
             Taken: The answer is of another version or begins at another byte; call `restart`.

@@ -50,7 +50,7 @@ class EmptyRange(Exception):
 
 
 class Again(Exception):
-    """Failure of a request that should be tried again."""
+    """Failure of a request that should be tried again, with the limits and the advice for these attempts."""
 
     def __init__(self, reason: str, *, tries: int | None = None, renew: bool = False, advice: str = CHECK) -> None:
         """Describe the failure.
@@ -97,7 +97,7 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         return Again(f"broken connection or answer ({type(error).__name__})")
     if isinstance(error, boto_errors.IncompleteReadError):
         return Again("the body ended early")
-    return StoreError(f"{where}: {type(error).__name__}; check the AWS configuration of this node")
+    return StoreError(f"{where}: boto3 failed with {type(error).__name__}; check the AWS configuration of this node")
 
 
 def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:

@@ -1,1 +1,1 @@
-"""One pretraining run: its inputs, the step loop, the step, the guard, checkpoints, evaluation and reports."""
+"""Run pretraining: inputs, the step loop, the step, the guard, checkpoints, evaluation and reports."""

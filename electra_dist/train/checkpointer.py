@@ -1,6 +1,7 @@
-"""Save and restore a run: connects the state of the engine to the checkpoint store.
+"""Save and restore the state of a run: connect the engine and the step loop to the stores of checkpoints.
 
-Limits: `checkpoint/` decides what is kept and verifies what is read; the step loop decides when to save.
+Limits: the package `checkpoint` decides which checkpoints are kept, and verifies them; the step loop decides when to
+save.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from electra_dist.train.step import StepResult
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What the step loop knows about the progress of a run, beside weights and moments. Equal on all ranks."""
+    """The progress of a run as the step loop keeps it, beside weights and moments. Equal on all ranks."""
 
     step: int  # steps done or skipped
     receipt: Receipt  # of all rows trained on so far
@@ -43,7 +44,7 @@ class TrainState:
     eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
 
     def updated(self, result: StepResult) -> None:
-        """Account for a step that has updated the weights: add its rows to the receipt and its loss to the guard.
+        """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
 
         It does not change `step`, which the loop sets for skipped and stopped steps, too.
         """
@@ -52,12 +53,12 @@ class TrainState:
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the state that a checkpoint holds, or the initial state if there is no checkpoint.
+        """Return the train state that a restored checkpoint records, or the initial one without a checkpoint.
 
         Args:
             restored: state of the restored checkpoint; None at the beginning of a run.
             config: settings of the guard, which gets back its window of recent losses.
-            skips: the skip list of the run, which is not part of a checkpoint.
+            skips: list of the steps that the run skips; the run folder keeps it, not the checkpoint.
         """
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
@@ -83,7 +84,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
-        """Open the checkpoint targets and take the next attempt number of the run. Collective.
+        """Open the stores for checkpoints, and take the number of this start of the run ("attempt"). Collective.
 
         Args:
             config: the resolved config of the run.
@@ -147,12 +148,12 @@ class Checkpointer:
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Overwrite masters with the initial weights and moments with zeros, as at the beginning of the run.
+        """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins.
 
         It is needed after a rollback to step 0, and where a damaged checkpoint was partly read. `publish` must follow.
 
         Args:
-            fragments: the fragments that this rank holds.
+            fragments: views of the ranges of parameters that this rank holds.
         """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
@@ -183,19 +184,19 @@ class Checkpointer:
 
     @property
     def retries(self) -> int:
-        """Requests to the checkpoint targets that were repeated so far, on this rank."""
+        """Number of requests to the stores of checkpoints that this rank has repeated so far."""
         return sum(target.retries for target in self._targets)
 
     @property
     def retry_wait_s(self) -> float:
-        """Seconds waited so far before repeating requests to the checkpoint targets, on this rank."""
+        """Seconds that this rank has waited so far before it repeated requests to the stores of checkpoints."""
         return sum(target.retry_wait_s for target in self._targets)
 
     def committed_steps(self) -> list[int]:
         """Return the steps of all committed checkpoints on any target, ascending; equal on all ranks. Collective."""
 
         def list_steps() -> list[int]:
-            """Return the committed steps that the targets list."""
+            """Return the steps of the committed checkpoints in all targets, ascending."""
             return sorted({step for target in self._targets for step, _, _ in committed(target)})
 
         return from_rank_0(list_steps)

@@ -18,13 +18,13 @@ import psutil
 
 
 class Clock:
-    """The times of one start or rollback of a run: what its setup took, and what its steps have taken so far.
+    """Stopwatch of one start or rollback of a run: how long its setup took, and what its steps have taken so far.
 
     Only the thread of the step loop may use it.
     """
 
     def __init__(self, setup_s: dict[str, float]) -> None:
-        """Keep the seconds of the setup, and begin to count the time of steps at 0.
+        """Store the seconds that the setup took, and start the counters of the steps at 0.
 
         Args:
             setup_s: seconds of each part of the setup: "import", "build" and "restore"; after a rollback "restore"
@@ -54,17 +54,18 @@ class Clock:
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add the seconds for which a save has held up the step loop."""
+        """Add the seconds for which saving a checkpoint has held up the step loop."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:
-        """Set the total seconds that the loop has waited for the loader since this start; it is not added up."""
+        """Record that the loop has waited `total_s` seconds for rows since this start; replaces the earlier total."""
         self._spent["data"] = total_s
 
     def spent_s(self) -> dict[str, float]:
         """Return the seconds spent so far, rounded to milliseconds: first, step, data, stall and eval.
 
-        "data" is part of "first" and "step"; the others do not overlap.
+        They are the first step, all other steps, waiting for rows, being held up by saves, and evaluations. "data" is
+        part of "first" and "step"; the others do not overlap.
         """
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 

@@ -26,7 +26,7 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    """Results of the batches that this rank has evaluated."""
+    """Sums of losses, and scores of the discriminator with their labels, over the batches that one rank evaluates."""
 
     sum_K: torch.Tensor  # float64, one for each field of `Sums`
     score_BS: torch.Tensor  # fp32 discriminator logits; NaN where there is no real token
@@ -35,7 +35,7 @@ class _LocalScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Held-out rows of a corpus and the settings to evaluate a model on them."""
+    """Evaluates a model on held-out rows of a corpus: losses, and how well replaced tokens are detected."""
 
     cache: ShardCache  # of the held-out corpus; the caller closes it
     num_rows: int  # at most so many rows; fewer if the corpus has fewer
@@ -50,7 +50,7 @@ class Evaluator:
 
         Args:
             engine: holds the model.
-            step: optimizer steps done; only recorded.
+            step: optimizer steps done; it is only copied to the result.
 
         Returns:
             Token means of the losses, and how well the discriminator separates replaced from original tokens (NaN
@@ -84,8 +84,8 @@ class Evaluator:
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         """Run this rank's share of the rows through the model, without gradients.
 
-        The rows are dealt out batch by batch over the ranks. Rows of padding fill the last batches, so that all ranks
-        run the same number of forwards; they have no tokens to count.
+        The ranks take turns, batch by batch. Rows of padding fill the last batches, so that all ranks run the same
+        number of forward passes; padding does not count in any sum.
 
         Args:
             engine: holds the model, in evaluation mode.

@@ -1,4 +1,4 @@
-"""The guard: decides which steps do not update the weights, and when the run goes back to a checkpoint.
+"""Decide which steps do not update the weights ("the guard"), and which steps a rollback to a checkpoint skips.
 
 Guarantee: a step whose loss or gradient norm is not finite, or whose loss is a spike, is stopped before the optimizer,
 on all ranks alike (they judge the same all-reduced numbers). A stopped step is recorded in the run folder before the
@@ -29,13 +29,14 @@ _LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordina
 
 
 class Guard:
-    """Judges the loss of each step by a window of recent losses.
+    """Judge of each step's loss, which it compares with a window of recent losses.
 
-    Given the same config and the same accepted losses it decides alike, so every rank has its own.
+    Its decisions depend only on the config and on the losses that it has accepted. So every rank has a guard of its
+    own, and all of them decide alike.
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
-        """Create a guard with an empty window, or with the window of a checkpoint.
+        """Create a guard with no recent losses, or with those that a checkpoint records.
 
         Args:
             config: size of the window and height of a spike.
@@ -46,14 +47,15 @@ class Guard:
 
     @property
     def recent_losses(self) -> tuple[float, ...]:
-        """The accepted losses in the window, oldest first, to be saved in a checkpoint."""
+        """The losses that a new loss is compared with, oldest first; a checkpoint records them."""
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
         """Return why a step with this loss must not update the weights; an empty string if it may.
 
-        A loss that is not finite is always a fault. A spike is a fault once the window is full, unless
-        `guard.spike_sigma` is 0. The window does not change; `accept` adds to it.
+        A loss that is not finite is always a fault. So is one that is more than `guard.spike_sigma` standard
+        deviations above the mean of the recent losses, once there are `guard.window` of them, unless
+        `guard.spike_sigma` is 0. The recent losses do not change; `accept` adds to them.
 
         Args:
             loss: loss of the step over the global batch.
@@ -74,19 +76,19 @@ class Guard:
         return ""
 
     def accept(self, loss: float) -> None:
-        """Add the loss of a step that has updated the weights to the window; the oldest loss drops out."""
+        """Add the loss of a step that has updated the weights to the last `guard.window` ones; drop the oldest."""
         self._losses.append(loss)
 
 
 def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[int]) -> int:
-    """Return the first of the steps that a rollback skips; they reach to the last stopped step.
+    """Return the first step that a run skips after a rollback; it skips all steps from there to the last stopped one.
 
-    It is `skip_before` steps before the first stopped one (at least 0), if there is a checkpoint at or before that
-    step, or no usable checkpoint at all. Otherwise it is the step of the oldest checkpoint that is not younger than
-    the first stopped step: fewer steps are skipped then, but the run does not start again from step 0.
+    The wanted step is `skip_before` steps before the first stopped one (at least 0). It is returned if a checkpoint at
+    or before it exists, or if no checkpoint exists at or before the first stopped step. Otherwise the step of the
+    oldest checkpoint is returned: fewer steps are skipped then, but the run does not start again from step 0.
 
     Args:
-        first_stopped: the first stopped step of the streak.
+        first_stopped: the first of the steps in a row that the guard has stopped.
         skip_before: `guard.skip_before`.
         checkpoints: steps of the committed checkpoints, in any order.
     """

@@ -1,6 +1,6 @@
 """Check all inputs of a run on every rank, before anything is written.
 
-Each check is read-only and raises UserError with one line; the process then ends with exit code 78.
+Each check only reads, and raises UserError with a message of one line; the process then ends with exit code 78.
 """
 
 from __future__ import annotations

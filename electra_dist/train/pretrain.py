@@ -1,4 +1,4 @@
-"""Run pretraining on one rank: check the inputs, build, restore, then train to the last step.
+"""Run pretraining on one rank: check the inputs, build the model and the engine, restore, train to the last step.
 
 The step loop itself is in `trainer.py`; this file does what comes before and after it: inputs, process group, run
 folder, engine, and the exit code.
@@ -42,8 +42,8 @@ def run(config: Config) -> int:
     """Train until `config.train.num_steps`, from the newest checkpoint of the run. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. A user's error that occurs later than the checks of the inputs is printed once for all
-    ranks, and becomes an exit code on all of them.
+    destroyed within the call. A UserError after the checks of the inputs is printed once for all ranks, and all of
+    them return its exit code.
 
     Args:
         config: the resolved config of the run.
@@ -172,10 +172,10 @@ def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Obj
 
 
 def _agree_on_attention(choice: AttentionChoice) -> AttentionChoice:
-    """Return the same choice on all ranks: if the trial of flex failed on any rank, all use sdpa. Collective.
+    """Agree on one attention implementation: if flex_attention failed on any rank, all use sdpa. Collective.
 
     Args:
-        choice: what this rank would use by itself.
+        choice: the implementation that this rank would use by itself, and why.
 
     Returns:
         The choice of the first rank that needs sdpa, with its reason; this rank's own choice if none does.

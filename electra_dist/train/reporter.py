@@ -1,7 +1,7 @@
 """Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard, the ledger. Other ranks do not report.
 
-A record holds the values of its own step, not of an interval: a run cut anywhere writes the same records as an uncut
-one.
+The losses and accuracies of a record are those of its own step, not of an interval, so a run that was interrupted
+writes the same ones as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
 
 
 class _LogPoint(NamedTuple):
-    """When the last log line was written, for rates since then."""
+    """The time and the progress at the last log line, from which rates since then are computed."""
 
     step: int  # steps done
     time: float  # of time.perf_counter, in seconds
@@ -83,7 +83,7 @@ class Reporter:
         self._note_setup(corpus)
 
     def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
-        """Record the beginning of this start, and of each checkpoint that was set aside.
+        """Record the beginning of this start of the run, and each damaged checkpoint that was set aside.
 
         Args:
             attempt: number of this start of the run.
@@ -106,7 +106,10 @@ class Reporter:
         if restored is None:
             return
         if step >= self._config.train.num_steps:
-            self.note(f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do")
+            self.note(
+                f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do; "
+                f"set another run_dir to train anew"
+            )
             return
         summary = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))
         self.note(f"{summary}; saved by attempt {restored.attempt}, this is attempt {attempt}")
@@ -121,7 +124,7 @@ class Reporter:
             result: results of the step.
             lr: learning rate of the step.
             waited_s: total seconds that rank 0 has waited for rows since this start.
-            receipt: receipt of all rows trained on so far.
+            receipt: number and digest of all rows trained on so far.
             look: readings of the GPUs, and the slow ranks.
         """
         now = time.perf_counter()
@@ -148,7 +151,7 @@ class Reporter:
         receipt: Receipt,
         look: RankObservation,
     ) -> StepRecord:
-        """Return the record of a logged step.
+        """Return the record of a logged step for metrics.jsonl and the console.
 
         Args:
             done: optimizer steps done, this one included.
@@ -156,7 +159,7 @@ class Reporter:
             lr: learning rate of the step.
             step_s: mean seconds per step since the last log line.
             data_wait: part of the time since the last log line that rank 0 waited for rows, in [0, 1].
-            receipt: receipt of all rows trained on so far.
+            receipt: number and digest of all rows trained on so far.
             look: readings of the GPUs, and the slow ranks.
         """
         sums = result.sums
@@ -228,7 +231,7 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record a step that the guard has stopped.
+        """Record in log and ledger a step that the guard has stopped before its update.
 
         Args:
             step: number of the step, from 0.
@@ -236,11 +239,11 @@ class Reporter:
             suspect: the row whose loss stands out, with its shard; empty if no single row does.
         """
         self._record("stopped_step", step, fault=fault, suspect=suspect)
-        cause = f"one row stands out: {suspect}" if suspect else "no single row stands out"
+        cause = f"check the row that stands out: {suspect}" if suspect else "no single row stands out"
         self.note(f"step {step:,} was stopped before its update and is skipped from now on: {fault}; {cause}")
 
     def rolled_back(self, first: int, stopped: list[int]) -> None:
-        """Record that the run goes back to a checkpoint.
+        """Record in log and ledger that the run goes back to a checkpoint and skips steps.
 
         Args:
             first: first step that is skipped from now on.
@@ -249,12 +252,17 @@ class Reporter:
         last = stopped[-1]
         self._record("rollback", last, skip_from=first, skip_to=last)
         self.note(
-            f"{len(stopped)} steps in a row were stopped: going back to a checkpoint and skipping steps {first:,} to "
-            f"{last:,}"
+            f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
+            f"to {last:,}; if this happens again, lower optimizer.lr in a new run"
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved and stops on request, after `done` steps; the ledger gets it in `close`."""
+        """Log that the run has saved its state and stops on request. `close` records it in the ledger.
+
+        Args:
+            done: optimizer steps done.
+            reason: who or what requested the stop.
+        """
         self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:
@@ -267,7 +275,7 @@ class Reporter:
         Args:
             ending: how it ended; a rollback has its own event already.
             step: optimizer steps done.
-            why: reason of a stop; empty for other endings.
+            why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
         """
         if ending != "rollback":
@@ -293,7 +301,7 @@ class Reporter:
         )
 
     def _record(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event to the ledger, durably; safe to call from the checkpoint thread.
+        """Append an event to the ledger and return when it is on the disk. The checkpoint thread may call it, too.
 
         Args:
             event: kind of the event.

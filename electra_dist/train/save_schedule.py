@@ -1,4 +1,4 @@
-"""Decide when the next checkpoint is due. All ranks agree; the schedule does not change what a run computes."""
+"""Decide after which steps a checkpoint is saved. All ranks agree; it does not change what a run computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SaveSchedule:
         self.saved(step)
 
     def saved(self, step: int) -> bool:
-        """Take note of a save at `step`, and with `every_steps: auto` compute the interval again.
+        """Record that a checkpoint is saved at `step`; with `every_steps: auto`, compute the interval again.
 
         Collective for `auto`; all ranks get the interval of rank 0.
 
@@ -48,7 +48,7 @@ class SaveSchedule:
         return self.every_steps != previous
 
     def due(self, step: int) -> bool:
-        """Return whether to save now that `step` optimizer steps are done.
+        """Return whether to save a checkpoint now that `step` optimizer steps are done.
 
         A fixed interval is counted from step 0, an automatic one from the last save. Nothing changes until `saved`.
         """

@@ -1,4 +1,4 @@
-"""The list of steps that a run skips, kept in the run folder."""
+"""Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SkipList:
     """
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
-        """Read the list of the run folder, if there is one, and add the configured steps.
+        """Read skipped_steps.json from the run folder, if it exists, and add the configured steps.
 
         Args:
             run_dir: folder of the run.
@@ -47,9 +47,10 @@ class SkipList:
             self.steps |= self._stopped
 
     def stop(self, step: int) -> None:
-        """Skip a step that the guard has stopped, and add it to the streak or begin a new one.
+        """Skip a step that the guard has stopped, and count it among the steps stopped in a row (`streak`).
 
-        Every rank calls it at the same step; rank 0 calls `write` afterwards.
+        A step that does not follow the last stopped one begins a new `streak`. Every rank calls it at the same step;
+        rank 0 calls `write` afterwards.
 
         Args:
             step: the stopped step, from 0.
@@ -59,9 +60,9 @@ class SkipList:
         self._skip([step])
 
     def roll_back(self, first: int) -> None:
-        """Skip all steps from `first` to the end of the streak, count a rollback, and clear the streak.
+        """Count a rollback, and skip all steps from `first` to the last of the steps stopped in a row (`streak`).
 
-        Every rank calls it; rank 0 calls `write` afterwards. There must be a streak.
+        `streak` must not be empty; it is empty afterwards. Every rank calls it; rank 0 calls `write` afterwards.
 
         Args:
             first: the first step to skip, from 0.
@@ -72,12 +73,12 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that the guard decided to skip."""
+        """Add steps that the guard has decided to skip, which `write` stores, unlike those of the config."""
         self._stopped |= set(steps)
         self.steps |= self._stopped
 
     def write(self) -> None:
-        """Replace the file in the run folder by the present list, durably. Rank 0 only.
+        """Write the list to skipped_steps.json in the run folder, replacing the file atomically. Rank 0 only.
 
         Steps of `train.skip_steps` are not written, because the config holds them.
         """

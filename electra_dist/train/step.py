@@ -1,4 +1,4 @@
-"""One optimizer step over this rank's share of the global batch.
+"""Run one optimizer step over this rank's share of the global batch.
 
 Guarantee: what step t computes depends on the ids of its rows, the seed and t. Masks and samples are keyed by the
 row's number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a
@@ -76,7 +76,7 @@ class TrainStep:
     def __init__(
         self, engine: Engine, objective: ObjectiveConfig, special: SpecialIds, seed: int, micro_batch: int
     ) -> None:
-        """Keep the engine and the settings of the run.
+        """Store the engine and the settings of the run; nothing is computed.
 
         Args:
             engine: holds the model and the optimizer.
@@ -136,7 +136,7 @@ class TrainStep:
     def forward_s(self) -> float:
         """Return the seconds of the last step's first forward on this rank; wait until the device has finished it.
 
-        It is this rank's own time (a forward has no collective below ZeRO stage 3), hence a measure of slow ranks.
+        Below ZeRO stage 3 a forward pass does not wait for other ranks, so the time shows whether this rank is slow.
         """
         return self._stopwatch.seconds()
 
@@ -147,14 +147,14 @@ class TrainStep:
 
         Args:
             sums_K: sums over the global batch, float64, one for each field of `Sums`.
-            reduced: the receipt's two words and the flags, int64, added up over the ranks.
+            reduced: int64 sums over the ranks: number of rows, digest of the rows, and each field of `RankFlags`.
             learning_rate: of the update.
             find_fault: called once with the loss; returns why there must be no update, or an empty string.
         """
         fault = ""
 
         def accept() -> bool:
-            """Look for a fault in the step, and return whether the update may be made."""
+            """Compute the loss of the step, ask `find_fault` about it, and return whether the update may be made."""
             # The engine calls this when it has the norm of the reduced gradients: the host has to wait for the device
             # at that point anyway, so that reading the sums costs no second wait.
             nonlocal fault
@@ -183,7 +183,7 @@ class TrainStep:
             ids_BS: int64 rows on the device, consecutive rows of the global batch.
             row0: number of the first of them within the global batch.
             step: number of the optimizer step.
-            scale_2: factors of the first and of the second loss's sum.
+            scale_2: the factors that the sums of the first and of the second loss are multiplied by, [2].
         """
         first_scale, second_scale = scale_2
         return StepInput(
@@ -207,12 +207,12 @@ class TrainStep:
 
         Args:
             ids_BS: int64 rows of this rank.
-            receipt: receipt of these rows.
+            receipt: number and digest of these rows.
             flags: requests and counters of this rank.
 
         Returns:
-            The factors of each micro-batch's two loss sums, [micro-batches, 2]; and the sums over the ranks of the
-            receipt's two words and of the flags, int64.
+            The factors that the two loss sums of each micro-batch are multiplied by, [micro-batches, 2]; and the int64
+            sums over the ranks of the receipt's two numbers and of each flag.
         """
         counts_per_row = loss_counts(ids_BS, self._special, self._objective)
         counts = counts_per_row.view(-1, self._micro_batch, 2).sum(1)  # [micro-batches, 2]

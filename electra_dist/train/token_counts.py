@@ -29,7 +29,7 @@ from electra_dist.train.inputs import OpenCorpus
 def unigram_counts(
     corpus: OpenCorpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]
 ) -> np.ndarray:
-    """Return how often each id occurs in the corpus, int64 [V], [PAD] included. Collective.
+    """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
 
     The counts are taken from the manifest or from an earlier start of the run. Otherwise the ranks count them, which
     reads the whole corpus once, and rank 0 writes them to the run folder.
@@ -60,7 +60,7 @@ def unigram_counts(
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return how often each id occurs in all rows of some shards, int64 [V], [PAD] included.
+    """Return how often each token id occurs in all rows of some shards, int64 [V]; [PAD] is counted, too.
 
     One shard is open at a time; each is dropped from the cache after it is counted.
 

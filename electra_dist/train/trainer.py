@@ -1,4 +1,4 @@
-"""The step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
+"""Run the step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
 
 Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. The only data state in
@@ -184,7 +184,7 @@ class Trainer:
             return EXIT_DONE
 
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
-        """Look at the GPUs and the speed of all ranks, and report the step. Collective.
+        """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective.
 
         Args:
             result: results of the step.
@@ -206,7 +206,7 @@ class Trainer:
             self.reporter.evaluation(evaluation)
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        """Return the requests that this rank has received so far, and its counters of repeated requests to stores."""
+        """Return this rank's requests to stop or save, and its counters of repeated requests to stores."""
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
         return RankFlags(
@@ -277,7 +277,7 @@ class Trainer:
             self.reporter.stopped_step(batch.step, fault, suspect)
 
     def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
-        """Return the name and the loss of the row of the step that stands out, or an empty string. Collective.
+        """Find the one row of a step whose loss stands out; return its name and loss, "" if none does. Collective.
 
         Args:
             batch: this rank's rows of the step.
@@ -293,7 +293,7 @@ class Trainer:
         return f"{name} (loss {all_losses[suspect]:.4g}, median of the step's rows {np.nanmedian(all_losses):.4g})"
 
     def _roll_back(self) -> None:
-        """Skip the stopped steps and some before them; the next round restores an earlier checkpoint. Collective.
+        """Add the stopped steps, and some before them, to the skip list; the caller then restores again. Collective.
 
         Raises:
             UserError: the run has already gone back `guard.max_rollbacks` times.
@@ -304,8 +304,9 @@ class Trainer:
         stopped = skips.streak
         if skips.rollbacks == guard.max_rollbacks:
             raise UserError(
-                f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks; lower "
-                f"optimizer.lr in a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
+                f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks was "
+                f"stopped again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in a new run, "
+                f"check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
             )
         first = first_to_skip(stopped[0], guard.skip_before, self.checkpointer.committed_steps())
         skips.roll_back(first)

@@ -1,4 +1,4 @@
-"""Fused operations: each file defines one operation by a plain-PyTorch reference and has one public function.
+"""Provides fused operations: each file defines one by a plain-PyTorch reference and has one public function.
 
 How: `<op>.py` holds the reference, the autograd wrapper and the public function. `triton/<op>.py`, where it exists,
 holds the Triton kernel and its launch. The two are separate files because Triton is not installed everywhere and reads

@@ -1,4 +1,4 @@
-"""Choice of the implementation of an operation: turns `config.kernels.backend` into the name of what runs.
+"""Chooses the implementation of an operation: turns `config.kernels.backend` into the name of what runs.
 
 Guarantee: `auto` is Triton on a CUDA device where Triton is installed, and the plain-PyTorch reference everywhere
 else. `triton` and `cuda` are strict: where they cannot run, an error names the reason and nothing replaces them. The

@@ -1,6 +1,6 @@
-"""Keyed dropout as custom operators, for layers that run under torch.compile.
+"""Wraps keyed dropout in custom operators, for layers that run under torch.compile.
 
-Guarantee: the values of the eager functions, without a graph break.
+Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
 How: torch.compile treats a custom operator as opaque. A key is an int64 tensor on the host (seed, step, number of the
 layer), so that one compiled graph serves every layer of a tower and every step. A Python integer would become a
@@ -26,7 +26,9 @@ SITES = 2  # number of places in a layer that call `dropout_add_norm`
 
 
 def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKey:
-    """Return the key of one dropout site of a layer, numbered so that no two sites of a tower share a key.
+    """Return the key of one dropout site, a place in a layer that drops elements.
+
+    Sites are numbered through all layers, so that no two sites of a tower share a key.
 
     Args:
         key_3: int64 [3] on the host: seed, step and number of the layer.
@@ -39,7 +41,7 @@ def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKe
 
 @torch.library.custom_op("electra::keep_attention", mutates_args=())
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return the factors of attention dropout, fp32 [B, size].
+    """Return the factors of attention dropout for each row, fp32 [B, size], as a custom operator.
 
     The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others.
 
@@ -72,7 +74,7 @@ def dropout_add_norm(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass.
+    """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass, as a custom operator.
 
     The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`.
 
@@ -163,8 +165,8 @@ def _reference_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm_reference`.
 
-    They are written out because autograd records nothing inside a custom operator. The gradients are in the precision
-    of the computation: fp32, or fp64 for fp64 input.
+    The formulas are written out because autograd records nothing inside a custom operator. The gradients are in the
+    precision of the computation: fp32, or fp64 for fp64 input.
     """
     compute = torch.promote_types(x_BSH.dtype, torch.float32)
     if dropout.probability:
@@ -199,7 +201,7 @@ def _backward_shapes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save the tensors and the options that `_autograd_backward` passes on to `_backward`, in its order."""
+    """Save what the backward pass needs: the tensors and the options of `_backward`, in the order of its arguments."""
     x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, *options = inputs
     _, mean_T, variance_T = output
     ctx.save_for_backward(x_BSH, residual_BSH, mean_T, variance_T, weight_H, bias_H, row_B, key_3)

@@ -1,4 +1,4 @@
-"""Discriminator tail: bias, GELU, dot product with the output vector, sigmoid cross-entropy, and the step's counts.
+"""Computes the discriminator's tail: bias, GELU, dot product with the output vector, cross-entropy, and counts.
 
 Guarantee: everything after the matrix product of the dense layer is one pass over its output, in fp32. It returns
 loss, logits and the four counts of the confusion table. Backward is one more pass, and the dense output is the only
@@ -126,14 +126,17 @@ def rtd_losses_reference(
 
 
 class _RtdLosses(torch.autograd.Function):
-    """Autograd function of the fused tail, for the Triton kernels and for the CUDA library.
+    """Autograd function of the discriminator's fused tail (bias, GELU, output unit, loss), in Triton or CUDA.
 
-    Its last argument is the module that has the functions `forward_pass` and `backward_pass`.
+    Its last argument is the module that implements it by two functions, `forward_pass` and `backward_pass`.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return masked loss and logit of every token, fp32; the arguments are six tensors and the module."""
+        """Return masked loss and logit of every token, fp32 [T] each.
+
+        The arguments are the six tensors of `rtd_losses_reference`, then the module that has `forward_pass`.
+        """
         *tensors, passes = arguments
         dense_TH, bias_H, out_weight_H, out_bias = (tensor.contiguous() for tensor in tensors[:4])
         label_T, mask_T = (tensor.float().contiguous() for tensor in tensors[4:])

@@ -1,9 +1,10 @@
-"""Dropout, residual addition and LayerNorm in one pass, with dropout that is a function of (seed, step, row, place).
+"""Computes dropout, residual addition and LayerNorm in one pass, with dropout keyed by (seed, step, row, place).
 
-Guarantee: `layer_norm(residual + dropout(x))` in fp32, rounded once. Which elements are dropped depends on the seed,
-the step, the global row, the site (which sub-layer of which tower), and the position and column in the row. It does
-not depend on batch split, rank or restart; torch's dropout does, because one random stream runs through the whole
-micro-batch. Backward draws the same bits again, so no mask is stored.
+Guarantee: the result is `layer_norm(residual + dropout(x))`, computed in fp32 and rounded once. Which elements are
+dropped depends on the seed, the step, the global row, the site (which sub-layer of which tower), and the position and
+column in the row. The choice does not depend on batch split, rank or restart, while torch's dropout does, because it
+draws the elements of a whole micro-batch from one random stream. Backward draws the same bits again, so no mask is
+stored.
 
 Why it is fused, in bytes moved for each element in bf16, forward and backward together: eager torch moves 30 (dropout
 5 and 5, add 6, LayerNorm 4 and 10); torch.compile moves 22 (9 and 13), because it stores a byte of mask and sums the
@@ -54,7 +55,7 @@ def dropout_add_norm(
         weight_H: Scale of the LayerNorm.
         bias_H: Shift of the LayerNorm.
         eps: Added to the variance.
-        dropout: Probability and key. Pass probability 0 in evaluation.
+        dropout: Probability, and the key that determines the dropped elements. Pass probability 0 in evaluation.
         row_B: int64 row numbers within the global batch, not within the rank.
         backend: See `backend.resolve`; "cuda" means "auto".
 
@@ -89,7 +90,7 @@ def dropout_add_norm_reference(
 
 
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
-    """Return the factors of dropout: 0 where an element is dropped, 1 / (1 - probability) elsewhere.
+    """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
     Args:
         shape: [B, S, H], with S * H a multiple of 4.

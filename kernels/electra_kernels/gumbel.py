@@ -1,4 +1,4 @@
-"""Gumbel noise from keyed random bits."""
+"""Computes Gumbel noise from keyed random bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_BITS = (1 << 32) - 1
 
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise, fp32, finite for every input.
+    """Turn random bits into standard Gumbel noise, fp32 of the same shape, finite for every input.
 
     The noise is -log(E) with E = -log(1 - u) and u = (bits + 1/2) / 2**32. Where u < 1/32, E is a power series in u,
     because 1 - u would lose digits of u. The relative error of E against exact arithmetic on the

@@ -1,4 +1,4 @@
-"""Counter-based randomness: every random number of a run is a pure function of its seed, purpose and place.
+"""Draws random numbers that are pure functions of their seed, purpose and place, by a counter-based generator.
 
 Guarantee: a draw depends on (seed, purpose, step, row, position) only. It does not depend on rank, world size, batch
 split, device or the count of earlier draws. There is no state to save.
@@ -149,7 +149,7 @@ def keep_grid(
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the integer in [0, 2**32] below which 32 random bits drop their element."""
+    """Return the threshold, in [0, 2**32], for dropout: an element is dropped if its 32 random bits are below it."""
     return round(probability * 2**32)
 
 
@@ -179,7 +179,7 @@ def _fill_in_slices(
     ]
 
     def fill_slice(corner: tuple[int, int]) -> None:
-        """Fill the rectangle whose first row and first block are `corner`."""
+        """Fill the rectangle of the grid that starts at `corner`: a row, and a block of 4 positions."""
         row, block = corner
         row_slice = slice(row, row + rows_per_slice)
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))
@@ -189,7 +189,9 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with keyed bits in NumPy, with the result of `host.fill_bits`, which is not always built.
+    """Fill `grid` with keyed random bits in NumPy.
+
+    The bits are those of the faster C function `host.fill_bits`; this function replaces it where it was not built.
 
     Args:
         grid: int64 [R, 4 * blocks], filled in place.

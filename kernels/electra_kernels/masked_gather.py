@@ -1,4 +1,4 @@
-"""Masked gather: collects the hidden states of a fixed number of slots per row.
+"""Gathers the hidden states at the masked positions of each row, of which every row has the same number of slots.
 
 Guarantee: the shapes depend on the arguments' shapes only, and nothing waits for the device. An empty slot may point
 at any position (0 as a rule) and has no gradient, because its weight in the loss is 0. Backward adds the gradients of
@@ -25,7 +25,7 @@ from electra_kernels.backend import resolve_without_cuda
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Return the hidden states at `positions_BN`, [B * N, H]; slot n of row b is row b * N + n of the result.
 
-    It is differentiable in `hidden_BSH`, once.
+    A slot is a place for one masked position of a row. The result is differentiable in `hidden_BSH`, once.
 
     Args:
         hidden_BSH: Floating point, any precision.
@@ -39,7 +39,7 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
 
 
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of `gather_masked` in plain PyTorch; this is its definition.
+    """Return the gradient of `gather_masked` in plain PyTorch; this function defines what kernels must compute.
 
     Args:
         grad_MH: Gradient of each slot, [B * N, H].
@@ -66,7 +66,10 @@ class _GatherMasked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the hidden states at the positions, [B * N, H]; `backend` is a resolved name."""
+        """Return the hidden states at the positions, [B * N, H].
+
+        `backend` is a result of `backend.resolve_without_cuda`: "triton" or "reference".
+        """
         ctx.save_for_backward(positions_BN)
         ctx.seq_len = hidden_BSH.shape[1]
         ctx.backend = backend

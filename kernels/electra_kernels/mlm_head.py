@@ -1,9 +1,10 @@
-"""Head of the generator: tied decoder, cross-entropy, replacement sample and gradients in one pass.
+"""Computes the generator's head in one pass: tied decoder, cross-entropy, replacement sample and gradients.
 
-Guarantee: loss, samples and all gradients of `softmax(x W^T + bias)`, while the logits of only one chunk (4096 rows by
-default) exist at a time. Gradients are computed in forward, while the logits of a chunk exist, and multiplied by the
-upstream scalar in backward. Gradients of weight and bias are summed over chunks in fp32. Padded vocabulary rows are
-neither in the softmax nor drawn. Rows of weight 0 add nothing, whatever they hold. Nothing waits for the device.
+Guarantee: the operation computes loss, samples and all gradients of `softmax(x W^T + bias)`, while the logits of only
+one chunk (4096 rows by default) exist at a time. Gradients are computed in forward, while the logits of a chunk exist,
+and multiplied by the upstream scalar in backward. Gradients of weight and bias are summed over chunks in fp32. Padded
+vocabulary rows are neither in the softmax nor drawn. Rows of weight 0 add nothing, whatever they hold. Nothing waits
+for the device.
 
 How: each chunk takes one matrix product for the logits, one row pass (bias, log-sum-exp, loss, Gumbel-max sample, and
 (softmax - onehot) * weight in place of the logits), and two matrix products for dX and dW. The row pass is the
@@ -179,9 +180,11 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run the row pass in torch, block by block of rows; this is the definition of the row pass.
+    """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch.
 
-    Arguments and result are those of `row_pass_reference`. The blocks bound the size of the temporaries.
+    This function defines the row pass. It works on one block of rows at a time, which bounds the temporaries.
+
+    Arguments and result are those of `row_pass_reference`.
     """
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M))
@@ -204,7 +207,10 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute the row pass of one block of rows; see `row_pass_reference` for arguments and result."""
+    """Compute loss, most likely token, sample and, if asked for, gradient of each row of one block of logits.
+
+    Arguments and result are those of `row_pass_reference`.
+    """
     z_MV = logits_MV[:, : options.vocab_size].to(weight_M.dtype) + bias_V.to(weight_M.dtype)
     forbidden_M = target_M if options.disallow_correct else None
     sampled_M = sample_reference(z_MV, options.seed, options.step, row_M, options.temperature, forbidden_M)
@@ -242,8 +248,8 @@ class _MlmHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each.
 
-        The arguments are those of `mlm_head_loss_and_sample`; `bias_V` has `vocab_size` entries and `backend` is a
-        resolved name.
+        The arguments are those of `mlm_head_loss_and_sample`, but `bias_V` has `vocab_size` entries, and `backend` is
+        "triton" or "reference".
         """
         on_cpu = x_MD.device.type == "cpu"
         compute = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
@@ -284,7 +290,10 @@ class _MlmHead(torch.autograd.Function):
 
 
 def _row_pass(backend: str) -> Any:
-    """Return the row pass of a resolved backend: the function of the Triton kernel or `row_pass_reference`."""
+    """Return the function that computes loss, sample and gradient of rows of logits.
+
+    It is that of the Triton kernel for "triton", and `row_pass_reference` for "reference".
+    """
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
 
@@ -293,9 +302,9 @@ def _row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Return x W^T, written to the first rows of `buffer`.
+    """Return the logits x W^T, [M, V], which are written to the first rows of `buffer`.
 
-    On a CPU, x is padded with zeros to 8 rows, so that the bits of a row do not depend on the number of rows.
+    On a CPU, x is padded with zeros to at least 8 rows, so that the bits of a row do not depend on the number of rows.
     """
     num_rows = len(x_MD)
     if on_cpu and num_rows < _LEAST_ROWS_CPU:
@@ -307,7 +316,8 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
 def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
     """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum.
 
-    Without an in-place form for low-precision factors (torch 2.8), the product takes a second matrix like the sum.
+    Where torch cannot add a product of low-precision matrices in place (torch 2.8), the product is a second matrix of
+    the size of the sum.
     """
     if a_VM.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VM, b_MD)

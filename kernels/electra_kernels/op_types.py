@@ -1,4 +1,4 @@
-"""Argument and result types that the operations share with their kernels."""
+"""Defines argument and result types that the operations share with their kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class RowOptions(NamedTuple):
-    """Scalar arguments of the row pass of the masked-token head, the same for every row of a step.
+    """Scalar arguments of the row pass, which computes loss, sample and gradient of each row of logits.
 
     Attributes:
         seed: Seed of the run, the key of the sampling noise.

@@ -1,4 +1,4 @@
-"""Final sum of a backward pass: adds the parameter gradients that the programs of a kernel computed separately."""
+"""Adds the parameter gradients that the programs of a backward kernel computed separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace and label: writes the generator's samples into the rows and labels the tokens that changed.
+"""Writes the generator's samples into the rows and labels the tokens that changed.
 
 Guarantee: a position without a slot of positive weight keeps its id. A position with one slot gets that slot's sample.
 A position with several slots, which only `objective.masking: reference` produces, gets the floor of the mean of their
@@ -28,7 +28,8 @@ def replace_and_label(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows with the sampled tokens in place, and the labels for the discriminator.
 
-    Where several slots of a row share a position, it gets the floor of the mean of their samples.
+    A slot is a place for one masked position of a row and its sample. Where several slots share a position, the
+    position gets the floor of the mean of their samples.
 
     Args:
         ids_BS: int64, the original rows.

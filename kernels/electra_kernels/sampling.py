@@ -1,4 +1,4 @@
-"""Sampling of one token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
+"""Samples one token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
 
 Guarantee: the drawn token of row m is the v with the largest `logit / temperature + Gumbel(bits)`, where bits is
 `bits_grid(seed, Purpose.SAMPLE, step, row_M)[m, v]`. The noise of a token therefore does not depend on chunk, tile,
@@ -76,7 +76,7 @@ def sample_reference(
 ) -> torch.Tensor:
     """Draw one token for each row in plain PyTorch; this is the definition of `sample`.
 
-    It makes temporaries as large as the logits, so callers pass one block of `block_rows` rows at a time.
+    Temporaries are as large as the logits, so callers pass one block of `block_rows` rows at a time.
 
     Args:
         logits_MV: Floating point, any precision.

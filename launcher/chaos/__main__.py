@@ -3,10 +3,10 @@
     python -m launcher.chaos configs/demo_cpu.yaml --count 60 --seed 1 --ranks 2 \\
         --set train.num_steps=1500 --set checkpoint.every_steps=10
 
-How: two runs are made under `launcher.supervise`, beside the run_dir of the config, which is not used itself.
-RUN-reference is not interrupted. RUN-chaos is hit by random faults at random steps, both determined by the seed
-(faults.py lists the faults and how the run must react to each). The drill starts the supervisor again when a fault
-ended it.
+How: two runs are made under `launcher.supervise`, in the folders RUN-reference and RUN-chaos, where RUN is the run_dir
+of the config. The first run is not interrupted. The second run is hit by faults; the seed determines which fault comes
+at which step (faults.py lists the faults and how the run must react to each). If a fault ends the supervisor, the
+drill starts it again.
 
 The drill passes if the run reacted to each fault as it must, reached its last step, and has bit for bit the losses,
 gradient norms and receipts of the reference run. Exit codes: 0 passed, 1 failed, 78 an error that you must fix.
@@ -37,28 +37,29 @@ COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # f
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
-    """Compare the training records of two runs as they are written, which is bit for bit.
+    """Compare losses, gradient norms and receipts of two runs, step by step and bit for bit.
 
     Args:
         found: folder of the run to judge.
         expected: folder of the reference run.
 
     Returns:
-        The number of steps of the reference run, and the first difference as one line; empty if the runs are equal.
+        The number of steps of the reference run, and the first difference as one line, which is empty if the runs are
+        equal.
     """
     found_lines = _compared_lines(found)
     expected_lines = _compared_lines(expected)
     num_steps = len(expected_lines)
     for found_line, expected_line in zip(found_lines, expected_lines):
         if found_line != expected_line:
-            return num_steps, f"{found_line.strip()} is not {expected_line.strip()}"
+            return num_steps, f"{found_line.strip()} differs from the reference run's {expected_line.strip()}"
     if len(found_lines) != num_steps:
-        return num_steps, f"{len(found_lines)} steps, not {num_steps}"
+        return num_steps, f"{found} recorded {len(found_lines)} steps, the reference run {num_steps}"
     return num_steps, ""
 
 
 def _compared_lines(run_dir: Path) -> list[str]:
-    """Return the compared fields of each training record of a run as JSON."""
+    """Return the fields in COMPARED of each training record of a run, as one line of JSON per step."""
     records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     return [encode({name: record[name] for name in COMPARED}).decode() for record in records]
 
@@ -147,10 +148,12 @@ def drill(config: Config, args: argparse.Namespace) -> int:
     reference = base.with_name(f"{base.name}-reference")
     run_dir = base.with_name(f"{base.name}-chaos")
     if run_dir.exists() or marked_pids(mark_of(run_dir, 0)):
-        raise UserError(f"{run_dir} is there already; delete it, or set another one with --set run_dir=...")
+        raise UserError(
+            f"{run_dir} exists already or has running processes; delete it, or set another one with --set run_dir=..."
+        )
     if config.checkpoint.every_steps == "auto":
         raise UserError(
-            "checkpoint.every_steps is auto, which a drill cannot plan by; add --set checkpoint.every_steps=10"
+            "checkpoint.every_steps is auto, but a drill needs a fixed number; add --set checkpoint.every_steps=10"
         )
     planned = plan(args.faults, args.count, config.train.num_steps, config.checkpoint.every_steps, args.seed)
     output = reference.with_name(f"{reference.name}.log")
@@ -178,7 +181,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
             print(f"{number:3} {hit.kind} at step {hit.step}: {hit.fault or 'good'}", flush=True)
         code = run.finish()
         if code != EXIT_DONE:
-            problems.append(f"the run ended with exit code {code}")
+            problems.append(f"after the last fault the run ended with exit code {code} instead of {EXIT_DONE}")
     except Stuck as stuck:
         problems.append(f"after {len(hits)} faults: {stuck}")
     finally:
@@ -209,7 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         unknown = [kind for kind in args.faults if kind not in FAULTS]
         if unknown or not args.faults:
-            raise UserError(f"--faults {','.join(unknown) or '(none)'}: choose of {','.join(FAULTS)}")
+            raise UserError(
+                f"--faults {','.join(unknown) or '(none)'}: no such kind of fault; choose from {','.join(FAULTS)}"
+            )
         return drill(load_config(args.config, args.set), args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

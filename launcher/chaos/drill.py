@@ -1,10 +1,10 @@
-"""The part of a drill that hits a run: when each fault comes (`plan`), and how the run reacts to it (`Drill`).
+"""Plan the faults of a drill (`plan`), inflict them on a run, and judge how the run reacts to each (`Drill`).
 
 Guarantee: `plan` is a pure function of its arguments, so equal seeds give equal drills.
 
 How: the drill starts a supervisor as a user does and watches the run's heartbeats and ledger. At the planned step it
-inflicts a fault (faults.py), starts the supervisor again if the fault ended it, and waits for the first new step. A
-hit is bad if the run did not react as it must to this kind of fault.
+inflicts a fault (faults.py), starts the supervisor again if the fault ended it, and waits for the first new step. The
+result (`Hit`) is bad if the run did not react as it must to this kind of fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A fault that is planned, and when it comes: at a step, perhaps during a save, and after a short delay."""
+    """Planned fault of a drill: its kind and its moment (a step, perhaps during a save, and a short delay)."""
 
     kind: str  # a key of FAULTS
     step: int  # steps that must be done before
@@ -44,7 +44,7 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Hit:
-    """Result of one fault. Times are in seconds since the fault."""
+    """Result of one fault of a drill: what was hit, and how the run reacted. Times are in seconds since the fault."""
 
     kind: str  # a key of FAULTS
     step: int  # steps done at the fault
@@ -60,8 +60,8 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
     """Plan the faults of a drill: every kind about equally often, in random order. Pure.
 
     The run is divided into `count` + 1 windows of equal length. Each fault comes at a random step of its window, early
-    enough that the run saves a new checkpoint between any two faults. A fault after which the run simply goes on is
-    never followed by another one of that sort, because one start of the ranks survives only one of them.
+    enough that the run saves a new checkpoint between any two faults. Between two faults after which the run goes on
+    without a restart there is always one that restarts it, because one start of the ranks survives only one of them.
 
     Args:
         kinds: keys of FAULTS to choose from.
@@ -86,7 +86,8 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
     order = [kind for kind in all_kinds if FAULTS[kind].then != "goes on"]
     if len(harmless) > len(order) + 1:
         raise UserError(
-            f"--faults {','.join(kinds)}: {harmless[0]} can be done once a start; add more kinds of faults to --faults"
+            f"--faults {','.join(kinds)}: the fault {harmless[0]} can hit each start of the ranks only once; "
+            f"add a kind that ends a start, such as kill"
         )
     draw.shuffle(order)
     # Insertion from the last position to the first leaves the earlier positions valid.
@@ -101,7 +102,10 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 
 
 class Drill:
-    """The run that is hit: call `hit` for each planned fault, then `finish`, and `close` in a `finally` block."""
+    """A run under a supervisor that is hit by faults.
+
+    Call `hit` for each planned fault, then `finish`, and call `close` in a `finally` block.
+    """
 
     def __init__(self, run_dir: Path, command: Sequence[str], seed: int, disk: SmallDisk | None) -> None:
         """Start the run's supervisor.
@@ -159,7 +163,7 @@ class Drill:
         """Wait for the end of the supervisor that was started last, and return its exit code.
 
         Raises:
-            Stuck: it does not end within PATIENCE_S.
+            Stuck: the supervisor does not end within PATIENCE_S.
         """
         try:
             return self._supervisor.wait(PATIENCE_S)
@@ -172,12 +176,12 @@ class Drill:
         self._supervisor.wait()
 
     def _victim(self) -> Victim:
-        """Return the run as a target for faults; the pid of a supervisor that has ended is left out."""
+        """Return the run as a target for faults; its supervisor is None if it has ended."""
         runs = self._supervisor.poll() is None
         return Victim(run_dir=self._run_dir, supervisor=self._supervisor.pid if runs else None)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a supervisor in a session of its own."""
+        """Start the supervisor of the run in a session of its own, and append its output to RUN_DIR.log."""
         with self._output.open("ab") as out:
             return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -223,7 +227,7 @@ class Drill:
         deadline = time.monotonic() + PATIENCE_S
         while (result := condition()) is None:
             if self._supervisor.poll() is not None and condition() is None:
-                raise Stuck(f"the supervisor ended with {self._supervisor.returncode}; see {self._output}")
+                raise Stuck(f"the supervisor ended with exit code {self._supervisor.returncode}; see {self._output}")
             if time.monotonic() > deadline:
                 raise Stuck(f"the run made no progress for {PATIENCE_S:.0f} s; see {self._output}")
             time.sleep(0.02)
@@ -260,13 +264,13 @@ class Drill:
         required_starts = 0 if fault.then == "goes on" else 1
         was_set_aside = any(event["event"] == "set_aside" for event in events)
         if hit.code != fault.code:
-            hit.fault = f"exit code {hit.code}, not {fault.code}"
+            hit.fault = f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"
         elif len(resumed_steps) != required_starts:
-            hit.fault = f"{len(resumed_steps)} new starts, not {required_starts}"
+            hit.fault = f"{len(resumed_steps)} new starts, but after {hit.kind} there must be {required_starts}"
         elif fault.bad_checkpoint and not was_set_aside:
-            hit.fault = "no checkpoint was set aside"
+            hit.fault = f"no checkpoint was set aside, although {hit.kind} damaged one"
         elif was_set_aside and not fault.bad_checkpoint:
-            hit.fault = "a checkpoint was set aside"
+            hit.fault = f"a checkpoint was set aside, although {hit.kind} damages none"
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
         """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`."""

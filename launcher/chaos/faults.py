@@ -1,6 +1,6 @@
-"""The faults that a drill can inflict on a run, one function for each kind.
+"""Inflict the faults of a drill on a run, with one function for each kind of fault.
 
-Guarantee: only processes and files of that run are touched. A process is one of the run if its environment has the
+Guarantee: only processes and files of that run are touched. A process belongs to the run if its environment has the
 supervisor's mark of exactly this run folder (run/processes.py), or if it is the supervisor that the drill started.
 """
 
@@ -53,7 +53,7 @@ class Victim:
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return rank -> pid of the ranks that run, from the variable RANK in the environment of each process."""
+        """Return a dict from rank to pid of the running ranks, from the variable RANK of each process."""
         pids = {}
         for pid in self.pids("--state"):
             with contextlib.suppress(OSError):  # The process may have ended.
@@ -85,9 +85,10 @@ def _send(pids: Iterable[int | None], number: int) -> None:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a fault's action that sends signal `number` to a random rank."""
+    """Return the action of a fault: a function that sends signal `number` to a random rank."""
 
     def act(victim: Victim, draw: random.Random) -> str:
+        """Send the signal to one rank of the run, and return which rank it was."""
         ranks = victim.ranks()
         rank = draw.choice(sorted(ranks))
         _send([ranks[rank]], number)
@@ -158,7 +159,7 @@ def _flip(victim: Victim, draw: random.Random) -> str:
 
 
 def _checkpoint_file(victim: Victim, draw: random.Random) -> Path:
-    """Return a random file of the newest committed checkpoint, not an empty one; all are equally likely."""
+    """Return a random file of the newest committed checkpoint; all files that are not empty are equally likely."""
     _, _, folder_name = committed(LocalStore(victim.checkpoints))[-1]
     folder = victim.checkpoints / folder_name
     return draw.choice(sorted(file for file in folder.iterdir() if file.stat().st_size))
@@ -211,7 +212,7 @@ class SmallDisk:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(
-                f"fault `disk` mounts a small file system ({done.stderr.strip()}); run as root, or leave `disk` out"
+                f"fault `disk` cannot mount its file system ({done.stderr.strip()}); run as root, or leave out `disk`"
             )
 
     def free(self) -> None:

@@ -54,7 +54,7 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
 
 
 def _row(checkpoint: Found) -> list[str]:
-    """Return the cells of a checkpoint's row in the list; without a manifest most of them are empty."""
+    """Return one row of the table of `list`; most cells are empty for a checkpoint without a manifest."""
     step_and_attempt = [f"{checkpoint.step:,}", str(checkpoint.attempt)]
     manifest = checkpoint.manifest
     if manifest is None:
@@ -92,7 +92,9 @@ def verify(
         if checkpoint.status in ("committed", "damaged") and step in (None, checkpoint.step)
     ]
     if not checkpoints:
-        raise UserError(f"{path}: no such checkpoint; `electra-dist checkpoint list {path}` shows what there is")
+        raise UserError(
+            f"{path}: no checkpoint to verify; run `electra-dist checkpoint list {path}` to see what there is"
+        )
     total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
     num_bad = 0
     with _progress_of_bytes(total_bytes) as (out, advance):
@@ -136,7 +138,7 @@ def diff(
             total = len(left.manifest.state.shapes)
             compared = list(progress.track(parameter_differences(left, right), total=total, description="parameters"))
     except TornCheckpoint as error:
-        raise UserError(f"{error}; see `electra-dist checkpoint verify`") from None
+        raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
     different = [parameter for parameter in compared if not parameter.equal]
     different.sort(key=lambda parameter: -max(parameter.largest.values()))
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")

@@ -17,10 +17,10 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
     Args:
         path: a run folder, whose config names the stores; a folder of checkpoints; or an s3:// prefix.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. A run folder's config names its own.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. A run folder's config has its own endpoint.
 
     Raises:
-        UserError: `path` is none of these.
+        UserError: `path` is no run folder, no other existing folder and no s3:// prefix.
     """
     if path.startswith("s3://"):
         return [open_store(path, endpoint_url)]
@@ -54,6 +54,8 @@ def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, 
         for step, attempt, folder in committed(target)
     ]
     if not candidates:
-        raise UserError(f"{path}: no committed checkpoint there; `electra-dist checkpoint list` shows what there is")
+        raise UserError(
+            f"{path}: no committed checkpoint; run `electra-dist checkpoint list {path}` to see what there is"
+        )
     _, _, negative_index, folder = max(candidates)
     return targets[-negative_index], folder

@@ -151,7 +151,7 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
         return
     for path in inputs:
         if Path(output).resolve().is_relative_to(Path(path).resolve()):
-            raise UserError(f"--output {output}: is inside the input {path}; choose a folder outside of it")
+            raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
 
 
 def _vocabulary(
@@ -159,7 +159,7 @@ def _vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a build: from `path` if given, or from the output, or a new one trained on `files`.
 
-    The one in the output was written by a build that was interrupted or finished.
+    A vocabulary in the output was written by an earlier build, interrupted or finished.
 
     Raises:
         UserError: the vocabulary cannot be read or trained.
@@ -177,7 +177,7 @@ def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) 
     """Train a vocabulary of at most `size` entries on the documents of `files` that no rule skips."""
 
     def texts() -> Iterator[str]:
-        """Yield the texts; reads the files again at each call."""
+        """Yield the text of each document; each call reads the files again."""
         for document in DocumentStream(files, text_field):
             try:
                 yield decode(document, text_field)

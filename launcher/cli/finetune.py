@@ -134,7 +134,7 @@ def minimal_pairs(
 
 
 def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, label: str | None, kind: Kind) -> Task:
-    """Read the data of a task of the command line.
+    """Open a task that was named with `--task`, and read its data.
 
     Args:
         name: a task of GLUE, squad1, squad2 or custom.
@@ -193,6 +193,7 @@ def progress_bar(out: Console) -> Iterator[Report]:
         bar_id = bar.add_task("", total=None)
 
         def report(activity: str, done: int, total: int) -> None:
+            """Show how many parts of an activity are done; restart the bar when the activity changes."""
             if bar.tasks[0].description != activity:
                 bar.reset(bar_id, description=activity)
             bar.update(bar_id, completed=done, total=total)
@@ -219,6 +220,6 @@ def _write_summary(
 
 
 def _write_json(path: Path, tree: dict[str, object]) -> None:
-    """Write a tree as indented JSON; missing folders are created."""
+    """Write a JSON object to the file `path`, indented; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n")

@@ -62,13 +62,13 @@ def status(
 def facts(run: Path) -> Facts:
     """Read everything that `status` shows: the files of the run folder and, for a submitted run, Slurm's queue.
 
-    A run that was submitted but has not started yet has a config beside its batch script only, which is then used.
+    If a submitted run has not started yet, the config beside its batch script is read.
 
     Args:
         run: the run folder.
 
     Raises:
-        UserError: it is not a run folder, or a file in it is damaged.
+        UserError: `run` is not a run folder, or a file in it is damaged.
     """
     scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
     config_files = [run / CONFIG_FILE]
@@ -122,7 +122,7 @@ def lines(seen: Facts) -> list[str]:
 
 
 def _evidence(seen: Facts) -> RunEvidence:
-    """Return what decides the state of the run beside its ledger: its signs of life and its jobs in the queue."""
+    """Return the evidence of the run's state apart from its ledger: its signs of life and its jobs in the queue."""
     signs_of_life = [beat.time for beat in seen.beats]
     signs_of_life += [_seconds(event["time"]) for event in seen.ledger[-1:]]
     metrics = seen.run / METRICS_FILE
@@ -150,7 +150,7 @@ def _evidence(seen: Facts) -> RunEvidence:
 
 
 def _why(seen: Facts, state: State) -> str:
-    """Return the reason of a state in parentheses; empty if the state needs none."""
+    """Return the reason for the state of the run as text in parentheses; empty for a state that needs no reason."""
     if state in ("stopped", "dead") and seen.jobs and seen.jobs[-1].get("why"):
         return f" ({seen.jobs[-1]['why']})"
     if state in ("stopped", "dead") and seen.ledger:
@@ -175,7 +175,7 @@ def _step(seen: Facts) -> str:
 
 
 def _silent(seen: Facts) -> list[str]:
-    """Return a line for each of the first four hung ranks of the newest start, the likely culprit first."""
+    """Return a line of the status page for each of the first four hung ranks, the likely culprit first."""
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
     beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
     ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), everyone=lambda: beats)

@@ -94,7 +94,9 @@ def _print(run: Path, verdict: AuditResult, expected: Expected, out: Console) ->
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Return every recorded receipt of a run with its step and its source, sorted by step.
+    """Return every receipt that a run recorded, with its step and its source, sorted by step.
+
+    A receipt is the number of rows that were used up to that step and a digest of their ids.
 
     Args:
         run_dir: the run folder, whose training records hold one receipt each.

@@ -1,13 +1,13 @@
 """Check that the disks of a node have room for what a run will write.
 
-Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus what already lies
-in the folders, so that a resumed run is not refused because of its own checkpoints. The needs of folders on the same
-disk are added up.
+Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus the bytes
+that already lie in the folders, so that a resumed run is not refused because of its own checkpoints. The needs of
+folders on the same disk are added up.
 
 Cost: one directory walk of the local checkpoints and the cache. Imports no torch.
 
-Limits: quotas that `statvfs` does not show and what other jobs will write are not seen. The size of a checkpoint is
-estimated as 12 bytes per parameter, without a few kilobytes of manifests.
+Limits: quotas that `statvfs` does not show, and files that other jobs will write, are not taken into account. The size
+of a checkpoint is estimated as 12 bytes per parameter, without a few kilobytes of manifests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
-    """Return what a run will write to local disks in all, as if its folders were empty: logs, checkpoints, cache.
+    """Return how much a run will write to each local folder if all are empty: logs, checkpoints and cached shards.
 
     A checkpoint target on S3 needs local space for one checkpoint, in the staging folder. Pure.
 
@@ -108,7 +108,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
 
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
-    """Return the need of the shard cache; empty if all corpora are local.
+    """Return how much the cache of shards needs, as a list of one; empty if all corpora are local.
 
     The run goes on with room for two shuffle windows: one is trained on while the next one is fetched.
     """
@@ -152,10 +152,10 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
     free = f"disk of {folder}: {_size(free_bytes)} free"
     if now_bytes > free_bytes:
         parts = ", ".join(f"{_size(need.now_bytes)} for {need.what}" for need in disk_needs)
-        what = f"{free}, {_size(now_bytes)} needed ({parts})"
+        what = f"{free}, but {_size(now_bytes)} needed ({parts})"
         return Finding(severity="user error", node=node, what=what, next_step=f"free space, or {largest.next_step}")
     if free_files is not None and files > free_files:
-        what = f"disk of {folder}: {free_files:,} inodes free, {files:,} needed"
+        what = f"disk of {folder}: {free_files:,} inodes free, but {files:,} needed"
         return Finding(severity="user error", node=node, what=what, next_step="delete files on this disk")
     if whole_bytes > free_bytes:
         what = f"{free}, enough to go on, but {_size(whole_bytes)} needed by the end of the run"
@@ -164,7 +164,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return a need minus the bytes that already lie in its folder, at least 0."""
+    """Return a need, reduced by the bytes that already lie in its folder, but to no less than 0."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -174,7 +174,7 @@ def _remaining(need: Need) -> Need:
 
 
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
-    """Read the free space of the disk that all these needs share, and classify it."""
+    """Read the free space of the one disk on which the folders of all `disk_needs` lie, and classify it."""
     disk = os.statvfs(_existing(disk_needs[0].folder))
     free_files = disk.f_favail if disk.f_files else None
     return classify_disk(disk_needs, disk.f_bavail * disk.f_frsize, free_files, node)

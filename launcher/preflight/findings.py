@@ -1,8 +1,10 @@
-"""Findings of the preflight checks: their type, their printed form, and the exit code and strike that follow.
+"""Represent and print the findings of the preflight checks, and derive the exit code and the strike from them.
+
+A strike is a recorded fault of a node; later starts leave such a node out until the strike expires.
 
 Guarantee: `exit_code` and `strike_of` are pure functions of the findings.
 
-Limits: an unhealthy finding that concerns no single node (`node` is JOB) ends the start, but no node gets a strike.
+Limits: an unhealthy finding that concerns no single node (its `node` is JOB) ends the start without a strike.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Return a user error as a finding; what follows the first "; " of its message is the next step."""
+    """Convert a user error to a finding; the text after the first "; " of its message becomes the next step."""
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
@@ -48,9 +50,9 @@ def from_error(error: UserError, node: str) -> Finding:
 def exit_code(findings: Iterable[Finding], node: str) -> int:
     """Return the exit code of a preflight process on `node`. Findings about other nodes do not count.
 
-    A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. A
-    fault that no single node is to blame for is EXIT_CRASH: EXIT_UNHEALTHY would make the scheduler leave out this
-    node.
+    A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. For
+    a fault that concerns no single node the result is EXIT_CRASH, because after EXIT_UNHEALTHY the scheduler would
+    leave out this node.
     """
     pairs = {(finding.node, finding.severity) for finding in findings}
     if (node, "user error") in pairs:
@@ -61,7 +63,7 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Return one strike against `node` for all unhealthy findings about it together; None if there are none.
+    """Return one strike (the record of a fault) against `node` for all unhealthy findings about it; None without any.
 
     There is one strike per check, not per device, so that a threshold on strikes counts checks.
 

@@ -1,13 +1,16 @@
 """Classify GPUs as fit for a run or not, from NVML's values (`electra_dist/nvml.py`) and from measured speeds.
 
-Unhealthy, so that the node is left out, is a GPU that is lost; that had uncorrected memory errors since the driver was
-loaded; whose memory repairs are pending or failed; for which the driver asks for a recovery; that the hardware slows
-down or that is at its slowdown temperature; that has fewer NVLinks than the other GPUs of its node; or that is much
-slower than the median. A warning is for a GPU that may be used but should be examined.
+A GPU is unhealthy, so that its node must be left out, if one of these holds:
+- it does not answer any more (lost), or the driver asks for a recovery such as a reset;
+- it had uncorrected memory errors since the driver was loaded, or repairs of its memory are pending or have failed;
+- the hardware slows it down, or it is at its slowdown temperature;
+- it has fewer active NVLinks than another GPU of its node;
+- it is much slower than the median.
+A GPU that may be used but should be examined gets a warning.
 
 Guarantee: all functions are pure.
 
-Limits: a GPU that passes may still fail. A GPU that is slow only in comparison is found only if there are others.
+Limits: a GPU that passes may still fail later. A slow GPU is found only if there are others to compare it with.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     for gpu in gpus:
         faults = [*_memory(gpu), *_recovery(gpu), *_slowed(gpu), *_links(gpu, most_links)]
         if gpu.lost:
-            faults = [("unhealthy", f"lost: {gpu.lost}", "reboot the node")]
+            faults = [("unhealthy", f"does not answer (lost): {gpu.lost}", "reboot the node")]
         findings += _findings(gpu, node, faults, f"{gpu.now.name}: {_state(gpu)}")
     return findings
 
@@ -59,7 +62,7 @@ def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
         max_clock_mhz = gpu.max_sm_clock_mhz
         faults = list(_slowed(gpu))
         if clock_mhz is not None and max_clock_mhz is not None and clock_mhz < MIN_CLOCK * max_clock_mhz:
-            what = f"clock {clock_mhz} of {max_clock_mhz} MHz under load"
+            what = f"clock of only {clock_mhz} MHz under load, of {max_clock_mhz} MHz possible"
             faults.append(("warning", what, "check its power limit and cooling"))
         findings += _findings(gpu, node, faults, f"under load: {_state(gpu)}")
     return findings
@@ -89,7 +92,7 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
     for speed in speeds:
         if speed.tflops * factor < median:
             slow_nodes.add(speed.node)
-            what = f"matrix product at {speed.tflops:.0f} TFLOP/s, the median is {median:.0f}"
+            what = f"matrix product at {speed.tflops:.0f} TFLOP/s, but the median is {median:.0f}"
             next_step = "leave the node out; check the clock and cooling of this GPU"
             findings.append(
                 Finding(severity="unhealthy", node=speed.node, device=speed.device, what=what, next_step=next_step)
@@ -109,7 +112,7 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
         errors = f"{gpu.now.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
         yield "unhealthy", errors, _RESET
     elif gpu.ecc_aggregate:
-        yield "warning", f"{gpu.ecc_aggregate} uncorrected memory errors in its life", "replace it if there are more"
+        yield "warning", f"{gpu.ecc_aggregate} uncorrected memory errors in its life", "replace it if the number grows"
     if gpu.remap_failed:
         yield "unhealthy", "a row of its memory could not be replaced by a spare", "replace this GPU"
     if gpu.remap_pending:
@@ -117,13 +120,13 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
     if gpu.retirement_pending:
         yield "unhealthy", "a page of its memory waits to be retired", _RESET
     if gpu.retired_pages:
-        yield "warning", f"{gpu.retired_pages} pages of its memory were retired", "replace it if there are more"
+        yield "warning", f"{gpu.retired_pages} pages of its memory were retired", "replace it if the number grows"
 
 
 def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
     """Yield a fault if the driver asks for a recovery of this GPU, such as a reset."""
     if gpu.recovery_action:
-        yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do as it asks, then run this check again"
+        yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do this, then run preflight again"
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
@@ -137,7 +140,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
     temperature_c = gpu.now.temperature_c
     if temperature_c is not None and temperature_c >= limit_c - HOT_MARGIN_C:
         severity: Severity = "unhealthy" if temperature_c >= limit_c else "warning"
-        yield severity, f"{temperature_c} C, it slows down at {limit_c} C", "check the node's cooling"
+        yield severity, f"is at {temperature_c} C and slows down at {limit_c} C", "check the node's cooling"
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
@@ -152,9 +155,13 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
     """
     active = sum(gpu.nvlinks)
     if active < most_links:
-        yield "unhealthy", f"{active} active NVLinks, its neighbours have {most_links}", _RESET
+        yield "unhealthy", f"{active} active NVLinks, but its neighbours have {most_links}", _RESET
     elif 0 < active < len(gpu.nvlinks):
-        yield "warning", f"{active} of {len(gpu.nvlinks)} NVLinks active", "compare with another node of this kind"
+        yield (
+            "warning",
+            f"only {active} of {len(gpu.nvlinks)} NVLinks are active",
+            "compare with another node of this kind",
+        )
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:

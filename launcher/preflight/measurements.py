@@ -1,7 +1,7 @@
-"""Measurements for rank_checks.py, with torch: matrix products, clock differences, exchanges of data, all-reduce.
+"""Measure with torch what rank_checks.py compares: matrix products, clocks, exchanges of data, and all-reduce.
 
 Guarantee: `skew`, `exchange`, `all_reduce` and `meet` are collective over the default process group. The ranks meet
-over gloo before each try, so that the time of a try does not contain the wait for a late rank.
+over gloo before each timed try, so that the time of a try does not contain the wait for a late rank.
 
 Cost: under a second without the matrix products. Each buffer takes 256 MiB on a GPU and 4 MiB on a CPU.
 """
@@ -81,6 +81,7 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
         peer = None if position is None else ring[position]
 
         def swap(peer: int | None = peer) -> None:
+            """Exchange one buffer with the peer of this turn; do nothing without a peer."""
             if peer is not None:
                 sending = dist.P2POp(dist.isend, sent, peer)
                 receiving = dist.P2POp(dist.irecv, received, peer)
@@ -131,12 +132,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks are at this point. Collective over gloo, so that it works also with a faulty GPU."""
+    """Wait until all ranks have called this function. Collective over gloo, also with a faulty GPU."""
     dist.all_reduce(torch.zeros(1))
 
 
 def partner(position: int, count: int, turn: int) -> int | None:
-    """Return the position that `position` of a ring exchanges with in a turn, or None if it pauses.
+    """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
 
     Over the turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
     turn 1 they are (1, 2), (3, 4), ...; turn 2 is for the last and the first position of a ring with an odd count.

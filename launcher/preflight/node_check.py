@@ -2,8 +2,8 @@
 
 Guarantees: each finding names the node, the device and the next step. `check_node` imports no torch and needs no GPU.
 
-Limits: the limits are those of gpu_checks.py, disk_checks.py and storage_checks.py, which classify the measurements.
-What needs several ranks or a GPU under load is in rank_checks.py.
+Limits: what counts as a fault is defined in gpu_checks.py, disk_checks.py and storage_checks.py. Checks that need
+several ranks or a GPU under load are in rank_checks.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_gpus(node: str) -> list[Finding]:
     """Return the findings about this node's GPUs at rest, or one "ok" finding if NVML reports no GPU."""
     probe = GpuProbe.open()
     if probe is None:
-        return [Finding(severity="ok", node=node, what="no GPU that NVML knows of (or no nvidia-ml-py): not checked")]
+        return [Finding(severity="ok", node=node, what="no GPU to check: NVML knows of none, or no nvidia-ml-py")]
     try:
         return classify_gpus(probe.health(), node)
     finally:

@@ -54,7 +54,7 @@ class RankReport:
 def check_load(node: str) -> list[Finding]:
     """Run matrix products on all GPUs of this node at once and return the findings. Not collective.
 
-    For a single process per node. Takes 3 s. If torch sees no GPU, the result is one warning.
+    Call it from one process per node. Takes 3 s. If torch sees no GPU, the result is one warning.
     """
     import torch
 
@@ -107,7 +107,7 @@ def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Findi
     findings += classify_speeds([report.speed for report in reports if report.speed])
     findings += _slow_links(reports, on_gpu)
     bandwidths = [report.all_reduce_gb_s for report in reports if report.all_reduce_gb_s is not None]
-    what = "no all-reduce tried"
+    what = "no all-reduce was tried"
     if bandwidths:
         what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s"
     return [*findings, Finding(severity="ok", node=JOB, what=what)]
@@ -204,7 +204,7 @@ def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> t
                 speeds.append(Speed(node=node, device=str(device), tflops=result.result()))
             except RuntimeError as error:  # errors of CUDA, also "out of memory"
                 what = f"a matrix product failed: {str(error).strip().splitlines()[0]}"
-                step = "end the processes that are left on it (see nvidia-smi), then reset it"
+                step = "end the processes left on this GPU (see nvidia-smi), then reset the GPU"
                 findings.append(
                     Finding(severity="unhealthy", node=node, device=str(device), what=what, next_step=step)
                 )

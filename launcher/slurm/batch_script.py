@@ -10,13 +10,14 @@ How: the script runs on the first node of the job, outside any container. It
   3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75;
   4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
      carries the verdict out: it cancels the rest of the chain, excludes nodes, requeues the job, or submits a
-     replacement for a link that crashed.
+     replacement for a job that crashed. (A chain is several jobs that are submitted together and run one after
+     another.)
 
 When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
 continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
 
 Limits: when the first node dies, this script dies with it. Slurm then requeues the job (`--requeue`) or starts the
-next link of the chain.
+next job of the chain.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
 
     Args:
         request: what to run, where and how.
-        excluded_nodes: nodes that Slurm must not use, because they have a strike.
+        excluded_nodes: nodes that Slurm must not use, because a fault of them was recorded recently (a strike).
 
     Raises:
         UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold, or
@@ -144,7 +145,7 @@ def _directive(value: object) -> str:
 
 
 def _settings(request: SubmitRequest) -> str:
-    """Return the part of the script that sets the shell variables: run folder, script, config, interpreter, state."""
+    """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder."""
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
@@ -158,8 +159,8 @@ export PYTHONUNBUFFERED=1
 def _node_part(request: SubmitRequest) -> str:
     """Return the part of the script that each node's task runs, and the shell functions `ours` and `start_step`.
 
-    With pyxis the container is entered by options of srun; with apptainer by a command in front of the command. `ours`
-    runs `launcher.slurm.job` in the container on the first node; `start_step` starts one task on each node.
+    `ours` runs `launcher.slurm.job` in the container on the first node; `start_step` starts one task on each node.
+    With pyxis, options of srun start the container; with apptainer, `apptainer exec` in front of each command does.
     """
     srun_options = ""
     ranks_prefix = ""
@@ -214,10 +215,12 @@ def _supervise_command(request: SubmitRequest) -> str:
 
 
 def _job_part(request: SubmitRequest) -> str:
-    """Return the part of the script that runs once per job, with the commands for the verdicts `next` and `again`.
+    """Return the part of the script that runs once per job: bookkeeping, start of the nodes' tasks, and what follows.
 
-    In a chain, a stop on purpose needs no command, because the next link waits in the queue, and a crash submits a
-    link in place of the crashed one. Without a chain, both requeue the job.
+    The commands that continue the run depend on `request.chain`. In a chain (several jobs that are submitted together
+    and run one after another), nothing needs to be done after a stop on purpose, because the next job waits in the
+    queue already; after a crash, the script is submitted once more. Without a chain, the job is requeued after a stop
+    on purpose as well as after a crash.
     """
     if request.chain:
         on_stop = ":"
@@ -231,7 +234,7 @@ def _job_part(request: SubmitRequest) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a text with every run of white space, line breaks among it, replaced by one space."""
+    """Return a text as one line: each sequence of white space, line breaks included, is replaced by one space."""
     return " ".join(text.split())
 
 

@@ -4,10 +4,13 @@ Guarantee: the verdict is a pure function (`decide`) of the ledger, of jobs.json
 of whether the job was cancelled. Only the ledger shows that a run is done: a launcher can end with 0 after a kill.
 
     done    the target step is reached; the rest of the chain is cancelled
-    next    stopped on purpose (75), or nodes to exclude (69): the run continues with the next link or a requeue
-    again   a crash: the run continues with a replacement link or a requeue, while new checkpoints appear
-    stop    a person must act (78, no new checkpoint, RUN/stop): the rest of the chain is cancelled
-    leave   the job was ended from outside (scancel, preemption), or a newer job has taken over: nothing is done
+    next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
+    again   crashed, while new checkpoints appear; a replacement job or a requeue continues
+    stop    a person must act (78, no new checkpoint, RUN/stop); the rest of the chain is cancelled
+    leave   ended from outside (scancel, preemption), or a newer job has taken the run over; nothing is done
+
+The numbers are exit codes. A chain is several jobs that are submitted together and run one after another; without a
+chain, a single job is requeued.
 
 How: RUN/slurm/jobs.jsonl holds one line for each submission, begin and end of a job. Only one job of a run writes to
 it at a time, because Slurm runs one at a time (`--dependency=singleton`).
@@ -39,7 +42,7 @@ Action = Literal["done", "next", "again", "stop", "leave"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """Decision on a job that has ended: what the batch script does next, and why."""
+    """Decision on a Slurm job that has ended: what its batch script does next, and why."""
 
     action: Action
     exit_code: int  # of the batch script
@@ -49,7 +52,7 @@ class JobVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended, as its batch script saw it: the input of `decide` beside the ledger and jobs.jsonl."""
+    """How a Slurm job ended, as its batch script saw it; `decide` needs this beside the ledger and jobs.jsonl."""
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
@@ -59,16 +62,19 @@ class JobEnd:
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Return the verdict on a job that has ended. Pure.
+    """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
     Args:
         ledger: all events of the run.
         jobs: all lines of jobs.jsonl; the begin of this job must be among them.
         end: how this job ended.
+
+    Returns:
+        The action of the batch script, its exit code and the reason.
     """
     began = next(record for record in reversed(jobs) if record["event"] == "begin")
     if (began["job"], began["restart"]) != (end.job, end.restart):  # This node was cut off, and a newer job began.
-        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=f"job {began['job']} has taken the run over")
+        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=f"newer job {began['job']} has taken the run over")
     events = ledger[began["ledger_events"] :]  # selected by count and not by time, because clocks differ
     if any(record["event"] == "done" for record in ledger):
         return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
@@ -85,13 +91,13 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
         return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
     sick = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
     if sick:
-        why = f"{', '.join(sick)} unhealthy; going on without"
+        why = f"{', '.join(sick)} unhealthy; the run continues on other nodes"
         return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick)
     return _after_crash(ledger, jobs, end)
 
 
 def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Return `again` after a crash, or `stop` if too many starts in a row have brought no new checkpoint."""
+    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint."""
     codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node reported an exit code"
     num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if num_fruitless > end.max_fruitless_restarts:
@@ -100,12 +106,12 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
         )
         return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
     num_left = end.max_fruitless_restarts + 1 - num_fruitless
-    why = f"crash ({codes}), starting again; {num_left} more without a new checkpoint end the run"
+    why = f"crash ({codes}), starting again; after {num_left} more without a new checkpoint the run stops"
     return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many jobs in a row, up to the newest, began at the newest checkpoint and did not stop on purpose.
+    """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose.
 
     A job that died without recording its end counts, too. A submission by a person resets the count. Pure.
     """
@@ -125,10 +131,10 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 
 
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many starts of the ranks in a row have brought no new checkpoint; a job may have several starts.
+    """Return how many of the newest starts of the ranks in a row saved no new checkpoint.
 
-    Counted are the starts since the newest checkpoint was first saved and since the last submission by a person,
-    without those that ended with a stop or a rollback. Pure.
+    A Slurm job may start the ranks several times. The starts since the newest checkpoint was first saved, and since
+    the last submission by a person, are counted, except those that ended with a stop or a rollback. Pure.
     """
     last_submit = max((index for index, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
     begins = [record for record in jobs[last_submit + 1 :] if record["event"] == "begin"]
@@ -162,7 +168,7 @@ def note(run_dir: Path, event: str, **details: Any) -> None:
 
 
 def exit_codes(state: Path) -> dict[str, int]:
-    """Return node -> exit code from the files `exit-NODE` of a job's state folder.
+    """Return a dict from node to exit code, read from the files `exit-NODE` of a job's state folder.
 
     A node that died has no file, or one that is not a number; it is left out.
     """
@@ -171,7 +177,7 @@ def exit_codes(state: Path) -> dict[str, int]:
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Record the begin of a job in jobs.jsonl: its nodes and times, and how far ledger and checkpoints are.
+    """Record the begin of a Slurm job in jobs.jsonl: its nodes, its times and the newest checkpoint of the run.
 
     Args:
         args: options of the command line, see `main`.
@@ -191,10 +197,10 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def end(args: argparse.Namespace) -> None:
-    """Decide what follows the end of a job, record it, and print `action|exit code|nodes to exclude|why`.
+    """Decide what follows the end of a Slurm job, record it in jobs.jsonl, and print it for the batch script.
 
-    The nodes are separated by commas; they are those with a strike that has not expired and those that ended this job
-    as unhealthy. The batch script reads the line.
+    The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
+    strike (a recorded fault) that has not expired, and those that were found unhealthy in this job.
 
     Args:
         args: options of the command line, see `main`.
@@ -250,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _iso(seconds: str) -> str | None:
-    """Return Unix seconds as ISO 8601 in UTC, like the times in the ledger; None for a text that is not a number."""
+    """Convert Unix seconds to ISO 8601 in UTC, the format of the ledger; None for a text that is not a number."""
     if not re.fullmatch(r"\d+", seconds):
         return None
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="milliseconds")

@@ -1,6 +1,6 @@
-"""Slurm's view of a run, from squeue and sinfo: its jobs in the queue, and the nodes that are out of service.
+"""Ask Slurm (squeue, sinfo) for the jobs of a run in the queue and for the nodes that are out of service.
 
-Limits: without Slurm, or if its controller does not answer, there is no view (None); that is never an error.
+Limits: without Slurm, or if its controller does not answer, the result is None; that is never an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class QueuedJob:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a person must release the job: it was held by a person, or by Slurm after a failed start."""
+        """Return whether a person must release the job, because a person or, after a failed start, Slurm holds it."""
         return self.state != "RUNNING" and re.search("held|hold", self.reason, re.IGNORECASE) is not None
 
 

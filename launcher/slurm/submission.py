@@ -4,8 +4,8 @@
     electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --dry-run
 
 Guarantee: the queued run is the checked one. The config is resolved at submission and stored beside the script, so a
-later edit of the YAML file changes nothing for waiting jobs. Scripts are numbered and never overwritten. Nodes with a
-strike are excluded. Imports no torch.
+later edit of the YAML file changes nothing for waiting jobs. Scripts are numbered and never overwritten. Nodes with
+a strike (a recorded fault that has not expired) are excluded. Imports no torch.
 
 Limits: it does not wait for the job; `electra-dist status RUN` shows how the run is doing.
 """
@@ -50,7 +50,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         command: the command line as the user typed it, for the script's first comment.
 
     Returns:
-        The resolved config, the request for the batch script, and the names of the nodes to exclude for a strike.
+        The resolved config, the request for the batch script, and the names of the nodes with a strike, to exclude.
 
     Raises:
         UserError: the config is wrong, the ranks cannot share the global batch, or the run is finished already.
@@ -78,7 +78,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 
 
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
-    """Write the script and the config, submit all jobs, record them in jobs.jsonl, and return the job ids.
+    """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
     The jobs that were submitted are recorded even if a later one is refused.
 
@@ -88,7 +88,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
         excluded: names of nodes that Slurm must not use.
 
     Returns:
-        Slurm's job ids, the first link of a chain first.
+        Slurm's job ids; several for a chain of jobs, the first one first.
 
     Raises:
         UserError: sbatch is missing or refuses the script, or an option cannot be written into it.
@@ -125,7 +125,7 @@ def job_name(run_dir: Path) -> str:
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
-    """Check that the ranks can share the global batch evenly, before the job waits in the queue.
+    """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
 
     Raises:
         UserError: they cannot; the message names the numbers of nodes that can.
@@ -142,7 +142,7 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
 
 
 def _sbatch(script: Path) -> str:
-    """Submit a script and return the job id.
+    """Submit a batch script to Slurm and return the job id.
 
     Raises:
         UserError: sbatch is missing or refuses the script.
@@ -160,6 +160,6 @@ def _sbatch(script: Path) -> str:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the next submission of a run, from 1."""
+    """Return the number of the next submission of a run, counted from 1 by the files in RUN/slurm/."""
     numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")]
     return max(numbers, default=0) + 1

@@ -1,4 +1,4 @@
-"""The supervisor's log, and the lock that keeps a node from having two supervisors of one run."""
+"""Write the supervisor's log, and hold the lock that prevents a second supervisor of the same run on a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, node: int) -> None:
-        """Open the log for appending and take the lock. A file system without locks is accepted without one.
+        """Open the log for appending and take the lock; on a file system without locks, go on without one.
 
         Raises:
             StoreError: the run folder cannot be written.

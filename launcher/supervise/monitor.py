@@ -1,9 +1,9 @@
-"""The monitor of one start of a node's ranks: it decides when the start is over.
+"""Watch one start of a node's ranks, and decide when this start is over.
 
-Guarantee: it returns when all ranks of the node have ended. It returns earlier when they should be ended: when some
-are hung (their stacks are then in the log), or when some are lost, on this node or another, and the rest did not end
-by themselves within seconds. The only process that it ends itself is DeepSpeed's launcher, which would kill ranks that
-still save.
+Guarantee: `StartMonitor.until_over` returns when all ranks of the node have ended. It returns earlier when the caller
+should kill them: when some are hung (their stacks are then in the log), or when some are lost, on this node or
+another, and the rest did not end by themselves within seconds. The only process that the monitor itself kills is
+DeepSpeed's launcher, which would kill ranks that still save.
 
 Limits: outcome.py decides what the end of a start means; rank_processes.py kills the ranks.
 """
@@ -39,7 +39,7 @@ class ReceivedSignals:
     interrupts: int = 0  # how often SIGINT was received
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal; a handler for `signal.signal`.
+        """Record a received signal; pass this method to `signal.signal` as the handler.
 
         SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once.
         """
@@ -120,7 +120,7 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Note the end of DeepSpeed's launcher, or kill it once the ranks begin to end.
+        """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end.
 
         The launcher kills the other ranks 30 s after one has ended with a code other than 0, even while they save.
         """
@@ -136,7 +136,10 @@ class StartMonitor:
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
-        """Send the newest received signal to every rank; repeated for ranks that did not have their handlers yet."""
+        """Send the newest signal that the supervisor received to every rank of this node that was not sent it yet.
+
+        Called repeatedly, because a rank is sent a signal only once it has installed its handler.
+        """
         if self._signals.number and self._passed_on != self._signals.number:
             self._passed_on = self._signals.number
             name = signal.Signals(self._passed_on).name
@@ -164,8 +167,8 @@ class StartMonitor:
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
         """Return the ranks of this node that have been silent for longer than their limit, the likely culprit first.
 
-        Ranks whose process still exists `_LEAVE_S` after they were done or wrote an exit code come last. The
-        heartbeats are read once per `_LOOK_S`; calls in between return an empty list.
+        Ranks whose process still exists 120 s after they were done or wrote an exit code come last. The
+        heartbeats are read every 0.5 s; calls in between return an empty list.
         """
         if time.monotonic() < self._next_look:
             return []

@@ -1,7 +1,7 @@
-"""What the end of a start means, and whether the ranks may be started again: pure functions of ledger and exit codes.
+"""Decide what the end of a start of the ranks means, from the ledger and the ranks' exit codes. Pure functions.
 
 The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
-is read from the ledger only, because rank 0 writes that event after the last checkpoint is committed.
+is read from the ledger only: rank 0 writes the event "done" after the last checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class StartOutcome:
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Return the exit code that the end of a start means; the supervisor starts again only after EXIT_CRASH.
+    """Classify how a start of the ranks ended: return the exit code for this node, and the reason.
 
-    The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run.
+    The supervisor starts the ranks again only after EXIT_CRASH. The ledger has precedence over exit codes: a rank that
+    was killed after the "done" event does not fail the run.
     EXIT_UNHEALTHY becomes EXIT_STOPPED on a node that is not at fault, so that only the faulty node is left out.
     Pure.
     """

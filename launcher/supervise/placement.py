@@ -1,7 +1,7 @@
-"""Which ranks run on which node, and the DeepSpeed command that starts the ranks of this node.
+"""Assign ranks to nodes, and build the DeepSpeed command that starts the ranks of this node.
 
-Every node starts its own ranks (`deepspeed --no_ssh --node_rank K`), so neither ssh nor pdsh nor MPI is needed. Of a
-host file only the number of lines and their slots are used; the host names need not resolve.
+Every node starts its own ranks (`deepspeed --no_ssh --node_rank K`), so neither ssh nor pdsh nor MPI is needed. From
+a host file only the number of lines and their slots are used; the host names need not resolve.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Placement:
         port: int | None,
         hostfile: Path | None,
     ) -> Placement:
-        """Build the placement from command-line options; what is None is looked up or gets a default.
+        """Build the placement from command-line options; an option that is None is looked up or gets a default.
 
         Args:
             nodes: number of nodes; None means the lines of `hostfile`, or 1 without one.
@@ -55,14 +55,19 @@ class Placement:
             slots = _slots(hostfile)
             if nodes not in (None, len(slots)):
                 raise UserError(
-                    f"--nodes {nodes}, but --hostfile {hostfile} names {len(slots)} nodes; leave out --nodes"
+                    f"--nodes is {nodes}, but --hostfile {hostfile} names {len(slots)} nodes; leave out --nodes"
                 )
         else:
             slots = (ranks_per_node or local_devices(),) * (nodes or 1)
         if not 0 <= node < len(slots):
-            raise UserError(f"--node-rank {node} of {len(slots)} nodes; set it to a number from 0 to {len(slots) - 1}")
+            raise UserError(
+                f"--node-rank {node} is not the number of one of the {len(slots)} nodes; "
+                f"set --node-rank to a number from 0 to {len(slots) - 1}"
+            )
         if len(slots) > 1 and not address:
-            raise UserError(f"{len(slots)} nodes need --master-addr; set it to the host name or address of node 0")
+            raise UserError(
+                f"--master-addr is missing for {len(slots)} nodes; set it to the host name or address of node 0"
+            )
         if len(slots) > 1 and port is None:
             port = _DEFAULT_PORT
         return cls(node=node, slots=slots, address=address or "127.0.0.1", port=port)

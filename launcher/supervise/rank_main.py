@@ -1,4 +1,4 @@
-"""Entry point of every rank under `launcher.supervise`: pretrain.py, plus three files from which a rank is judged.
+"""Run one rank under `launcher.supervise`: pretrain.py, and three files by which the supervisor judges the rank.
 
 Guarantee: the folder given by `--state` holds the files of one start on one node, for each rank R:
 - `pid-R`: the rank's pid, written before anything slow begins.

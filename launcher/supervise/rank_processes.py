@@ -1,4 +1,4 @@
-"""The processes of one start on one node: start them through DeepSpeed, signal them, show their stacks, kill them.
+"""Manage the processes of one start of a node's ranks: start them through DeepSpeed, signal, inspect and kill them.
 
 Guarantees:
 - Signals are sent to the ranks themselves, never to DeepSpeed's two launcher processes: SIGTERM makes the first one
@@ -9,7 +9,7 @@ Guarantees:
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
 - The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
   lost, because the pids of its ranks are known.
-- `kill` ends all processes of this start and all orphans of earlier ones: each carries MARK in its environment.
+- `kill` ends all processes of this start and all orphans of earlier ones: each has the environment variable MARK.
 
 Cost: a poll reads a few files of /proc. Only `kill` and `dismiss_launcher` read all of /proc.
 """
@@ -38,7 +38,7 @@ _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays
 class RankProcesses:
     """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block.
 
-    All methods but `start`, `kill` and `close` only look or send signals, and may be called at any time. Not
+    The other methods may be called at any time after `start`: they read the state of the ranks or send signals. Not
     thread-safe.
     """
 
@@ -83,11 +83,11 @@ class RankProcesses:
                     os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
-        """Return rank -> pid of the ranks that have started and not ended."""
+        """Return a dict from rank to pid of the ranks that have started and not ended."""
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return rank -> exit code of the ranks that wrote one; the process of such a rank may still exist."""
+        """Return a dict from rank to exit code of the ranks that wrote one; their processes may still exist."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
@@ -175,12 +175,12 @@ class RankProcesses:
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return rank -> number from the files `NAME-RANK` of the state folder."""
+        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files."""
         return {int(file.name.rpartition("-")[2]): int(file.read_text()) for file in self.state.glob(f"{name}-*")}
 
 
 def condensed(stacks: str) -> list[str]:
-    """Return faulthandler's dump of all threads in a shorter form, one line per call.
+    """Shorten the stacks of all threads as faulthandler wrote them: return one line per call.
 
     The threads come in reverse order, so that the main thread, which faulthandler writes last, is first. Threads with
     equal stacks are shown once with their number. Within a stack the innermost call is first.

@@ -1,4 +1,4 @@
-"""How the supervisors of several nodes agree on the next start of the ranks, through files in RUN/meeting/SESSION/.
+"""Let the supervisors of several nodes agree on the next start of the ranks by files in RUN/meeting/SESSION/.
 
     start-000007.json           by node 0: start 7 begins, on this port
     end-000007-node-1.json      by node 1: its ranks of start 7 ended with this code; `final`: its supervisor ends, too
@@ -6,7 +6,7 @@
 
 Guarantees: node 0 decides when there is another start; the other nodes join a start that they have not joined yet. A
 node whose ranks ended reports it, so that ranks elsewhere, which would wait in a collective for minutes, are ended
-within seconds. A session is one job: a node that still runs behind a cut link never joins the job that replaced its
+within seconds. A session is one job: a node that was cut off from the network never joins the job that replaced its
 own. Without a session name, a node may join a stale start of an earlier job, until it sees the new start of node 0.
 Each start has its own port, so that no rank of an earlier start can connect to it.
 
@@ -38,7 +38,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """The content of an end file: how the ranks of one node ended in one start."""
+    """Report of one node on one start of the ranks: how they ended. The content of one file end-*.json."""
 
     number: int  # of the start
     node: int
@@ -47,7 +47,9 @@ class _End:
 
 
 class Rendezvous:
-    """One node's view of the starts of a run; `number` is the start that this node takes part in, 0 before the first.
+    """One node's part in the agreement of all nodes on the starts of a run's ranks.
+
+    `number` is the number of the start that this node takes part in, 0 before the first.
 
     A supervisor calls `start` before each start of its ranks, polls `news` while they run, and calls `end` after it.
     """
@@ -105,7 +107,7 @@ class Rendezvous:
     def news(self) -> str:
         """Return why this node's ranks should end, as one line; empty if there is no reason.
 
-        The reasons are: another session has taken over, node 0 has begun a new start, or another node's ranks have
+        The reasons are: another job has taken the run over, node 0 has begun a new start, or another node's ranks have
         crashed or its supervisor has ended. Reads the folder at most once per second; other calls return "".
         """
         if time.monotonic() < self._next_look:
@@ -134,9 +136,9 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the name of the newest session if it began after this one, otherwise an empty string.
+        """Return the name of the job that has taken the run over from this node's job; empty if there is none.
 
-        If it did, this node was cut off and the run goes on without it: the caller must not start ranks again.
+        If there is one, this node was cut off from the network: the caller must not start ranks again.
         """
         if not self._session or not self._sessions.exists():
             return ""

@@ -1,4 +1,4 @@
-"""The supervisor of one node: starts the ranks, watches them, and restarts them while new checkpoints appear.
+"""Supervise the ranks of one node: start them, watch them, and restart them while new checkpoints appear.
 
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (5 learned step times), and its
 stacks are in the log before it is killed. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row
@@ -73,8 +73,8 @@ class Supervisor:
     def check(self) -> int:
         """Run preflight on this node; return 0 if the node is healthy, otherwise the exit code to end with.
 
-        The findings are printed to stdout. On an unhealthy node the other nodes are informed, and `run` must not be
-        called. Takes at most 10 minutes.
+        The findings are printed to stdout. If preflight fails, the end of this node is reported to the other nodes
+        and `run` must not be called. Takes at most 10 minutes.
         """
         code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
         if code != EXIT_DONE:
@@ -150,12 +150,13 @@ class Supervisor:
         return result
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
-        """Collect the evidence of how a start ended.
+        """Collect the evidence of how one start of the ranks ended.
 
         Args:
             ranks: the processes of the start; their state folder must still exist.
             num_events_before: number of ledger events before the start.
-            began: Unix time of the start; a strike against this node since then puts it at fault.
+            began: Unix time of the start; if a fault of this node was recorded since then (a strike),
+                this node is the one at fault.
         """
         struck = any(strike.time >= began and strike.node == node_name() for strike in read_strikes(self._run_dir))
         return StartEnd(

@@ -1,4 +1,4 @@
-"""A process group of one rank in this process; local and S3 targets; a checkpoint to look at."""
+"""Fixtures: a process group of one rank in this process, local and S3 targets, and a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["bucket", "one_rank", "open_s3", "s3", "saved", "target", "two_target
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """gloo with one rank, unless another test of the session left one."""
+    """A gloo group of one rank, or the group that an earlier test of the session has not destroyed."""
     if dist.is_initialized():
         yield
         return
@@ -31,7 +31,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(params=["local", "s3"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty target of each kind."""
+    """An empty checkpoint target: a local folder or S3."""
     if request.param == "local":
         return open_store(str(tmp_path / "target"))
     return request.getfixturevalue("open_s3")("target")
@@ -39,7 +39,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A committed checkpoint's folder."""
+    """The folder of a committed checkpoint of step 7."""
     folder = tmp_path_factory.mktemp("format")
     small.save([open_store(str(folder))], folder / "staging", 7)
     return folder / folder_name(7, 1)

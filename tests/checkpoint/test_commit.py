@@ -1,4 +1,4 @@
-"""Attempts, fencing, sweeping, deleting: on a local folder and on S3."""
+"""Attempts, fencing, removal of unfinished files, and retention, on a local folder and on S3."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from electra_dist.store.open import open_store
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 
 
-def test_attempts_count_over_all_targets(two_targets: list[Store]) -> None:
+def test_attempt_numbers_increase_over_all_targets(two_targets: list[Store]) -> None:
     assert begin_attempt(two_targets, RUN) == 1
     assert begin_attempt(two_targets[1:], RUN) == 2
     assert begin_attempt(two_targets, RUN) == 3
     assert begin_attempt(two_targets[:1], RUN) == 4
 
 
-def test_racing_starts_take_different_numbers(target: Store) -> None:
+def test_concurrent_starts_get_different_attempt_numbers(target: Store) -> None:
     numbers: list[int] = []
     threads = [threading.Thread(target=lambda: numbers.append(begin_attempt([target], RUN))) for _ in range(8)]
     for thread in threads:
@@ -41,7 +41,7 @@ def test_racing_starts_take_different_numbers(target: Store) -> None:
     assert len(set(numbers)) == 8
 
 
-def test_target_of_another_run_is_refused_before_anything_is_touched(target: Store, tmp_path: Path) -> None:
+def test_target_of_another_run_is_refused_and_left_unchanged(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
     small.save([target], tmp_path / "staging", 10)
     before = target.list()
@@ -50,21 +50,21 @@ def test_target_of_another_run_is_refused_before_anything_is_touched(target: Sto
     assert target.list() == before
 
 
-def test_succeeded_attempt_cannot_commit_and_deletes_nothing(target: Store, tmp_path: Path) -> None:
+def test_replaced_attempt_cannot_commit_and_deletes_nothing(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
     small.save([target], tmp_path / "staging", 10)
     begin_attempt([target], RUN)
-    with pytest.raises(Fenced, match="succeeded by attempt 2"):
+    with pytest.raises(Fenced, match="because start 2 has replaced it"):
         small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
     assert committed(target) == [(10, 1, folder_name(10, 1))]
     small.save([target], tmp_path / "staging", 20, attempt=2)
     assert [place[:2] for place in committed(target)] == [(10, 1), (20, 2)]
 
 
-def test_attempt_that_is_succeeded_while_it_commits_deletes_nothing(
+def test_attempt_that_is_replaced_while_it_commits_deletes_no_checkpoint(
     target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The successor starts just before the manifest is created, and sweeps the files that it belongs to."""
+    """The next attempt begins just before the manifest is created, and removes the files that the manifest lists."""
     begin_attempt([target], RUN)
     small.save([target], tmp_path / "staging", 10)
     create, successors = type(target).write_new, list[int]()
@@ -75,14 +75,14 @@ def test_attempt_that_is_succeeded_while_it_commits_deletes_nothing(
         return create(self, key, data)
 
     monkeypatch.setattr(type(target), "write_new", begin_first)
-    with pytest.raises(Fenced, match="succeeded by attempt 2"):
+    with pytest.raises(Fenced, match="because start 2 has replaced it"):
         small.save([target], tmp_path / "staging", 20, policy=CheckpointConfig(keep_last=1))
     assert successors == [2]
-    assert verify(target, folder_name(20, 1))[1] != []  # swept under it; the next load sets it aside
+    assert verify(target, folder_name(20, 1))[1] != []  # its files were removed; the next load sets it aside
     assert verify(target, folder_name(10, 1))[1] == []
 
 
-def test_start_sweeps_what_dead_attempts_left_and_nothing_else(target: Store, tmp_path: Path) -> None:
+def test_start_removes_unfinished_files_of_dead_attempts_and_nothing_else(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
     for step in (10, 20, 30):
         small.save([target], tmp_path / "staging", step)
@@ -121,16 +121,18 @@ def test_unfinished_upload_of_a_dead_attempt_is_aborted(
     assert [upload["Key"] for upload in left] == [f"run/{folder_name(10, 2)}/rank-00000.safetensors"]
 
 
-def test_missing_rank_is_named(target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_without_the_entry_of_a_rank_fails_naming_its_file(
+    target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commit_module, "ENTRY_TIMEOUT_S", 0.2)
     writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, small.KEEP_ALL)
     writer.save(small.state_at(10), small.share(small.content(10), 0, 2))
-    with pytest.raises(TimeoutError, match=r"no rank-00001\.json in"):
+    with pytest.raises(TimeoutError, match=r"its file rank-00001\.json was not written"):
         writer.close()
     assert committed(target) == []
 
 
-def test_retention_on_a_target_keeps_the_last_the_multiples_and_the_best(target: Store, tmp_path: Path) -> None:
+def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(target: Store, tmp_path: Path) -> None:
     policy = CheckpointConfig(keep_last=2, keep_every_steps=30, keep_steps=(40,), keep_best=1)
     losses = {10: 0.9, 20: 0.3, 30: 0.8, 40: 0.4, 50: 0.5, 60: 0.6, 70: 0.7, 80: None}
     for step, loss in losses.items():

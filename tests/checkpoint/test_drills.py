@@ -1,4 +1,4 @@
-"""A small sample of the drills in tests/drills and of the benchmark, so that they themselves stay alive."""
+"""Short runs of the checkpoint drills and of the checkpoint benchmark, which show that the scripts still work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRILLS = REPOSITORY / "tests" / "drills"
     ],
     ids=["damages", "kills_local", "kills_both"],
 )
-def test_drill_finds_nothing_wrong(script: str, arguments: list[str]) -> None:
+def test_short_drill_passes(script: str, arguments: list[str]) -> None:
     command = [sys.executable, str(DRILLS / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -34,5 +34,6 @@ def test_benchmark_measures_all_four_ways_of_saving() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for way in ("ours", "memcpy", "DeepSpeed", "torch.save"):
-        median_s = float(next(line for line in done.stdout.splitlines() if line.startswith(way)).split()[1])
+        line = next(line for line in done.stdout.splitlines() if line.startswith(way))
+        median_s = float(line.split()[1])
         assert median_s > 0

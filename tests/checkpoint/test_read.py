@@ -1,4 +1,4 @@
-"""Verified ranged reads: any world size from any other, who reads which bytes, and what is named when it is wrong."""
+"""Verified reads of ranges: loading at any world size, the bytes that each rank reads, and the faults found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = "rank-00001.safetensors"
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
 @pytest.mark.parametrize("piece", [1 << 22, 50])
-def test_any_world_size_loads_any_other_bit_for_bit(
+def test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: int, piece: int
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", piece)
@@ -36,7 +36,7 @@ def test_any_world_size_loads_any_other_bit_for_bit(
 
 
 class Recorder(LocalStore):
-    """Remembers which bytes were read."""
+    """Local store that records the ranges of bytes that were read of each key."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -48,7 +48,7 @@ class Recorder(LocalStore):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_together_read_every_byte_and_each_little_more_than_it_holds(
+def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 16)
@@ -82,7 +82,7 @@ def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
     assert len(masters) == 1 and {t.kind for t in masters[0].tensors} == {"master"}
 
 
-def test_verify_names_everything_that_is_wrong(target: Store, tmp_path: Path) -> None:
+def test_verify_names_every_damaged_file(target: Store, tmp_path: Path) -> None:
     small.save([target], tmp_path / "staging", 10, world_size=3)
     folder = folder_name(10, 1)
     assert verify(target, folder)[1] == []

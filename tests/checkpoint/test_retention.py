@@ -1,4 +1,4 @@
-"""Retention as a pure function: exactly what the policy names is kept."""
+"""Retention as a pure function: exactly the checkpoints that the policy names are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKPOINTS = st.lists(
 
 
 @given(
-    found=CHECKPOINTS,
+    saved=CHECKPOINTS,
     policy=st.builds(
         lambda last, every, best, steps: {
             "keep_last": last,
@@ -32,22 +32,23 @@ CHECKPOINTS = st.lists(
         st.lists(st.integers(1, 40), max_size=3),
     ),
 )
-def test_retention_keeps_exactly_what_the_policy_names(
-    found: list[tuple[int, int, float | None]], policy: dict[str, Any]
+def test_retention_keeps_exactly_the_checkpoints_that_the_policy_names(
+    saved: list[tuple[int, int, float | None]], policy: dict[str, Any]
 ) -> None:
-    checkpoints = [CheckpointInfo(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in found]
-    gone = set(superfluous(checkpoints, CheckpointConfig(**policy)))
-    for c in checkpoints:
-        newer = sum((o.step, o.attempt) > (c.step, c.attempt) for o in checkpoints)
-        rank = (c.eval_rtd_loss or 0.0, -c.step, -c.attempt)
-        judged = [(o.eval_rtd_loss, -o.step, -o.attempt) for o in checkpoints if o.eval_rtd_loss is not None]
-        better = sum(other < rank for other in judged)
-        wanted = (
-            newer < policy["keep_last"]
-            or c.step in policy["keep_steps"]
-            or (policy["keep_every_steps"] > 0 and c.step % policy["keep_every_steps"] == 0)
-            or (c.eval_rtd_loss is not None and better < policy["keep_best"])
+    checkpoints = [CheckpointInfo(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in saved]
+    to_delete = set(superfluous(checkpoints, CheckpointConfig(**policy)))
+    evaluated = [(c.eval_rtd_loss, -c.step, -c.attempt) for c in checkpoints if c.eval_rtd_loss is not None]
+    for checkpoint in checkpoints:
+        step, loss = checkpoint.step, checkpoint.eval_rtd_loss
+        num_newer = sum((c.step, c.attempt) > (step, checkpoint.attempt) for c in checkpoints)
+        num_better = sum(key < (loss or 0.0, -step, -checkpoint.attempt) for key in evaluated)
+        is_kept = (
+            num_newer < policy["keep_last"]
+            or step in policy["keep_steps"]
+            or (policy["keep_every_steps"] > 0 and step % policy["keep_every_steps"] == 0)
+            or (loss is not None and num_better < policy["keep_best"])
         )
-        assert (c not in gone) == wanted
+        assert (checkpoint not in to_delete) == is_kept
     if checkpoints:
-        assert max(checkpoints, key=lambda c: (c.step, c.attempt)) not in gone
+        newest = max(checkpoints, key=lambda c: (c.step, c.attempt))
+        assert newest not in to_delete

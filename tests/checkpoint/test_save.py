@@ -1,4 +1,4 @@
-"""Saving: the same bytes for every target, staging files, buffers, and a target that cannot be written."""
+"""Saving: equal bytes in every target, staging files, buffers, and a target that cannot be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open import open_store
 
 
-def test_staged_files_of_dead_attempts_are_removed_and_those_of_this_one_are_not(
+def test_staged_files_of_dead_attempts_are_removed_and_those_of_the_current_attempt_are_kept(
     open_s3: Callable[[str], Store], tmp_path: Path
 ) -> None:
     target, staging = open_s3("run"), tmp_path / "staging"
@@ -27,7 +27,9 @@ def test_staged_files_of_dead_attempts_are_removed_and_those_of_this_one_are_not
     CheckpointWriter([target], staging, 0, 2, small.KEEP_ALL)
     assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]
     small.save([target], staging, 20, attempt=2)
-    assert [path.name for path in staging.iterdir()] == [folder_name(10, 2)]  # nothing stays after an upload
+    assert [path.name for path in staging.iterdir()] == [
+        folder_name(10, 2)
+    ]  # an uploaded file is removed from staging
 
 
 def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Path) -> None:
@@ -36,13 +38,13 @@ def test_every_target_gets_the_same_bytes(two_targets: list[Store], tmp_path: Pa
     assert first == second and len(first) == state.world_size + 1
 
 
-def test_target_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+def test_saving_to_a_target_that_cannot_be_written_raises_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="file"):
         small.save([open_store(str(tmp_path / "file"))], tmp_path / "staging", 10)
 
 
-def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_save_stores_the_values_at_the_time_of_the_call_and_reuses_the_reserved_buffer(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     writer = CheckpointWriter([store], tmp_path / "staging", 0, 1, small.KEEP_ALL)
     values = small.content(1)
@@ -54,7 +56,7 @@ def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: P
             for kind, tensor in kinds.items():
                 values[name][kind].copy_(tensor)
         writer.save(small.state_at(step, world_size=1), fragments)
-    for kinds in values.values():  # training goes on while it is written
+    for kinds in values.values():  # training changes the values while they are written
         for tensor in kinds.values():
             tensor.zero_()
     assert writer._buffer is buffer
@@ -62,4 +64,5 @@ def test_one_rank_reserves_once_and_saves_what_was_there_at_the_call(tmp_path: P
     assert writer._buffer is None
     for step in (1, 2):
         assert verify(store, folder_name(step, 1))[1] == []
-    assert all((assemble([store])[1][n].view(-1) == small.content(2)[n]["master"]).all() for n in small.SHAPES)
+    weights = assemble([store])[1]
+    assert all((weights[name].view(-1) == small.content(2)[name]["master"]).all() for name in small.SHAPES)

@@ -1,4 +1,4 @@
-"""Tensor files: what another library reads, and digests of every byte."""
+"""Tensor files: the safetensors library reads them, and digests cover every byte."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 
 
 def test_safetensors_library_reads_the_same_numbers(saved: Path) -> None:
-    found = [load_file(saved / f"rank-{rank:05d}.safetensors") for rank in range(2)]
+    files = [load_file(saved / f"rank-{rank:05d}.safetensors") for rank in range(2)]
     expected = small.content(7)
     for rank in range(2):
         for fragment in small.share(expected, rank, 2):
             for kind in KINDS:
-                assert torch.equal(found[rank][f"{kind}|{fragment.name}|{fragment.start}"], fragment.views[kind])
+                assert torch.equal(files[rank][f"{kind}|{fragment.name}|{fragment.start}"], fragment.views[kind])
 
 
-def test_digests_are_those_of_the_bytes_and_leave_no_gap(saved: Path) -> None:
+def test_digests_match_the_bytes_and_cover_the_whole_file(saved: Path) -> None:
     manifest = Manifest.parse((saved / MANIFEST).read_bytes())
     for file in manifest.files:
         data = (saved / file.name).read_bytes()
@@ -38,7 +38,7 @@ def test_digests_are_those_of_the_bytes_and_leave_no_gap(saved: Path) -> None:
         assert covered == len(data)
 
 
-def test_large_tensor_is_cut_so_that_a_part_of_it_can_be_verified(
+def test_large_tensor_is_divided_into_pieces_with_their_own_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 100)

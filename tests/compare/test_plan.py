@@ -96,8 +96,8 @@ MISTAKES: dict[str, tuple[dict[str, object], str]] = {
     "no end": ({"evaluate_at": [0.5]}, "end with 1.0"),
     "unknown key": ({"task": {}}, "comparison.yaml: unknown key `task`; did you mean `tasks`?"),
     "unknown key of a task": ({"tasks": {"cola": {"max_trian": 3}}}, "did you mean `tasks.cola.max_train`?"),
-    "no data": ({"tasks": {"cola": {}}}, "tasks.cola: no data; give --glue DIR"),
-    "no such task": ({"tasks": {"colla": {"data": "x"}}}, "tasks.colla: neither one of cola, sst2"),
+    "no data": ({"tasks": {"cola": {}}}, "tasks.cola: no folder with data is given; pass --glue DIR"),
+    "no such task": ({"tasks": {"colla": {"data": "x"}}}, "tasks.colla: not a GLUE task (cola, sst2"),
     "reserved key": (
         {"objectives": ["mlm", {"name": "rtd", "set": {"data.seq_len": 64}}]},
         "`data.seq_len` must be the same in all runs",

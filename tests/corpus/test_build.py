@@ -294,7 +294,7 @@ def test_a_damaged_file_can_be_mended_on_the_way(
 
 def test_a_finished_corpus_of_other_inputs_is_refused(make_request: Request, inputs: list[Path]) -> None:
     build_corpus(make_request(inputs))
-    with pytest.raises(ManifestMismatch, match="finished corpus of other inputs"):
+    with pytest.raises(ManifestMismatch, match="finished corpus that was built from other inputs"):
         build_corpus(make_request(inputs[:1]))
 
 

@@ -1,4 +1,4 @@
-"""Small corpora whose rows are known, locally and on a real S3 server behind the fault proxy."""
+"""Fixtures of small corpora with known rows, and of a real S3 server behind a fault proxy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 
 
 class Corpus(NamedTuple):
-    """A corpus, and all its rows in corpus order."""
+    """A corpus and all its rows in corpus order."""
 
     store: Store
     manifest: CorpusManifest
@@ -31,7 +31,7 @@ class Corpus(NamedTuple):
 
 
 def build(store: Store, rows_per_shard: Sequence[int], block_rows: int = 7) -> Corpus:
-    """Rows of random ids; equal arguments give equal rows."""
+    """Write a corpus of rows of random ids to `store`; equal arguments give equal rows."""
     rng = np.random.default_rng(len(rows_per_shard))
     entries, blocks = [], []
     for number, num_rows in enumerate(rows_per_shard):
@@ -53,10 +53,11 @@ def build(store: Store, rows_per_shard: Sequence[int], block_rows: int = 7) -> C
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Seven uneven shards."""
+    """A corpus of seven shards of different sizes in a local folder."""
     return build(open_store(str(tmp_path_factory.mktemp("corpus"))), [21, 5, 33, 1, 14, 40, 9])
 
 
 @pytest.fixture
 def build_corpus() -> Callable[..., Corpus]:
+    """The function `build(store, rows_per_shard)`."""
     return build

@@ -1,4 +1,4 @@
-"""The cache of a node: once each, whole or not at all, never more than it may take."""
+"""The shard cache of a node: each shard is fetched once, files are complete, and the size limit is respected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Remote(LocalStore):
-    """A store that must be fetched from, as S3 must; slow on request."""
+    """Store whose objects must be fetched, as on S3; `pause_s` seconds for each KiB make it slow."""
 
     def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
         super().__init__(folder)
@@ -54,24 +54,27 @@ class Remote(LocalStore):
 
 @pytest.fixture
 def remote(corpus: Any) -> Remote:
+    """The corpus behind a store from which it must be fetched."""
     return Remote(Path(corpus.store.url))
 
 
 def rows_through(cache: ShardCache) -> np.ndarray:
-    """All rows of the corpus in corpus order."""
+    """Return all rows of the corpus in corpus order, read through the cache."""
     shards = [cache.open(index) for index in range(len(cache.manifest.shards))]
     return np.concatenate([shard.rows(np.arange(shard.num_rows)) for shard in shards])
 
 
 def files(folder: Path) -> set[str]:
+    """Return the names of the files in a cache folder, without those of locks."""
     return {path.name for path in folder.iterdir() if path.name != "locks"}
 
 
 def whole(corpus: Any) -> set[str]:
+    """Return the names of the cache files of all shards of a corpus."""
     return {f"{entry.sha256}.tar" for entry in corpus.manifest.shards}
 
 
-def test_local_corpora_are_mapped_in_place(corpus: Any, tmp_path: Path) -> None:
+def test_local_corpora_are_read_in_place_without_a_cache_folder(corpus: Any, tmp_path: Path) -> None:
     cache = ShardCache(corpus.store, corpus.manifest, tmp_path / "cache", fetch_threads=2)
     assert (rows_through(cache) == corpus.rows).all()
     assert cache.open(3) is cache.open(3)
@@ -96,7 +99,7 @@ def test_remote_shards_are_fetched_once(corpus: Any, remote: Remote, tmp_path: P
 def test_many_processes_fetch_each_shard_once(
     build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, s3: Any, tmp_path: Path
 ) -> None:
-    """Four processes of the real S3 client, all wanting everything at the same time, through a counting proxy."""
+    """Four processes with the real S3 client request all shards at the same time, through a proxy that counts."""
     proxy.plan = FaultPlan(rate=0.0)
     corpus = build_corpus(open_store(bucket, s3.endpoint_url), [21, 5, 33, 1, 14])
     script = (
@@ -113,18 +116,21 @@ def test_many_processes_fetch_each_shard_once(
     command = [sys.executable, "-c", script, bucket, proxy.endpoint_url, str(tmp_path / "cache")]
     processes = [subprocess.Popen(command) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
-    gets = {path.rpartition("/")[2]: n for (_, path), n in proxy.plan._asked.items()}
-    assert gets.pop("corpus.json") == 4
-    assert set(gets.values()) == {1}
+    num_requests = {path.rpartition("/")[2]: count for (_, path), count in proxy.plan._asked.items()}
+    assert num_requests.pop("corpus.json") == 4
+    assert set(num_requests.values()) == {1}
     assert files(tmp_path / "cache") == whole(corpus)
 
 
 def fetch_everything(corpus: Any, folder: Path) -> None:
+    """Fetch all shards slowly into a cache folder."""
     rows_through(ShardCache(Remote(Path(corpus.store.url), 0.001), corpus.manifest, folder, fetch_threads=2))
 
 
-def test_heals_after_being_killed_at_any_moment(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """SIGKILL at 40 seeded moments while fetching, two processes at a time; then all is whole and nothing is left."""
+def test_a_cache_whose_users_were_killed_gives_correct_rows_and_removes_partial_files(
+    corpus: Any, remote: Remote, tmp_path: Path
+) -> None:
+    """Processes are killed at 40 seeded moments while they fetch, two at a time."""
     moments = random.Random(1)
     unfinished = 0
     for _ in range(20):
@@ -135,7 +141,8 @@ def test_heals_after_being_killed_at_any_moment(corpus: Any, remote: Remote, tmp
             time.sleep(moments.uniform(0, 0.04))
             victim.kill()
             victim.join()
-        unfinished += bool(files(tmp_path) - whole(corpus))
+        if files(tmp_path) - whole(corpus):
+            unfinished += 1
         for path in tmp_path.glob("*.tar"):
             if moments.random() < 0.7:
                 path.unlink()
@@ -159,7 +166,7 @@ def test_damaged_files_are_fetched_again(corpus: Any, remote: Remote, tmp_path: 
     cache.close()
 
 
-def test_wrong_bytes_for_ever_name_the_object(corpus: Any, tmp_path: Path) -> None:
+def test_a_shard_that_is_wrong_at_every_fetch_is_named(corpus: Any, tmp_path: Path) -> None:
     shutil.copytree(corpus.store.url, tmp_path / "bad")
     remote = Remote(tmp_path / "bad")
     name = corpus.manifest.shards[4].name
@@ -188,7 +195,7 @@ def test_damage_in_a_local_corpus_names_the_file(corpus: Any, tmp_path: Path) ->
         ShardCache(store, corpus.manifest, tmp_path).open(2)
 
 
-def test_a_manifest_that_lies_about_rows(corpus: Any, tmp_path: Path) -> None:
+def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any, tmp_path: Path) -> None:
     entries = list(corpus.manifest.shards)
     entries[1] = entries[1].model_copy(update={"rows": 6})
     manifest = corpus.manifest.model_copy(update={"shards": tuple(entries)})
@@ -196,8 +203,8 @@ def test_a_manifest_that_lies_about_rows(corpus: Any, tmp_path: Path) -> None:
         ShardCache(corpus.store, manifest, tmp_path).open(1)
 
 
-def test_limit_evicts_what_was_longest_not_used(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """Room for three shards: the newest three stay; the folder never exceeds the limit."""
+def test_limit_evicts_the_least_recently_used_shards(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """There is room for three shards, and the folder never exceeds the limit."""
     size = max(entry.bytes for entry in corpus.manifest.shards)
     cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=3 * size + 100)
     for index in range(7):
@@ -213,7 +220,7 @@ def test_limit_evicts_what_was_longest_not_used(corpus: Any, remote: Remote, tmp
 
 
 def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """Not those of this process, nor those of another: the limit bends instead."""
+    """The limit is exceeded instead, for shards in use of this cache and of another one."""
     one = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
     other = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
     held = [one.open(0), other.open(1)]
@@ -229,7 +236,7 @@ def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: 
 
 
 def read_at_random(corpus: Any, folder: Path, limit_bytes: int, seed: int, fetched: Any) -> None:
-    """A job of its own: shards in a random order, two open at a time, every row compared."""
+    """Open shards in random order, two at a time, and compare every row; add the number of fetches to `fetched`."""
     remote, order = Remote(Path(corpus.store.url), 0.0002), random.Random(seed)
     cache = ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
     first_rows = np.cumsum([0, *(entry.rows for entry in corpus.manifest.shards)])
@@ -246,10 +253,10 @@ def read_at_random(corpus: Any, folder: Path, limit_bytes: int, seed: int, fetch
         fetched.value += len(remote.fetched)
 
 
-def test_jobs_that_share_a_limited_folder_never_spoil_it(
+def test_jobs_that_evict_each_others_shards_all_read_correct_rows(
     build_corpus: Callable[..., Any], corpus: Any, tmp_path: Path
 ) -> None:
-    """Two processes on one corpus and one on another evict each other's shards all the time; each reads its rows."""
+    """Two processes on one corpus and one on another share a folder whose limit is smaller than both corpora."""
     other = build_corpus(open_store(str(tmp_path / "other")), [30, 12, 25, 8, 40])
     folder, num_shards = tmp_path / "cache", 7 + 5
     limit_bytes = 4 * max(entry.bytes for entry in (*corpus.manifest.shards, *other.manifest.shards))
@@ -261,25 +268,26 @@ def test_jobs_that_share_a_limited_folder_never_spoil_it(
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert fetched.value > 3 * num_shards  # else nothing was evicted that anybody wanted
+    assert fetched.value > 3 * num_shards  # otherwise no shard was evicted while it was still needed
     assert files(folder) <= whole(corpus) | whole(other)
     for path in folder.glob("*.tar"):
         assert path.stem == file_sha256(path)
-    # The limit bends for shards in use: at most two, and two being fetched, of each job.
+    # The limit may be exceeded by shards in use: for each job, at most two open ones and two that are being fetched.
     assert len(list(folder.glob("*.tar"))) < num_shards
 
 
-def test_constant_eviction_by_another_is_survived(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """A vandal deletes every file at once, again and again: rows stay right."""
+def test_rows_are_correct_while_another_thread_deletes_every_cached_file(
+    corpus: Any, remote: Remote, tmp_path: Path
+) -> None:
     stop = threading.Event()
 
-    def vandal() -> None:
+    def delete_repeatedly() -> None:
         while not stop.is_set():
             for path in tmp_path.glob("*.tar"):
                 path.unlink(missing_ok=True)
             time.sleep(0.002)
 
-    thread = threading.Thread(target=vandal)
+    thread = threading.Thread(target=delete_repeatedly)
     thread.start()
     cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
     try:
@@ -292,7 +300,9 @@ def test_constant_eviction_by_another_is_survived(corpus: Any, remote: Remote, t
         cache.close()
 
 
-def test_full_disk_is_a_clear_message(corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any) -> None:
+def test_full_disk_fails_before_the_fetch_naming_the_bytes_and_the_setting(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 512))
     cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
@@ -303,7 +313,7 @@ def test_full_disk_is_a_clear_message(corpus: Any, remote: Remote, tmp_path: Pat
 
 
 def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any) -> None:
-    """Another run's old shards make way before anybody is told that the disk is full."""
+    """An old shard of another run is deleted before the full disk is reported as an error."""
     fetch_everything(corpus, tmp_path)
     old = tmp_path / f"{'f' * 64}.tar"
     old.write_bytes(b"x" * 100_000)
@@ -318,7 +328,7 @@ def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_pa
     assert files(tmp_path) == whole(corpus)
 
 
-def test_a_file_system_without_locks_is_named(
+def test_a_file_system_without_locks_is_refused(
     corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: object) -> None:
@@ -329,7 +339,7 @@ def test_a_file_system_without_locks_is_named(
         NodeCache(tmp_path).ensure(remote, corpus.manifest.shards[0], verify=True)
 
 
-def test_unwritable_cache_folder_is_named(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+def test_unwritable_cache_folder_is_refused(corpus: Any, remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="not a folder; choose another path"):
         NodeCache(tmp_path / "file").ensure(remote, corpus.manifest.shards[0], verify=True)

@@ -1,7 +1,7 @@
-"""A step is a pure function: rows, masks and samples of any ranks, cuts and micro-batches are those of one uncut rank.
+"""A step's rows, masks and samples do not depend on the number of ranks, restarts or micro-batches.
 
-The real order, loader, step, masking, objective and sampler run here; only the towers are not real: their logits are a
-fixed table, so that what a step draws can be compared element by element.
+They are compared element by element with those of one uninterrupted rank. The order, loader, step, masking, objective
+and sampler are the real ones; the towers are replaced by fakes whose logits are a fixed table.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ LOGITS_VV = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manu
 
 
 class FixedTowers(nn.Module):
-    """In the place of ElectraTowers: the logits of a slot are the table's row of its true token. Keeps what it saw."""
+    """Fake of ElectraTowers that keeps its inputs; the logits of a slot are the table's row of its true token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embeddings = SimpleNamespace(word=SimpleNamespace(weight=LOGITS_VV))
-        self.inputs: list[torch.Tensor] = []  # what the generator was shown, then what the discriminator was
+        self.inputs: list[torch.Tensor] = []  # the generator's input, then the discriminator's
         self.slots = torch.empty(0)  # position, weight and sample of each slot, [B, 3 N]
 
     def embed(self, ids_BS: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -88,7 +88,7 @@ class FixedTowers(nn.Module):
 
 
 class Recorder:
-    """In the place of the engine: runs the objective's forward and writes down all that it draws, row by row."""
+    """Fake of the engine that runs the objective's forward pass and records everything that it draws, row by row."""
 
     device = torch.device("cpu")
 
@@ -97,13 +97,13 @@ class Recorder:
         self._module = ReplacedTokenDetection(self.towers, objective, special_ids(), "reference")  # type: ignore[arg-type]
         self.drawn: dict[tuple[int, int], np.ndarray] = {}  # (step, row of the global batch)
 
-    def forward(self, given: StepInput) -> StepOutput:
+    def forward(self, step_input: StepInput) -> StepOutput:
         self.towers.inputs.clear()
-        out = self._module(given)
-        everything = torch.cat([given.ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
-        for row, drawn in zip(given.row_B.tolist(), everything.numpy()):
-            assert (given.step, row) not in self.drawn
-            self.drawn[given.step, row] = drawn
+        out = self._module(step_input)
+        everything = torch.cat([step_input.ids_BS, *self.towers.inputs, out.label_BS.long(), self.towers.slots], 1)
+        for row, drawn in zip(step_input.row_B.tolist(), everything.numpy()):
+            assert (step_input.step, row) not in self.drawn
+            self.drawn[step_input.step, row] = drawn
         return out
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -117,11 +117,12 @@ class Recorder:
 
 
 def special_ids() -> SpecialIds:
+    """Return the ids of the synthetic corpus's special tokens."""
     return SpecialIds.from_tokens(SPECIAL)
 
 
 class Corpus:
-    """Uneven shards, and an order of their rows."""
+    """A corpus of uneven shards, its rows, and their order."""
 
     def __init__(self, folder: Path, rows_per_shard: Sequence[int], window_shards: int) -> None:
         self.manifest: CorpusManifest = write_corpus(str(folder), list(rows_per_shard))
@@ -132,7 +133,7 @@ class Corpus:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_collectives() -> Iterator[None]:
-    """The ranks run one after another; no draw depends on a sum over them."""
+    """Replace all-reduce by nothing: the ranks run one after another, and no draw depends on a sum over ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
         yield
@@ -140,7 +141,7 @@ def no_collectives() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A new folder each time."""
+    """An endless iterator of new folders."""
     root = tmp_path_factory.mktemp("elastic")
     return (root / str(number) for number in itertools.count())
 
@@ -157,7 +158,12 @@ def leg(
     steps: range,
     skip_steps: Collection[int] = (),
 ) -> Run:
-    """All that the ranks of one start draw, the row ids of each step in the order of its rows, and its receipt."""
+    """Run the steps of one start on all ranks, one after another.
+
+    Returns:
+        Everything drawn, by (step, row of the global batch); the row ids of each step, in the order of its rows; and
+        the receipt of each step.
+    """
     recorder = Recorder(objective)
     train_step = TrainStep(recorder, objective, special_ids(), SEED, micro_batch)  # type: ignore[arg-type]
     wanted = [step for step in steps if step not in skip_steps]
@@ -179,6 +185,7 @@ def leg(
 
 
 def assert_equal(found: Run, uncut: Run, steps: Collection[int]) -> None:
+    """Assert that the draws, row ids and receipts of `steps` are those of the uninterrupted run."""
     drawn, row_ids, receipts = found
     assert drawn.keys() == {(step, row) for step in steps for row in range(GLOBAL_BATCH)}
     for key, values in drawn.items():
@@ -189,7 +196,7 @@ def assert_equal(found: Run, uncut: Run, steps: Collection[int]) -> None:
 
 
 def assert_epochs_are_whole(corpus: Corpus, row_ids: dict[int, np.ndarray]) -> None:
-    """No repeats and no gaps in any epoch that lies within the steps."""
+    """Assert that every epoch that lies completely within the steps has each row exactly once."""
     sequence = np.concatenate([row_ids[step] for step in sorted(row_ids)])
     rows_per_epoch = len(corpus.rows)
     first_begin = -min(row_ids) * GLOBAL_BATCH % rows_per_epoch
@@ -198,7 +205,7 @@ def assert_epochs_are_whole(corpus: Corpus, row_ids: dict[int, np.ndarray]) -> N
 
 
 def micro_batches(world_size: int) -> list[int]:
-    """All sizes that divide a rank's share of the global batch."""
+    """Return all micro-batch sizes that divide a rank's share of the global batch."""
     share = GLOBAL_BATCH // world_size
     return [size for size in range(1, share + 1) if share % size == 0]
 
@@ -209,7 +216,7 @@ starts = st.sampled_from(WORLD_SIZES).flatmap(
     )
 )
 cut_runs = st.lists(starts, min_size=2, max_size=5).filter(
-    lambda legs: all(one[0] != two[0] for one, two in itertools.pairwise(legs))
+    lambda legs: all(previous[0] != following[0] for previous, following in itertools.pairwise(legs))
 )
 
 
@@ -221,7 +228,7 @@ cut_runs = st.lists(starts, min_size=2, max_size=5).filter(
     legs=cut_runs,
     skipped=st.sets(st.integers(0, 12), max_size=3),
 )
-@example(  # 8 starts over more than 8 epochs: every number of ranks, the largest first
+@example(  # 8 starts over more than 8 epochs, with every number of ranks, the largest first
     rows_per_shard=[21, 5, 13, 1],
     window_shards=2,
     masking="without_replacement",
@@ -229,7 +236,7 @@ cut_runs = st.lists(starts, min_size=2, max_size=5).filter(
     legs=[(world_size, micro_batches(world_size)[0], 1) for world_size in reversed(WORLD_SIZES)],
     skipped=set(),
 )
-@example(  # the steps that a loader locates together end within the first leg, and the next ones begin with a skip
+@example(  # the group of steps that a loader locates together ends in the first leg, and the next begins with a skip
     rows_per_shard=[21, 5, 13, 1],
     window_shards=2,
     masking="reference",
@@ -238,7 +245,7 @@ cut_runs = st.lists(starts, min_size=2, max_size=5).filter(
     skipped={2},
 )
 @settings(max_examples=8, deadline=None)
-def test_any_ranks_cuts_and_micro_batches_draw_what_one_uncut_rank_draws(
+def test_any_ranks_restarts_and_micro_batches_draw_the_same_as_one_uninterrupted_rank(
     folders: Iterator[Path],
     rows_per_shard: list[int],
     window_shards: int,
@@ -247,7 +254,10 @@ def test_any_ranks_cuts_and_micro_batches_draw_what_one_uncut_rank_draws(
     legs: list[tuple[int, int, int]],
     skipped: set[int],
 ) -> None:
-    """Up to four cuts, other ranks after each, several epochs; skipped steps are passed over and move no other."""
+    """There are up to four restarts, each with another number of ranks, over several epochs.
+
+    Skipped steps draw nothing, and the other steps do not change.
+    """
     corpus, objective = Corpus(next(folders), rows_per_shard, window_shards), ObjectiveConfig(masking=masking)
     num_steps = sum(length for *_, length in legs)
     uncut = leg(corpus, objective, 1, GLOBAL_BATCH, range(first_step, first_step + num_steps))
@@ -261,16 +271,16 @@ def test_any_ranks_cuts_and_micro_batches_draw_what_one_uncut_rank_draws(
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_micro_batch_of_every_number_of_ranks(folders: Iterator[Path], world_size: int) -> None:
-    """The step in the middle of which an epoch ends, cut in each way that there is."""
+def test_every_micro_batch_of_every_number_of_ranks_draws_the_same(folders: Iterator[Path], world_size: int) -> None:
+    """The step is one in the middle of which an epoch ends."""
     corpus, objective, step = Corpus(next(folders), [30, 22, 9], 2), ObjectiveConfig(), range(1, 2)
     uncut = leg(corpus, objective, 1, GLOBAL_BATCH, step)
     for micro_batch in micro_batches(world_size):
         assert_equal(leg(corpus, objective, world_size, micro_batch, step), uncut, step)
 
 
-def test_the_recorder_sees_everything_that_a_step_draws(folders: Iterator[Path]) -> None:
-    """Else the tests above would compare nothing: masks, samples and labels are there, and other steps' differ."""
+def test_the_recorder_records_masks_samples_and_labels_and_steps_differ(folders: Iterator[Path]) -> None:
+    """This shows that the comparisons of draws in this file are not empty."""
     corpus = Corpus(next(folders), [48], 1)
     drawn, row_ids, _ = leg(corpus, ObjectiveConfig(), 1, GLOBAL_BATCH, range(2))
     blocks = (SEQ_LEN, 2 * SEQ_LEN, 3 * SEQ_LEN, 4 * SEQ_LEN, 4 * SEQ_LEN + NUM_SLOTS, 4 * SEQ_LEN + 2 * NUM_SLOTS)
@@ -292,7 +302,7 @@ def test_the_recorder_sees_everything_that_a_step_draws(folders: Iterator[Path])
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many words Philox made for the order and how many epochs were laid out."""
+    """Counters of the words that Philox generated for the order, and of the epochs that were laid out."""
     counts: Counter[str] = Counter()
     philox, lay_out = order_module.philox4x32, RowOrder._lay_out
 
@@ -305,7 +315,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["epochs"] += 1
         return lay_out(self, epoch)
 
-    monkeypatch.setattr(order_module.host, "permute", None)  # the same work, out of sight
+    monkeypatch.setattr(order_module.host, "permute", None)  # the C function does the same work, but cannot be counted
     monkeypatch.setattr(order_module, "philox4x32", counting_philox)
     monkeypatch.setattr(RowOrder, "_lay_out", counting_lay_out)
     return counts
@@ -317,7 +327,7 @@ ROWS_PER_SHARD = [640 + 3 * (number % 7) for number in range(120)]
 @pytest.mark.parametrize("epoch", [0, 1, 17, 10**4, 10**6, 2**32 - 2])
 @pytest.mark.parametrize("share", [0.0, 0.31, 0.77, 0.999999])
 def test_the_work_of_locating_does_not_depend_on_the_position(work: Counter[str], epoch: int, share: float) -> None:
-    """2,048 positions anywhere: one epoch's shards and the positions are permuted, at most a tenth of them twice."""
+    """For 2,048 positions, the shards of one epoch and the positions are permuted, at most a tenth of them twice."""
     order, num_positions = RowOrder(ROWS_PER_SHARD, SEED, 16), 2_048
     first = int((epoch + share) * order.rows_per_epoch)
     _, shards, rows = order.locate(np.arange(first, first + num_positions))
@@ -328,8 +338,8 @@ def test_the_work_of_locating_does_not_depend_on_the_position(work: Counter[str]
     assert least <= work["words"] <= 1.1 * least
 
 
-def test_a_loader_begins_anywhere_with_the_same_work(folders: Iterator[Path], work: Counter[str]) -> None:
-    """Epochs laid out, numbers drawn and shards opened until the first batch, at step 0 and 10 million epochs on."""
+def test_a_loader_starts_at_any_step_with_the_same_work(folders: Iterator[Path], work: Counter[str]) -> None:
+    """Epochs laid out, words drawn and shards opened until the first batch are counted, in epochs 0 to 10 million."""
     corpus = Corpus(next(folders), [64] * 12, 3)
     opened: Counter[int] = Counter()
 

@@ -1,4 +1,4 @@
-"""Elastic and exact: whatever ranks, cuts and micro-batches, each global step holds the same rows."""
+"""The loader: each global step holds the same rows for any number of ranks, restarts, micro-batches and S3 faults."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
 
 
 def order_of(corpus: Any, seed: int = 5, window_shards: int = 2) -> RowOrder:
+    """Return the row order of a corpus."""
     return RowOrder([entry.rows for entry in corpus.manifest.shards], seed, window_shards)
 
 
 def truth(corpus: Any, order: RowOrder, global_batch: int, num_steps: int) -> np.ndarray:
-    """[num_steps, G, seq_len]: the rows that each step must hold, straight from the corpus."""
+    """Return the rows that each step must hold, [num_steps, G, seq_len], taken from the corpus without a loader."""
     _, shards, rows = order.locate(np.arange(num_steps * global_batch))
     return corpus.rows[order.row_ids(shards, rows)].reshape(num_steps, global_batch, -1)
 
@@ -40,7 +41,7 @@ def truth(corpus: Any, order: RowOrder, global_batch: int, num_steps: int) -> np
 def steps_of(
     corpus: Any, order: RowOrder, global_batch: int, world_size: int, steps: range, micro_batch: int
 ) -> np.ndarray:
-    """The rows of some steps, gathered from all ranks, micro-batch by micro-batch."""
+    """Return the rows of some steps, gathered from the loaders of all ranks, micro-batch by micro-batch."""
     found = np.zeros((len(steps), global_batch, corpus.manifest.seq_len), np.uint16)
     filled = np.zeros((len(steps), global_batch), int)
     for rank in range(world_size):
@@ -66,14 +67,14 @@ def steps_of(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(WORLD_SIZES), st.integers(1, 9)), min_size=2, max_size=5),
 )
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_world_size_any_cuts(
+def test_restarts_with_any_world_sizes_and_micro_batches_read_the_rows_of_the_order(
     build_corpus: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
     rows_per_shard: Sequence[int],
     window_shards: int,
     legs: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Cut up to four times, each leg with another world size and micro-batch, over several epochs of uneven shards."""
+    """There are up to four restarts with new world sizes and micro-batches, over several epochs of uneven shards."""
     corpus = build_corpus(open_store(str(tmp_path_factory.mktemp("elastic"))), rows_per_shard)
     global_batch = 48
     order = order_of(corpus, window_shards=window_shards)
@@ -87,14 +88,14 @@ def test_any_world_size_any_cuts(
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_world_size_sees_the_single_rank_order(corpus: Any, world_size: int) -> None:
+def test_every_world_size_reads_the_rows_of_the_order(corpus: Any, world_size: int) -> None:
     order = order_of(corpus)
     expected = truth(corpus, order, 48, 6)  # over two epochs
     assert (steps_of(corpus, order, 48, world_size, range(6), 5) == expected).all()
 
 
 def test_an_epoch_is_read_exactly_once(corpus: Any) -> None:
-    """123 rows, 41 a step: three steps are one epoch."""
+    """The corpus has 123 rows and a step 41, so three steps are one epoch."""
     order = order_of(corpus)
     cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
     loader = RowLoader(cache, order, 41, 0, 1, 300)
@@ -104,13 +105,12 @@ def test_an_epoch_is_read_exactly_once(corpus: Any) -> None:
     assert sorted(seen.tolist()) == list(range(123))
 
 
-def test_ranks_must_divide_the_batch(corpus: Any) -> None:
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(corpus: Any) -> None:
     with pytest.raises(UserError, match="global_batch 48 is not a multiple of the 5 ranks"):
         RowLoader(None, order_of(corpus), 48, 0, 5, 0)  # type: ignore[arg-type]
 
 
-def test_old_windows_are_let_go(corpus: Any) -> None:
-    """Never more than two windows' shards are open when a step ends."""
+def test_shards_of_old_windows_are_closed(corpus: Any) -> None:
     cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
     loader = RowLoader(cache, order_of(corpus, window_shards=1), 1, 0, 1, 0)
     for _ in range(246):
@@ -120,7 +120,7 @@ def test_old_windows_are_let_go(corpus: Any) -> None:
     cache.close()
 
 
-def test_errors_surface_in_next_and_stay(corpus: Any, tmp_path: Path) -> None:
+def test_an_error_of_the_reader_is_raised_by_every_call_of_next(corpus: Any, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     loader = RowLoader(ShardCache(store, corpus.manifest, tmp_path), order_of(corpus), 48, 0, 1, 0)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_close_does_not_wait_for_a_full_queue(corpus: Any) -> None:
     assert threading.active_count() == before
 
 
-def test_waiting_is_counted(corpus: Any) -> None:
+def test_waiting_for_rows_is_counted_in_seconds(corpus: Any) -> None:
     cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
     loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0)
     loader.next()
@@ -151,6 +151,7 @@ def test_waiting_is_counted(corpus: Any) -> None:
 
 
 def read_s3(url: str, endpoint_url: str, folder: Path, num_steps: int) -> tuple[Any, ShardCache, np.ndarray]:
+    """Read the first steps of a corpus on S3; return the store, the cache and the rows, [num_steps, 64, seq_len]."""
     store = open_store(url, endpoint_url, retry=QUICK)
     cache = ShardCache(store, read_manifest(store), folder, fetch_threads=4)
     order = RowOrder([entry.rows for entry in cache.manifest.shards], 5, 4)
@@ -162,10 +163,10 @@ def read_s3(url: str, endpoint_url: str, folder: Path, num_steps: int) -> tuple[
         cache.close()
 
 
-def test_rows_from_s3_that_breaks_are_the_local_ones(
+def test_rows_read_through_s3_faults_equal_the_local_ones(
     build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    """Every kind of fault, many times, flipped bytes too: same rows, nothing lost, nothing repeated."""
+    """Every kind of download fault is injected many times, including flipped bytes."""
     rows_per_shard = [100 + 7 * number for number in range(60)]
     local = build_corpus(open_store(str(tmp_path / "local")), rows_per_shard)
     remote = build_corpus(open_store(bucket, proxy.endpoint_url), rows_per_shard)
@@ -185,7 +186,7 @@ def test_rows_from_s3_that_breaks_are_the_local_ones(
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("flip", "wrong bytes 5 times"), ("missing", "no such object")])
-def test_an_object_beyond_repair_is_named(
+def test_a_shard_that_can_never_be_read_is_named(
     build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, tmp_path: Path, fault: str, reason: str
 ) -> None:
     build_corpus(open_store(bucket, proxy.endpoint_url), [50, 60, 70])
@@ -195,7 +196,7 @@ def test_an_object_beyond_repair_is_named(
 
 
 def test_the_rows_of_existing_runs_never_change(corpus: Any) -> None:
-    """Frozen digest of ten steps: file format, order and loader together."""
+    """The digest of ten steps is frozen; it depends on file format, order and loader."""
     rows = truth(corpus, order_of(corpus), 48, 10)
     found = steps_of(corpus, order_of(corpus), 48, 2, range(10), 4)
     assert hashlib.sha256(found.tobytes()).hexdigest() == hashlib.sha256(rows.tobytes()).hexdigest()

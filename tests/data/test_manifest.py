@@ -1,4 +1,4 @@
-"""corpus.json: what is accepted, what the fingerprint sees, what a user is told."""
+"""corpus.json: its validation, its fingerprint, and the error messages for a bad one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from electra_dist.store.open import open_store
 
 @pytest.fixture
 def tree(corpus: Any) -> dict[str, Any]:
+    """The manifest of the test corpus as JSON values."""
     return corpus.manifest.model_dump(mode="json")
 
 
-def test_round_trip_and_totals(corpus: Any) -> None:
+def test_manifest_is_read_back_as_written_with_the_right_totals(corpus: Any) -> None:
     assert read_manifest(corpus.store) == corpus.manifest
     assert read_manifest(corpus.store).fingerprint == corpus.manifest.fingerprint
     assert corpus.manifest.num_rows == len(corpus.rows)
     assert corpus.manifest.num_tokens == corpus.rows.size
 
 
-def test_fingerprint_sees_every_value(tree: dict[str, Any]) -> None:
-    """Change any leaf, or swap two shards: another fingerprint. Key order and white space do not matter."""
+def test_fingerprint_depends_on_every_value_and_the_order_of_shards_but_not_of_keys(tree: dict[str, Any]) -> None:
     original = CorpusManifest.model_validate(tree).fingerprint
     assert CorpusManifest.model_validate(dict(reversed(tree.items()))).fingerprint == original
-    seen = {original}
+    fingerprints = {original}
     changes: list[dict[str, Any]] = [
         {**tree, "seq_len": 99},
         {**tree, "dtype": "uint32"},
@@ -41,8 +41,8 @@ def test_fingerprint_sees_every_value(tree: dict[str, Any]) -> None:
     for field, value in {"name": "other", "rows": 77, "tokens": 3, "bytes": 5, "sha256": "2" * 64}.items():
         changes.append({**tree, "shards": [{**tree["shards"][0], field: value}, *tree["shards"][1:]]})
     for change in changes:
-        seen.add(CorpusManifest.model_validate(change).fingerprint)
-    assert len(seen) == len(changes) + 1
+        fingerprints.add(CorpusManifest.model_validate(change).fingerprint)
+    assert len(fingerprints) == len(changes) + 1
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_fingerprint_sees_every_value(tree: dict[str, Any]) -> None:
         ({"dtype": "int8"}, ManifestMismatch, "`dtype`"),
     ],
 )
-def test_bad_manifests(
+def test_bad_manifest_gives_one_line_that_names_the_corpus_and_the_field(
     tree: dict[str, Any], tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     (tmp_path / "corpus.json").write_text(json.dumps({**tree, **change}))
@@ -64,7 +64,7 @@ def test_bad_manifests(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_bad_entries(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_shard_or_tokenizer_entries_are_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
 
     def read(new: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def test_bad_entries(tree: dict[str, Any], tmp_path: Path) -> None:
         read({**tree, "tokenizer": {**tree["tokenizer"], "vocab_size": 3}})
 
 
-def test_missing_and_garbled(tmp_path: Path) -> None:
+def test_missing_manifest_and_one_that_is_not_json_are_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with pytest.raises(StoreMissing, match=r"no finished corpus.*electra-dist corpus build"):
         read_manifest(store)
@@ -96,7 +96,7 @@ def test_missing_and_garbled(tmp_path: Path) -> None:
             read_manifest(store)
 
 
-def test_written_last_and_whole(corpus: Any, tmp_path: Path) -> None:
+def test_write_manifest_writes_only_corpus_json(corpus: Any, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     write_manifest(store, corpus.manifest)
     assert store.list() == ["corpus.json"]

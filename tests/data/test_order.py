@@ -1,4 +1,4 @@
-"""The order against a scalar mirror of its own, and against what a permutation must be."""
+"""The row order: it equals a scalar implementation, has the properties of a random permutation, and never changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ orders = st.builds(
 
 
 def scalar_philox(counter: list[int], seed: int) -> int:
-    """First word of Philox4x32-10, in Python's integers, after the paper."""
+    """Return the first word of Philox4x32-10, in Python integers, as in the paper (Salmon et al., 2011)."""
     c, k = list(counter), [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         high0, low0 = divmod(c[0] * 0xD2511F53, 2**32)
@@ -38,6 +38,7 @@ def scalar_philox(counter: list[int], seed: int) -> int:
 
 
 def scalar_permute(index: int, size: int, seed: int, purpose: int, epoch: int, block: int) -> int:
+    """Return the place of one index, by a scalar implementation of `permute`."""
     a = 1
     while a * a < size:
         a += 1
@@ -57,7 +58,7 @@ def scalar_permute(index: int, size: int, seed: int, purpose: int, epoch: int, b
 
 
 def numbers_permuted(size: int, count: int, seed: int = 3) -> np.ndarray:
-    """`count` different permutations of [0, size), one a row."""
+    """Return `count` different permutations of [0, size), [count, size]."""
     index = np.tile(np.arange(size), count)
     block = np.repeat(np.arange(count), size)
     places = permute(
@@ -68,7 +69,7 @@ def numbers_permuted(size: int, count: int, seed: int = 3) -> np.ndarray:
 
 @given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 @settings(max_examples=30, deadline=None)
-def test_permutation_equals_its_scalar_mirror(size: int, seed: int, epoch: int, block: int) -> None:
+def test_permutation_equals_the_scalar_implementation(size: int, seed: int, epoch: int, block: int) -> None:
     index = np.arange(size)
     same = np.full(size, size)
     key = {"epoch": np.full(size, epoch), "block": np.full(size, block)}
@@ -83,7 +84,7 @@ def test_permutation_equals_its_scalar_mirror(size: int, seed: int, epoch: int, 
     st.integers(0, 2**63 - 1),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_library_and_numpy_permute_alike(cells: list[tuple[int, float]], seed: int) -> None:
+def test_the_c_library_and_numpy_give_equal_permutations(cells: list[tuple[int, float]], seed: int) -> None:
     size = np.array([size for size, _ in cells])
     index = np.array([int(share * size) for size, share in cells])
     key = {"epoch": np.arange(size.size), "block": size % 97}
@@ -92,7 +93,7 @@ def test_the_library_and_numpy_permute_alike(cells: list[tuple[int, float]], see
         assert found.tolist() == permute(index, size, seed=seed, purpose=Purpose.ROW_ORDER, **key).tolist()
 
 
-def test_permutation_of_a_large_window_equals_its_mirror() -> None:
+def test_permutation_of_a_large_window_equals_the_scalar_implementation() -> None:
     size = 64 * 16_384 + 5
     index = np.array([0, 1, 1000, size // 2, size - 1])
     key = {"epoch": np.full(5, 7), "block": np.full(5, 60)}
@@ -101,7 +102,7 @@ def test_permutation_of_a_large_window_equals_its_mirror() -> None:
 
 
 def test_the_order_of_existing_runs_never_changes() -> None:
-    """These numbers are part of every run's identity: if they change, no run can be resumed."""
+    """If these numbers change, no existing run can be resumed."""
     order = RowOrder([3, 5, 1, 7, 2, 9], seed=7, window_shards=2)
     _, shards, rows = order.locate(np.arange(30))
     assert order.row_ids(shards, rows).tolist() == [
@@ -149,21 +150,20 @@ def test_every_epoch_is_a_permutation(order: RowOrder, epoch: int) -> None:
 
 @given(orders, st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_position_depends_on_nothing_but_itself(order: RowOrder, data: st.DataObject) -> None:
-    """Any positions, in any company and from an object with any past, are where the whole sequence has them."""
+def test_locating_a_position_does_not_depend_on_other_positions_or_earlier_calls(
+    order: RowOrder, data: st.DataObject
+) -> None:
     end = 3 * order.rows_per_epoch
     whole = np.stack(order.locate(np.arange(end)))
     wanted = np.array(data.draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=6)))
     assert (np.stack(order.locate(wanted)) == whole[:, wanted]).all()
-    assert (
-        np.concatenate([np.stack(order.locate(wanted[i : i + 1])) for i in range(len(wanted))], 1) == whole[:, wanted]
-    ).all()
+    one_by_one = [np.stack(order.locate(wanted[i : i + 1])) for i in range(len(wanted))]
+    assert (np.concatenate(one_by_one, 1) == whole[:, wanted]).all()
 
 
 @given(orders, st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_windows_hold_their_rows(order: RowOrder, epoch: int) -> None:
-    """Windows tile an epoch; the rows of a window are exactly the rows of its shards."""
+def test_windows_tile_an_epoch_and_hold_exactly_the_rows_of_their_shards(order: RowOrder, epoch: int) -> None:
     position, end = epoch * order.rows_per_epoch, (epoch + 1) * order.rows_per_epoch
     seen: list[int] = []
     while position < end:
@@ -179,21 +179,21 @@ def test_windows_hold_their_rows(order: RowOrder, epoch: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
-def test_small_permutations_come_equally_often(size: int) -> None:
-    """Chi-squared over all size! permutations; fixed keys, so the outcome is fixed too."""
+def test_all_small_permutations_are_equally_frequent(size: int) -> None:
+    """A chi-squared test over all size! permutations; the keys are fixed, so the outcome is deterministic."""
     codes = numbers_permuted(size, 30_000) @ 10 ** np.arange(size)
     all_codes = [np.array(p) @ 10 ** np.arange(size) for p in itertools.permutations(range(size))]
     observed = [(codes == code).sum() for code in all_codes]
     assert chisquare(observed).pvalue > 0.001
 
 
-def test_a_large_permutation_looks_random() -> None:
-    """Places are uncorrelated with indices and with their neighbours' places; fixed points are Poisson(1)."""
+def test_a_large_permutation_passes_tests_of_randomness() -> None:
+    """Places are uncorrelated with indices and with their neighbours' places; fixed points follow Poisson(1)."""
     size = 100_003
     places = numbers_permuted(size, 1)[0]
     noise = size**-0.5
     assert abs(np.corrcoef(np.arange(size), places)[0, 1]) < 4 * noise
-    for lag in (1, 2, 317, 316):  # 317 x 316 is the grid of the network
+    for lag in (1, 2, 317, 316):  # the Feistel network works on a grid of 317 x 316
         assert abs(np.corrcoef(places[:-lag], places[lag:])[0, 1]) < 4 * noise
     cells = np.histogram2d(np.arange(size), places, bins=(20, 20))[0].ravel()
     assert chisquare(cells).pvalue > 0.001
@@ -203,8 +203,7 @@ def test_a_large_permutation_looks_random() -> None:
     assert chisquare(observed, np.array(expected) * 2_000).pvalue > 0.001
 
 
-def test_epochs_and_seeds_are_unrelated() -> None:
-    """The same position of two epochs, or of two seeds, holds unrelated rows."""
+def test_orders_of_different_epochs_and_seeds_are_unrelated() -> None:
     rows = [500] * 8
 
     def ids(seed: int, epoch: int) -> np.ndarray:
@@ -212,12 +211,12 @@ def test_epochs_and_seeds_are_unrelated() -> None:
         _, shards, inside = order.locate(np.arange(epoch * 4_000, (epoch + 1) * 4_000))
         return order.row_ids(shards, inside)
 
-    for one, two in (((1, 0), (1, 1)), ((1, 0), (2, 0)), ((1, 0), (1 + 2**32, 0))):
-        assert (ids(*one) == ids(*two)).sum() < 10  # about one is expected by chance
+    for seed, epoch in ((1, 1), (2, 0), (1 + 2**32, 0)):
+        assert (ids(1, 0) == ids(seed, epoch)).sum() < 10  # about one is expected by chance
 
 
-def test_position_needs_no_memory_of_its_size() -> None:
-    """Five far positions of 64 M rows: under 4 MB at the peak, where one epoch's order would take 512."""
+def test_locating_positions_of_64_million_rows_takes_less_than_4_mb() -> None:
+    """The explicit order of one epoch would take 512 MB."""
     order = RowOrder(LARGE, seed=1, window_shards=64)
     tracemalloc.start()
     for position in (0, 12_345_678, 63_999_999, 10 * order.rows_per_epoch + 5, 10**12):

@@ -1,4 +1,4 @@
-"""The receipt: order does not matter, what is in it does."""
+"""The receipt of a set of rows: it does not depend on their order, and differs for different rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Rows = st.lists(st.integers(0, 2**40), max_size=30)
 
 
 def of(rows: list[int]) -> Receipt:
+    """Return the receipt of some row ids."""
     return Receipt.of(np.array(rows, np.int64))
 
 
 @given(Rows, st.randoms(use_true_random=False), st.integers(0, 30))
-def test_any_order_and_any_split_gives_the_same_receipt(rows: list[int], random: object, cut: int) -> None:
+def test_any_order_and_any_split_of_rows_gives_the_same_receipt(rows: list[int], random: object, cut: int) -> None:
     shuffled = sorted(rows, key=lambda _: random.random())  # type: ignore[attr-defined]
     assert of(shuffled[:cut]) + of(shuffled[cut:]) == of(rows)
     assert of(rows) - of(shuffled[:cut]) == of(shuffled[cut:])
@@ -31,7 +32,7 @@ def test_receipts_are_equal_only_for_equal_multisets(a: list[int], b: list[int])
 
 
 @given(Rows)
-def test_words_survive_a_sum_of_int64_that_wraps(rows: list[int]) -> None:
+def test_words_can_be_summed_as_int64_that_wraps_around(rows: list[int]) -> None:
     with np.errstate(over="ignore"):
         total = np.sum([np.array(of([row]).words, np.int64) for row in rows], axis=0, dtype=np.int64)
     words = total.tolist() if rows else (0, 0)

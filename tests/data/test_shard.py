@@ -1,4 +1,4 @@
-"""Shards: deterministic, readable by webdataset, readable from webdataset, and strict about all else."""
+"""Shards: their bytes are deterministic, webdataset reads and writes them, and any other file is refused."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ U16 = np.dtype(np.uint16)
 
 
 def rows_of(count: int, dtype: np.dtype = U16) -> np.ndarray:
+    """Return random rows, [count, SEQ_LEN]; equal arguments give equal rows."""
     return np.random.default_rng(count).integers(0, np.iinfo(dtype).max, (count, SEQ_LEN)).astype(dtype)
 
 
 def shard_bytes(rows: np.ndarray, block_rows: int) -> bytes:
+    """Return the bytes of a shard of these rows."""
     file = io.BytesIO()
     write_shard(file, rows, block_rows)
     return file.getvalue()
 
 
 def all_rows(path: Path, dtype: np.dtype = U16) -> np.ndarray:
+    """Return all rows of a shard file."""
     shard = Shard(path, SEQ_LEN, dtype)
     rows = shard.rows(np.arange(shard.num_rows))
     shard.close()
@@ -41,6 +44,7 @@ def all_rows(path: Path, dtype: np.dtype = U16) -> np.ndarray:
 
 
 def tar_of(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+    """Write a tar file with these members and return its path."""
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -50,6 +54,7 @@ def tar_of(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
 
 
 def npy(array: np.ndarray) -> bytes:
+    """Return an array in NumPy's file format."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
@@ -57,7 +62,7 @@ def npy(array: np.ndarray) -> bytes:
 
 @given(st.integers(1, 60), st.integers(1, 70), st.sampled_from(["uint16", "uint32"]), st.data())
 @settings(max_examples=40, deadline=None)
-def test_rows_come_back(
+def test_rows_are_read_back_as_written(
     tmp_path_factory: pytest.TempPathFactory, count: int, block_rows: int, dtype: str, data: st.DataObject
 ) -> None:
     rows = rows_of(count, np.dtype(dtype))
@@ -73,7 +78,7 @@ def test_rows_come_back(
 
 
 @pytest.mark.parametrize("by", ["library", "numpy"])
-def test_rows_of_several_shards_come_back_in_the_order_asked_for(
+def test_rows_of_several_shards_are_read_in_the_requested_order(
     tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "numpy":
@@ -96,7 +101,7 @@ def test_rows_of_several_shards_come_back_in_the_order_asked_for(
 
 
 def test_equal_rows_give_equal_bytes() -> None:
-    """Whatever the layout in memory. The digest is frozen: corpora are named by digests of shards."""
+    """The layout in memory does not matter. The digest is frozen, because corpora are identified by shard digests."""
     rows = np.arange(40 * SEQ_LEN, dtype=np.uint16).reshape(40, SEQ_LEN)
     data = shard_bytes(rows, 16)
     assert data == shard_bytes(np.asfortranarray(rows), 16)
@@ -114,7 +119,7 @@ def test_webdataset_reads_our_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["TarWriter", "ShardWriter"])
-def test_we_read_what_webdataset_wrote(tmp_path: Path, writer: str) -> None:
+def test_shards_written_by_webdataset_are_read(tmp_path: Path, writer: str) -> None:
     rows = rows_of(40)
     samples = [
         {"__key__": f"{number:06d}", "rows.npy": rows[first : first + 16], "json": {"ignored": number}}
@@ -138,15 +143,17 @@ def test_we_read_what_webdataset_wrote(tmp_path: Path, writer: str) -> None:
         ({}, "has no"),
         ({"000000.txt": b"x"}, "has no"),
         ({"000000.rows.npy": b"x" * 600}, "not a tar of"),
-        ({"000000.rows.npy": npy(rows_of(4))[:-1]}, "length and header disagree"),
-        ({"000000.rows.npy": npy(rows_of(4)) + b"x"}, "length and header disagree"),
+        ({"000000.rows.npy": npy(rows_of(4))[:-1]}, "which contradicts its header of 4 rows"),
+        ({"000000.rows.npy": npy(rows_of(4)) + b"x"}, "which contradicts its header of 4 rows"),
         ({"000000.rows.npy": npy(rows_of(4).astype(np.int64))}, r"holds int64 \(4, 8\), not uint16 \[rows, 8\]"),
         ({"000000.rows.npy": npy(rows_of(4)[:, :7])}, r"holds uint16 \(4, 7\)"),
         ({"000000.rows.npy": npy(np.asfortranarray(rows_of(4)))}, "holds uint16"),
         ({"000000.rows.npy": npy(np.array([[pickle]], dtype=object)[:0])}, "not a tar of|holds object"),
     ],
 )
-def test_what_is_not_a_shard_is_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+def test_a_tar_that_is_no_shard_is_refused_in_one_line_naming_the_file(
+    tmp_path: Path, members: dict[str, bytes], message: str
+) -> None:
     path = tar_of(tmp_path / "s.tar", members)
     with pytest.raises(ManifestMismatch, match=f"s.tar: .*{message}.*; build this shard again") as caught:
         Shard(path, SEQ_LEN, U16)
@@ -154,12 +161,12 @@ def test_what_is_not_a_shard_is_named(tmp_path: Path, members: dict[str, bytes],
 
 
 @pytest.mark.parametrize("name", ["../000000.rows.npy", "/etc/000000.rows.npy", "a/../../000000.rows.npy"])
-def test_members_stay_inside(tmp_path: Path, name: str) -> None:
+def test_a_member_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StoreError, match="not a relative path"):
         Shard(tar_of(tmp_path / "s.tar", {name: npy(rows_of(4))}), SEQ_LEN, U16)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_compressed_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     compressed = tar_of(tmp_path / "s.tar.gz", {"000000.rows.npy": npy(rows_of(4))}, "w:gz")
     empty = tmp_path / "empty"
     empty.touch()
@@ -170,8 +177,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         Shard(tmp_path / "nowhere", SEQ_LEN, U16)
 
 
-def test_a_shard_cut_anywhere_never_yields_other_rows(tmp_path: Path) -> None:
-    """Every length that is not whole is refused, or gives a whole number of blocks of the true rows."""
+def test_a_truncated_shard_is_refused_or_gives_only_true_rows(tmp_path: Path) -> None:
     rows = rows_of(40)
     data = shard_bytes(rows, 16)
     for length in range(0, len(data), 97):

@@ -1,8 +1,9 @@
-"""`launcher.chaos` on a tiny run of 2 CPU ranks: every fault that it knows, 60 times in random order.
+"""Runs `launcher.chaos` on a tiny run of 2 CPU ranks: 60 faults of all kinds in random order.
 
     python tests/drills/chaos_drill.py --count 60 --seed 1
 
-A full disk is among them where this user may mount one of a few MB. Two idle cores need about a quarter of an hour.
+The fault `disk` fills a file system of a few MB and is included if the user is root, who may mount one. The drill
+takes about a quarter of an hour on two idle cores.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ EVERY_STEPS = 5
 
 
 def main() -> int:
-    """The drill's exit code."""
+    """Run the drill and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="kinds, moments and victims")
-    parser.add_argument("--count", type=int, default=60, help="how many faults")
+    parser.add_argument("--seed", type=int, default=1, help="seed of kinds, moments and victims")
+    parser.add_argument("--count", type=int, default=60, help="number of faults")
     parser.add_argument("--faults", default=",".join(k for k in FAULTS if k != "disk" or os.geteuid() == 0))
-    parser.add_argument("--keep", type=Path, help="an empty folder to work in and to leave behind")
+    parser.add_argument("--keep", type=Path, help="an empty folder to work in, which is kept afterwards")
     args = parser.parse_args()
     if "disk" not in args.faults.split(","):
         print("without `disk`: mounting a small file system needs root")

@@ -1,4 +1,4 @@
-"""Use a corpus, a run folder and a checkpoint of an earlier commit with this one, and compare every loss.
+"""Uses a corpus, a run folder and a checkpoint of an earlier commit with this one and compares every loss.
 
     git worktree add ../before REV && make -C ../before .venv/ready
     python tests/drills/compatibility.py --before ../before
@@ -75,7 +75,7 @@ class Tree:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what must be equal of every record of a run."""
+    """Return the fields COMPARED of every record of a run."""
     return [{name: record.get(name) for name in COMPARED} for record in read_metrics(run_dir)]
 
 

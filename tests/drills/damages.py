@@ -1,16 +1,18 @@
-"""Damages of every kind, at seeded places of a checkpoint: each must be found, and the newest good one used instead.
+"""Damages checkpoints at seeded places: each damage must be found and the newest good checkpoint be used instead.
 
     python tests/drills/damages.py --seed 1 --count 500
 
-Two ranks' writers save four checkpoints: step 10, 20 and 30 of one attempt, and step 30 of a second one, which is the
-newest; each holds other numbers. Every case damages a copy of that folder and loads it, on one rank, and every
-`--two-ranks-every`th one on two. A case is good if exactly the damaged checkpoints newer than the one used were set
-aside, and every loaded number is that one's. Prints a table by kind and exits with 1 if anything was accepted.
+The writers of two ranks save four checkpoints: steps 10, 20 and 30 of one attempt, and step 30 of a second attempt,
+which is the newest. Each holds different numbers. Every case damages a copy of that folder and loads it on one rank;
+every `--two-ranks-every`th case is loaded on two ranks instead. A case is good if the newest undamaged checkpoint was
+loaded with exactly its numbers, and exactly the damaged checkpoints newer than it were set aside. The drill prints a
+table by kind of damage and exits with 1 if a case was not good.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import random
@@ -52,7 +54,7 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def write_base(folder: Path) -> None:
-    """The checkpoints of this run in `mine`, of another one in `other`."""
+    """Save the checkpoints of the run in `mine` and those of another run in `other`."""
     for name, run, fields in (("mine", 0, {}), ("other", 100, {"identity_sha256": "1" * 64})):
         for step, attempt in SAVED:
             store = open_store(str(folder / name))
@@ -61,17 +63,17 @@ def write_base(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class DamageCase:
-    """A copy of the base, damaged."""
+    """A damaged copy of the checkpoints."""
 
-    kind: str
-    what: str
+    kind: str  # key of KINDS_OF_DAMAGE
+    description: str
     folder: Path
-    damaged: frozenset[str]  # checkpoints that are not good any more
-    gone: frozenset[str] = frozenset()  # checkpoints that do not exist any more, so that nothing is to be set aside
+    damaged: frozenset[str]  # checkpoints that are no longer good
+    gone: frozenset[str] = frozenset()  # checkpoints that no longer exist, so that there is nothing to set aside
 
 
 class Damager:
-    """One damage to the checkpoints in `mine`; each method describes what it did."""
+    """Damages the newest checkpoint in the folder `mine`; each public method returns a description of its damage."""
 
     def __init__(self, mine: Path, other: Path, draw: random.Random) -> None:
         self.mine, self.other, self.draw = mine, other, draw
@@ -80,25 +82,26 @@ class Damager:
         self.damaged, self.gone = {NEWEST}, set[str]()
 
     def header(self) -> str:
-        """A byte of the 8 that say how long the header is, or of the header."""
+        """Change a byte of a file's header or of the 8 bytes that hold the header's length."""
         entry = self._entry()
         return self._flip(self.file, self.draw.choice([range(8), range(8, entry.header_bytes)]))
 
     def data(self, kind: str) -> str:
-        """A byte of one kind's data, of any parameter."""
+        """Change a byte of the data of `kind` of a random parameter."""
         tensor = self.draw.choice([t for t in self._entry().tensors if t.kind == kind])
         return f"{tensor.name}: " + self._flip(self.file, _bytes_of(tensor))
 
     def manifest(self) -> str:
+        """Change a byte of the manifest."""
         return self._flip(self.newest / MANIFEST)
 
     def manifest_spelling(self) -> str:
-        """The same JSON value, or nearly, in other bytes."""
+        """Rewrite the manifest as different JSON text of the same or nearly the same value."""
         path = self.newest / MANIFEST
         text = path.read_text()
         tree = json.loads(text)
         first_tensor = json.dumps(tree["files"][0]["tensors"][0], separators=(",", ":"))
-        found = {
+        spellings = {
             "spaces": lambda: json.dumps(tree, sort_keys=True),
             "key order": lambda: json.dumps(dict(reversed(tree.items())), separators=(",", ":")) + "\n",
             "number": lambda: text.replace('"step":30', '"step":30.0'),
@@ -107,11 +110,12 @@ class Damager:
             "a tensor less": lambda: text.replace(first_tensor + ",", ""),
             "no digest": lambda: json.dumps({k: v for k, v in tree.items() if k != "sha256"}, separators=(",", ":")),
         }
-        name = self.draw.choice(list(found))
-        path.write_text(found[name]())
+        name = self.draw.choice(list(spellings))
+        path.write_text(spellings[name]())
         return name
 
     def truncated(self) -> str:
+        """Cut off the end of a file or of the manifest."""
         path = self._any()
         data = path.read_bytes()
         sizes = [0, 1, 7, 8, len(data) - 1, self.draw.randrange(len(data)), self.draw.randrange(len(data))]
@@ -120,13 +124,14 @@ class Damager:
         return f"{path.name} to {size} of {len(data)} bytes"
 
     def appended(self) -> str:
+        """Append random bytes to a file or to the manifest."""
         path = self._any()
         extra = self.draw.randbytes(self.draw.choice([1, 8, 512, 4096]))
         path.write_bytes(path.read_bytes() + extra)
         return f"{len(extra)} bytes to {path.name}"
 
     def zeroed(self) -> str:
-        """A block of zeros, as after a lost page."""
+        """Overwrite 64 bytes of a file with zeros, as a lost page would."""
         data = bytearray(self.file.read_bytes())
         at = self.draw.randrange(len(data) - 64)
         data[at : at + 64] = bytes(64)
@@ -134,34 +139,41 @@ class Damager:
         return f"{self.file.name} from byte {at}"
 
     def blocks_swapped(self) -> str:
+        """Exchange two blocks of 64 bytes of a file."""
         data = bytearray(self.file.read_bytes())
-        one, two = sorted(self.draw.sample(range(0, len(data) - 64, 64), 2))
-        data[one : one + 64], data[two : two + 64] = data[two : two + 64], data[one : one + 64]
+        first, second = sorted(self.draw.sample(range(0, len(data) - 64, 64), 2))
+        first_block = data[first : first + 64]
+        data[first : first + 64] = data[second : second + 64]
+        data[second : second + 64] = first_block
         self.file.write_bytes(data)
-        return f"bytes {one} and {two} of {self.file.name}"
+        return f"bytes {first} and {second} of {self.file.name}"
 
     def missing_file(self) -> str:
+        """Delete a file."""
         self.file.unlink()
         return self.file.name
 
     def missing_manifest(self) -> str:
-        """Then it does not exist."""
+        """Delete the manifest; without it the checkpoint does not exist."""
         (self.newest / MANIFEST).unlink()
         self.damaged, self.gone = set(), {NEWEST}
         return MANIFEST
 
     def swapped_ranks(self) -> str:
+        """Exchange the files of the two ranks."""
         _swap(*(self.newest / name for name in FILES))
         return "files of rank 0 and 1"
 
     def swapped_steps(self) -> str:
+        """Exchange a file, the manifest or the whole folder with a checkpoint of an older step."""
         return self._swapped_with(OLDER)
 
     def swapped_attempts(self) -> str:
+        """Exchange a file, the manifest or the whole folder with a checkpoint of the same step of another attempt."""
         return self._swapped_with(SAME_STEP)
 
     def other_runs(self) -> str:
-        """A file, the manifest or all of another run."""
+        """Replace a file, the manifest or the whole folder by that of another run."""
         name = self.draw.choice([*FILES, MANIFEST, None])
         if name is None:
             shutil.rmtree(self.newest)
@@ -172,18 +184,25 @@ class Damager:
 
     def _swapped_with(self, folder: str) -> str:
         name = self.draw.choice([*FILES, MANIFEST, None])
-        _swap(*(self.mine / each / name if name else self.mine / each for each in (NEWEST, folder)))
+        newest, other = self.newest, self.mine / folder
+        if name is None:
+            _swap(newest, other)
+        else:
+            _swap(newest / name, other / name)
         self.damaged.add(folder)
         return f"{name or 'everything'} with {folder}"
 
     def _entry(self) -> FileEntry:
+        """Return the manifest's entry of `self.file`."""
         manifest = Manifest.parse((self.newest / MANIFEST).read_bytes())
         return next(file for file in manifest.files if file.name == self.file.name)
 
     def _any(self) -> Path:
+        """Return `self.file` or the manifest, at random."""
         return self.draw.choice([self.file, self.newest / MANIFEST])
 
     def _flip(self, path: Path, where: range | None = None) -> str:
+        """Change one byte of a file, at an offset within `where` or anywhere, and describe it."""
         data = bytearray(path.read_bytes())
         at = self.draw.choice(where or range(len(data)))
         data[at] ^= self.draw.randrange(1, 256)
@@ -193,7 +212,7 @@ class Damager:
 
 KINDS_OF_DAMAGE: dict[str, Callable[[Damager], str]] = {
     "byte of a header": Damager.header,
-    **{f"byte of {kind}": (lambda damager, kind=kind: damager.data(kind)) for kind in KINDS},
+    **{f"byte of {kind}": functools.partial(Damager.data, kind=kind) for kind in KINDS},
     "byte of a manifest": Damager.manifest,
     "manifest spelled otherwise": Damager.manifest_spelling,
     "truncated": Damager.truncated,
@@ -210,23 +229,26 @@ KINDS_OF_DAMAGE: dict[str, Callable[[Damager], str]] = {
 
 
 def damaged_copy(base: Path, folder: Path, kind: str, draw: random.Random) -> DamageCase:
-    """Case `kind` in `folder`; draws again if by chance nothing was changed (two equal blocks swapped)."""
+    """Return a case of `kind` in `folder`; draw again if the damage changed nothing (two equal blocks swapped)."""
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base / "mine", folder)
         damager = Damager(folder, base / "other", draw)
-        what = KINDS_OF_DAMAGE[kind](damager)
+        description = KINDS_OF_DAMAGE[kind](damager)
         if _bytes_below(folder) != _bytes_below(base / "mine"):
-            return DamageCase(kind, what, folder, frozenset(damager.damaged), frozenset(damager.gone))
+            return DamageCase(kind, description, folder, frozenset(damager.damaged), frozenset(damager.gone))
 
 
 def judged_load(case: DamageCase) -> str:
-    """Load as this rank of the process group; what is wrong with the outcome, empty if nothing."""
+    """Load a case as this rank of the process group; return what is wrong with the outcome, empty if nothing.
+
+    Collective: every rank of the group loads the same case.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = open_store(str(case.folder))
     values = small.empty()
     state, notes = load_newest([store], small.share(values, rank, world_size), small.state_at(0))
-    usable = [place for place in SAVED if folder_name(*place) not in case.damaged | case.gone]
+    usable = [(step, attempt) for step, attempt in SAVED if folder_name(step, attempt) not in case.damaged | case.gone]
     best = max(usable)
     if state is None or (state.step, state.attempt) != best:
         return f"used {state and (state.step, state.attempt)}, not {best}"
@@ -245,6 +267,7 @@ def judged_load(case: DamageCase) -> str:
 
 
 def _load_all(cases: Sequence[DamageCase], rank: int, meeting: Path, outcomes: Queue) -> None:
+    """Load every case as `rank` of two ranks; put (number of the case, what is wrong) into `outcomes`."""
     dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2)
     for number, case in enumerate(cases):
         outcomes.put((number, judged_load(case)))
@@ -253,7 +276,13 @@ def _load_all(cases: Sequence[DamageCase], rank: int, meeting: Path, outcomes: Q
 
 
 def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Callable[[], None]) -> list[str]:
-    """What two ranks together say of each case."""
+    """Load each case on two ranks; return what is wrong with each, empty if nothing.
+
+    Args:
+        cases: damaged copies.
+        meeting: file through which the ranks find each other.
+        advance: called twice for each case, once for each rank.
+    """
     fork = multiprocessing.get_context("fork")
     outcomes = fork.Queue()
     ranks = [fork.Process(target=_load_all, args=(cases, rank, meeting, outcomes), daemon=True) for rank in (0, 1)]
@@ -270,7 +299,10 @@ def judged_by_two_ranks(cases: Sequence[DamageCase], meeting: Path, advance: Cal
 
 
 def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[DrillVerdict]:
-    """One verdict for each kind; a one-rank process group must exist, and is not there afterwards."""
+    """Return one verdict for each kind of damage, and one for each case that was not good.
+
+    The caller has started a process group of one rank; this function destroys it.
+    """
     draw = random.Random(seed)
     write_base(folder / "base")
     order = list(KINDS_OF_DAMAGE)
@@ -283,20 +315,22 @@ def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Dri
     with Progress(transient=True) as progress:
         task = progress.add_task("damages", total=count)
         for number, case in enumerate(cases):
-            if (number + number // len(order)) % two_ranks_every == 0:  # all kinds in turn
+            if (
+                number + number // len(order)
+            ) % two_ranks_every == 0:  # so that every kind is loaded on two ranks in turn
                 pairs.append(case)
                 continue
             if text := judged_load(case):
-                bad.append(f"{case.kind} ({case.what}): {text}")
+                bad.append(f"{case.kind} ({case.description}): {text}")
             else:
                 found[case.kind] += 1
             progress.advance(task)
-        dist.destroy_process_group()  # it does not outlive a fork
+        dist.destroy_process_group()  # a process group does not survive a fork
         for case, text in zip(
             pairs, judged_by_two_ranks(pairs, folder / "meeting", lambda: progress.advance(task, 0.5))
         ):
             if text:
-                bad.append(f"{case.kind} ({case.what}), on two ranks: {text}")
+                bad.append(f"{case.kind} ({case.description}), on two ranks: {text}")
             else:
                 found[case.kind] += 1
                 on_two[case.kind] += 1
@@ -312,30 +346,34 @@ def drill(folder: Path, seed: int, count: int, two_ranks_every: int) -> list[Dri
 
 
 def _bytes_of(tensor: TensorEntry) -> range:
+    """Return the offsets of a tensor's bytes in its file."""
     return range(tensor.offset, tensor.offset + tensor.size_bytes)
 
 
 def _bytes_below(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _swap(one: Path, two: Path) -> None:
-    between = one.with_name("swapping")
-    one.rename(between)
-    two.rename(one)
-    between.rename(two)
+def _swap(first: Path, second: Path) -> None:
+    """Exchange the names of two files or folders."""
+    temporary = first.with_name("swapping")
+    first.rename(temporary)
+    second.rename(first)
+    temporary.rename(second)
 
 
 def start_process_group() -> None:
-    """One rank, in this process."""
+    """Start a process group of one rank in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main() -> int:
+    """Run the drill and return its exit code: 0 if every case was good."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=500, help="damages")
-    parser.add_argument("--two-ranks-every", type=int, default=5, help="every how manyeth is loaded on two ranks")
+    parser.add_argument("--count", type=int, default=500, help="number of damages")
+    parser.add_argument("--two-ranks-every", type=int, default=5, help="load every n-th case on two ranks")
     args = parser.parse_args()
     begin = time.monotonic()
     start_process_group()

@@ -1,12 +1,13 @@
-"""Real runs, killed -9 at random steps and in the middle of saves, against runs that nobody touched.
+"""Kills real runs with SIGKILL at random steps and during saves, and compares them with uninterrupted runs.
 
     python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
 
-For each ZeRO stage: a run of 2 ranks in bf16 with dropout is killed again and again, every second time while a
-checkpoint is being written, and typed again; one victim is a rank or everything at once. Every loss and gradient norm
-of every step must be the uninterrupted run's, bit for bit. Then, in fp32 without dropout, the number of ranks changes
-1 -> 2 -> 4 -> 1 and the stage 1 -> 3 -> 2, with a kill at each change; the losses must be those of one rank up to the
-rounding of sums. Prints a table and exits with 1 if a verdict is bad. Two cores need about a minute for 4 kills.
+For each ZeRO stage, a run of 2 ranks in bf16 with dropout is killed repeatedly, every second time while a checkpoint
+is being written, and started again with the same command. A kill hits one rank or all processes at once. Every loss
+and gradient norm of every step must equal the uninterrupted run's, bit for bit. Then, in fp32 without dropout, the
+number of ranks changes 1 -> 2 -> 4 -> 1 and the stage 1 -> 3 -> 2, with a kill at each change; the losses must be
+those of one rank up to the rounding of sums. The drill prints a table and exits with 1 if a verdict is bad. Two cores
+need about a minute for 4 kills.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ ELASTIC_STEPS, PHASE_STEPS = 80, 20
 LARGEST_DIFFERENCE = 2e-5  # nats per token of either loss
 BF16 = {"train.precision": "bf16", "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 REASON = """\
-why they differ at all: fp32 sums have another order. With W ranks the gradient is W partial sums added by the
-all-reduce, on one rank it is the micro-batches one after another, and ZeRO-3 adds other partitions than ZeRO-1; each
-order rounds by about 6e-8 of the sum, and training carries the difference on. Rows, masks and noise are the same bits.
-A sampled token whose two best candidates are closer than that rounding would flip: a jump of 1e-3 or more."""
+The losses differ because fp32 sums are added in different orders. With W ranks the gradient is the sum of W partial
+sums in the all-reduce; on one rank the micro-batches are added one after another; ZeRO-3 adds other partitions than
+ZeRO-1. Each order rounds by about 6e-8 of the sum, and training propagates the difference. Rows, masks and noise are
+equal bit for bit. If the scores of a sampled token's two best candidates are closer than that rounding, the sample can
+change, which shows as a jump of 1e-3 or more."""
 
 
 def draw_kills(moments: random.Random, count: int) -> list[Kill]:
-    """Moments over the whole run; every second one in a save."""
+    """Return kills at moments spread over the whole run; every second one is in a save."""
     steps = sorted(moments.sample(range(2, NUM_STEPS - 2 * EVERY_STEPS), count))
     return [
         Kill(step, moments.choice([0, 1, None]), number % 2 == 1, moments.uniform(0.0, 0.008))
@@ -58,26 +60,34 @@ def draw_kills(moments: random.Random, count: int) -> list[Kill]:
 
 
 def kill_and_check(config: Path, run_dir: Path, ranks: int, kill: Kill) -> bool:
-    """Whether a save that the kill was meant for was cut."""
+    """Start the run and kill it; return whether the kill was meant for a save and interrupted one."""
     killed = run_until_killed(config, run_dir, ranks, kill)
     assert killed.code not in (0, 75, 78), f"exit code {killed.code} after kill -9: {run_dir.with_suffix('.log')}"
     return kill.during_save and killed.cut_a_save
 
 
 def run_to_the_end(config: Path, run_dir: Path, ranks: int) -> None:
+    """Start a run and fail unless it ends with exit code 0."""
     done = subprocess.run(deepspeed_command(config, ranks), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{run_dir}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 def first_difference(found: list[tuple], expected: list[tuple]) -> str:
-    """Where two lists of step records part; empty if nowhere."""
-    for one, two in zip(found, expected):
-        if one != two:
-            return f"step {two[0]}: {one} is not {two}"
-    return "" if len(found) == len(expected) else f"{len(found)} records, not {len(expected)}"
+    """Describe the first difference of two lists of step records; empty if they are equal."""
+    for found_record, expected_record in zip(found, expected):
+        if found_record != expected_record:
+            step = expected_record[0]
+            return f"step {step}: {found_record} is not {expected_record}"
+    if len(found) != len(expected):
+        return f"{len(found)} records, not {len(expected)}"
+    return ""
 
 
 def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: list[Kill]) -> DrillVerdict:
+    """Compare a run that is killed repeatedly with an uninterrupted one, at one ZeRO stage.
+
+    The verdict also requires that more than half of the kills meant for a save interrupted one.
+    """
     settings = {
         **BF16,
         "train.num_steps": NUM_STEPS,
@@ -111,7 +121,15 @@ def killed_equals_uninterrupted(folder: Path, corpus: str, stage: int, kills: li
 def changed_equals_steady(
     folder: Path, corpus: str, name: str, phases: list[tuple[int, int]], steady: list[tuple]
 ) -> DrillVerdict:
-    """`phases`: (ranks, ZeRO stage), of equal length, with a kill -9 at each change."""
+    """Compare a run whose ranks or stage change with the records `steady` of an uninterrupted one.
+
+    Args:
+        folder: where the run folder and its config are made.
+        corpus: URL of the corpus.
+        name: name of the run folder.
+        phases: (ranks, ZeRO stage) of each phase; all have equal length, and each but the last ends with a kill -9.
+        steady: step records of the uninterrupted run.
+    """
     run_dir, length = folder / name, ELASTIC_STEPS // len(phases)
     for number, (ranks, stage) in enumerate(phases):
         config = elastic_config(folder, run_dir, corpus, stage)
@@ -121,7 +139,7 @@ def changed_equals_steady(
             run_to_the_end(config, run_dir, ranks)
     found = read_losses(run_dir)
     assert [record[0] for record in found] == [record[0] for record in steady]
-    # Of the MLM and the RTD loss; `loss` is the first plus 50 times the second.
+    # Fields 2 and 3 are the MLM and the RTD loss; field 1, `loss`, is the former plus 50 times the latter.
     worst = [max(abs(x - y) for x, y in zip(one[2:4], two[2:4])) for one, two in zip(found, steady)]
     totals = [abs(one[1] - two[1]) for one, two in zip(found, steady)]
     for number, (ranks, stage) in enumerate(phases):
@@ -136,6 +154,7 @@ def changed_equals_steady(
 
 
 def elastic_config(folder: Path, run_dir: Path, corpus: str, stage: int) -> Path:
+    """Write the config of an fp32 run without dropout and return its file."""
     settings = {
         "train.num_steps": ELASTIC_STEPS,
         "train.micro_batch": 4,
@@ -146,9 +165,9 @@ def elastic_config(folder: Path, run_dir: Path, corpus: str, stage: int) -> Path
 
 
 def main() -> int:
-    """Run the drill; the exit code says whether every verdict is good."""
+    """Run the drill and return its exit code: 0 if every verdict is good."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="moments and victims")
+    parser.add_argument("--seed", type=int, default=1, help="seed of moments and victims")
     parser.add_argument("--stages", default="1,2,3", help="ZeRO stages to kill; empty: none")
     parser.add_argument("--kills", type=int, default=10, help="kills of each run")
     parser.add_argument("--no-elastic", action="store_true", help="leave out the changes of ranks and stages")

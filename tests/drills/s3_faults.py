@@ -1,13 +1,13 @@
-"""A real training run whose S3 breaks thousands of times: same losses, same rows, and a good receipt.
+"""Trains through thousands of S3 faults: the losses, rows and receipt must be those of a run on local files.
 
     python tests/drills/s3_faults.py --seed 1 --faults 2000
 
-Corpus and checkpoints of a run of 2 ranks lie on a real S3 server (radosgw where it is installed, else moto's) behind
-`tests/store/fault_server.py`, which slows down, resets, cuts, flips, stalls, loses, expires and denies by a seeded
-schedule. The cache is too small for the corpus, so that shards are fetched again and again, and everything is killed
--9 once, so that a checkpoint is loaded through the faults too. Every loss must be that of a run on local files, bit
-for bit; `electra-dist verify` must say good. Then one shard is beyond repair: the run must end with exit code 78 and
-one line that names it. Prints a table and exits with 1 if a verdict is bad.
+Corpus and checkpoints of a run of 2 ranks lie on a real S3 server (radosgw where it is installed, otherwise moto)
+behind `tests/support/fault_server.py`, which injects faults of all its kinds by a seeded schedule. The cache is
+smaller than the corpus, so that shards are fetched repeatedly. All processes are killed -9 once, so that a checkpoint
+is loaded through the faults, too. Every loss must be that of a run on local files, bit for bit, and
+`electra-dist verify` must find the run good. Then one shard can never be read: the run must end with exit code 78 and
+one line that names the shard. The drill prints a table and exits with 1 if a verdict is bad.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from support.real_runs import (
 from support.s3_server import best_kind, make_bucket, running_s3
 
 RATE = 0.7  # share of requests that are hit, at most 3 in a row
-# Shards, tensor files and manifests have digests that a flipped byte is found by; the first two are known to exist
-# when they are asked for; whether another object exists is a question that "missing" would answer wrongly.
+# `flip` only hits objects whose digest reveals a flipped byte: shards, tensor files and manifests. `missing` only hits
+# objects that are known to exist when they are requested; for other objects the answer would be believed.
 EVERYWHERE = tuple(kind for kind in ALL_FAULTS if kind not in ("flip", "missing"))
 FLIPPED, MISSED = (".tar", ".safetensors", "/manifest.json"), (".tar", ".safetensors")
 FAULTS = (*EVERYWHERE, *(f"flip:{text}" for text in FLIPPED), *(f"missing:{text}" for text in MISSED))
 ROWS_PER_SHARD = [1 + number % 5 for number in range(300)]  # 5 or 6 shards a step
-CACHE_LIMIT_GB = 0.0005  # of the corpus's 0.003
+CACHE_LIMIT_GB = 0.0005  # the corpus has 0.003 GB
 STALL_S = 0.3
 
 
 def settings(num_steps: int) -> dict[str, object]:
+    """Return the settings of all runs of this drill."""
     return {
         "train.num_steps": num_steps,
         "model.hidden_dropout": 0.1,
@@ -66,6 +67,7 @@ def settings(num_steps: int) -> dict[str, object]:
 
 
 def on_s3(bucket: str, proxy: FaultProxy) -> dict[str, object]:
+    """Return the settings that place corpus and checkpoints behind the fault proxy."""
     return {
         "data.endpoint_url": proxy.endpoint_url,
         "data.cache_limit_gb": CACHE_LIMIT_GB,
@@ -75,11 +77,12 @@ def on_s3(bucket: str, proxy: FaultProxy) -> dict[str, object]:
 
 
 def run_to_the_end(config: Path) -> subprocess.CompletedProcess[str]:
+    """Start a run on 2 ranks and wait for its end."""
     return subprocess.run(deepspeed_command(config, 2), capture_output=True, text=True, timeout=900)
 
 
-def killed_and_typed_again(config: Path, run_dir: Path, step: int) -> list[dict]:
-    """Kill everything at `step`, start again; the last record of the first start and of the second."""
+def kill_and_start_again(config: Path, run_dir: Path, step: int) -> list[dict]:
+    """Kill all processes at `step` and start again; return the last step records of both starts."""
     with started(config, 2, run_dir.with_suffix(".log")) as process:
         wait_until(lambda: len(step_records(run_dir)) >= step, process, timeout_s=600)
         kill_session(process.pid)
@@ -90,13 +93,21 @@ def killed_and_typed_again(config: Path, run_dir: Path, step: int) -> list[dict]
 
 
 def faults_of(proxy: FaultProxy) -> Counter[str]:
-    """By kind, as anybody can ask the proxy."""
+    """Return the number of faults by kind, from the proxy's own page."""
     with urllib.request.urlopen(f"{proxy.endpoint_url}/-/faults") as answer:
         return Counter(json.load(answer))
 
 
 def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -> list[DrillVerdict]:
-    """The long run behind all faults, against local files."""
+    """Compare a long run behind all faults with a run on local files.
+
+    Args:
+        folder: where the run folders are made; holds the local corpus.
+        bucket: URL of a bucket that holds the same corpus.
+        upstream: endpoint URL of the S3 server.
+        seed: seed of the schedule of faults.
+        faults: least number of faults to inject.
+    """
     num_steps = max(40, faults // 13)
     local, remote = folder / "local", folder / "remote"
     done = run_to_the_end(write_tiny_config(folder / "local.yaml", local, f"{folder}/corpus", **settings(num_steps)))
@@ -105,7 +116,7 @@ def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -
         config = write_tiny_config(
             folder / "remote.yaml", remote, f"{bucket}/corpus", **settings(num_steps), **on_s3(bucket, proxy)
         )
-        ends = killed_and_typed_again(config, remote, num_steps // 2)
+        ends = kill_and_start_again(config, remote, num_steps // 2)
         verify = subprocess.run(
             [str(Path(sys.executable).parent / "electra-dist"), "verify", str(remote)], capture_output=True, text=True
         )
@@ -144,7 +155,7 @@ def survives(folder: Path, bucket: str, upstream: str, seed: int, faults: int) -
 
 
 def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, shard: str) -> DrillVerdict:
-    """A shard that never comes, or never comes right."""
+    """Check that a run ends with exit code 78 and one line that names a shard on which every read fails by `fault`."""
     plan = FaultPlan(rate=1.0, faults=(fault,), only=shard, in_a_row=10**9)
     with running_faults(upstream, plan) as proxy:
         run_dir = folder / f"lost-{fault}"
@@ -164,12 +175,12 @@ def ends_naming_the_shard(folder: Path, bucket: str, upstream: str, fault: str, 
 
 
 def main() -> int:
-    """Run the drill; the exit code says whether every verdict is good."""
+    """Run the drill and return its exit code: 0 if every verdict is good."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="schedule of the faults")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the schedule of faults")
     parser.add_argument("--faults", type=int, default=2000, help="least number of faults")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="s3-faults-") as name, running_s3() as server:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""One rank that trains a model of 1 M parameters at one ZeRO stage in bf16 and prints the bytes that stay live."""
+"""Runs one rank that trains 1 M parameters in bf16 at one ZeRO stage and prints its peak live bytes per parameter."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from electra_dist.engine.engine import Engine
 
 
 def live_bytes() -> int:
-    """Bytes of all storages that a Python object holds, each once."""
+    """Return the bytes of all tensor storages that Python objects hold, each counted once."""
     gc.collect()
-    storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    nbytes_by_address: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        if type(candidate) not in (torch.Tensor, nn.Parameter):
+            continue
+        grad = candidate.grad if candidate.is_leaf else None
+        for tensor in (candidate, grad):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                nbytes_by_address[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes_by_address.values())
 
 
 def peak_bytes_per_parameter(stage: int) -> float:
-    """The most that was live after any backward pass of two steps of two micro-batches."""
+    """Return the largest live bytes per parameter after a backward pass, over two steps of two micro-batches."""
     before = live_bytes()
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     num_parameters = sum(p.numel() for p in net.parameters())

@@ -1,4 +1,4 @@
-"""AdamW against a float64 transcription of the reference, and on a GPU against apex's and DeepSpeed's FusedAdam."""
+"""AdamW equals a float64 transcription of the reference and, on a GPU, apex's and DeepSpeed's FusedAdam."""
 
 from __future__ import annotations
 

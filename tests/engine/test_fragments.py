@@ -1,4 +1,4 @@
-"""Fragments, save and load on real DeepSpeed engines of every stage, in this process. More: tests/checkpoint."""
+"""Fragments, save and load with real DeepSpeed engines of every ZeRO stage, on one rank in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "
 
 
 class Toy(nn.Module):
-    """Odd sizes, a tied weight, a LayerNorm, a parameter group without decay."""
+    """Small model with odd sizes, a tied weight, a LayerNorm and parameters without weight decay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,12 @@ class Toy(nn.Module):
 
 @pytest.fixture
 def config(tiny_config: Callable[..., Path]) -> Config:
+    """The config of a tiny run."""
     return load_config(tiny_config())
 
 
 def build(config: Config, stage: int, precision: str) -> Engine:
+    """Return an engine of the toy model at a ZeRO stage and precision."""
     tree = config.model_dump()
     tree["engine"]["zero_stage"], tree["train"]["precision"] = stage, precision
     config = Config.model_validate(tree)
@@ -51,6 +53,7 @@ def build(config: Config, stage: int, precision: str) -> Engine:
 
 
 def run_steps(engine: Engine, first: int, last: int) -> list[float]:
+    """Train the steps from `first` up to `last`, exclusive, and return the loss of each step's last micro-batch."""
     losses = []
     for step in range(first, last):
         for micro in range(engine.num_micro_batches):
@@ -65,6 +68,7 @@ def run_steps(engine: Engine, first: int, last: int) -> list[float]:
 
 
 def state_of(engine: Engine, step: int) -> RunState:
+    """Return the run state of a checkpoint of the engine at `step`."""
     return RunState(
         step=step,
         attempt=1,
@@ -79,22 +83,25 @@ def state_of(engine: Engine, step: int) -> RunState:
 
 
 def save(engine: Engine, folder: Path, step: int) -> None:
+    """Save a checkpoint of the engine to `folder` and wait until it is committed."""
     writer = CheckpointWriter([open_store(str(folder))], folder / "staging", 0, 1, CheckpointConfig(keep_last=9))
     writer.save(state_of(engine, step), owned_fragments(engine.deepspeed.module, engine.optimizer))
     writer.close()
 
 
 def load(engine: Engine, folder: Path) -> tuple[int | None, list[str]]:
+    """Load the newest checkpoint into the engine; return its step (None: there is none) and the notes of the load."""
     fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
-    found, notes = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
-    if found:
-        publish(engine.optimizer)
-    return (found.step if found else None), notes
+    state, notes = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
+    if state is None:
+        return None, notes
+    publish(engine.optimizer)
+    return state.step, notes
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("stage", "precision"), STAGES)
-def test_restored_engine_repeats_the_uninterrupted_one_bit_for_bit(
+def test_restored_engine_gives_the_losses_of_the_uninterrupted_one_bit_for_bit(
     config: Config, tmp_path: Path, stage: int, precision: str
 ) -> None:
     uncut = build(config, stage, precision)
@@ -110,7 +117,7 @@ def test_restored_engine_repeats_the_uninterrupted_one_bit_for_bit(
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_any_stage_loads_any_other_exactly(config: Config, tmp_path: Path, precision: str) -> None:
+def test_every_stage_loads_checkpoints_of_every_stage_exactly(config: Config, tmp_path: Path, precision: str) -> None:
     for source in range(4):
         writer = build(config, source, precision)
         run_steps(writer, 0, 2)

@@ -1,4 +1,4 @@
-"""LAMB against a float64 transcription of the algorithm, under the engine, and where it is refused."""
+"""LAMB equals a float64 transcription of its algorithm, learns in the engine, and is refused where it cannot run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_ten_updates_equal_a_float64_transcription() -> None:
-    """Two parameters with decay, one without: each has its own ratio, the last has none."""
+    """Two parameters have weight decay and a trust ratio of their own; the third has no decay and no ratio."""
     torch.manual_seed(0)
     shapes, decays = [(7, 5), (11,), (6,)], [0.01, 0.01, 0.0]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -49,8 +49,8 @@ def test_ten_updates_equal_a_float64_transcription() -> None:
     np.testing.assert_allclose(optimizer.state[params[1]]["exp_avg_sq"].numpy(), v[1], rtol=1e-5)
 
 
-def test_the_step_is_as_long_as_the_parameter_says_whatever_the_gradients_size() -> None:
-    """lr times the parameter's norm; of a parameter that is 0 the plain step."""
+def test_the_updates_norm_is_lr_times_the_parameters_norm_for_any_gradient_scale() -> None:
+    """A parameter of norm 0 gets the update without the trust ratio."""
     for scale in (1e-4, 1e4):
         p, zero = nn.Parameter(torch.full((20,), 3.0)), nn.Parameter(torch.zeros(20))
         optimizer = ForeachLamb([p, zero], lr=0.01, betas=(0.0, 0.0), eps=1e-12, weight_decay=1e-9)
@@ -60,7 +60,7 @@ def test_the_step_is_as_long_as_the_parameter_says_whatever_the_gradients_size()
         assert zero.detach().norm().item() == pytest.approx(0.01 * 20**0.5, rel=1e-4)
 
 
-def test_nothing_happens_to_a_parameter_and_a_gradient_of_zero_at_lr_zero() -> None:
+def test_zero_parameter_with_zero_gradient_stays_zero_at_lr_zero() -> None:
     p = nn.Parameter(torch.zeros(4))
     p.grad = torch.zeros(4)
     ForeachLamb([p], lr=0.0, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01).step()
@@ -68,7 +68,7 @@ def test_nothing_happens_to_a_parameter_and_a_gradient_of_zero_at_lr_zero() -> N
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_under_the_engine_it_learns_and_its_moments_are_a_checkpoints(precision: str) -> None:
+def test_the_engine_learns_with_lamb_and_its_fragments_hold_both_moments(precision: str) -> None:
     init_distributed()
     settings = {"optimizer.name": "lamb", "engine.zero_stage": 0, "train.precision": precision}
     config = Config.model_validate(tiny_tree("unused", "unused", **settings))
@@ -77,14 +77,16 @@ def test_under_the_engine_it_learns_and_its_moments_are_a_checkpoints(precision:
         build_objective(config.model, config.objective, special, 3), config.train, config.engine, config.optimizer
     )
     assert engine.optimizer_name == "ForeachLamb (electra-dist)"
-    ids, losses = torch.randint(5, 300, (8, 32), generator=torch.Generator().manual_seed(0)), []
-    ids[:, 0], ids[:, 31] = 2, 3
+    ids = torch.randint(5, 300, (8, 32), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = special.cls
+    ids[:, 31] = special.sep
+    losses = []
     for step in range(20):
-        given = StepInput(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
-        out = engine.forward(given)
-        engine.backward(out.loss / 2)  # two micro-batches, the same one twice
+        step_input = StepInput(ids, torch.arange(8), step % 2, 1, 1 / 64, 1 / 256)
+        out = engine.forward(step_input)
+        engine.backward(out.loss / 2)  # a step has two micro-batches, which are equal in this test
         engine.step_micro_batch()
-        out = engine.forward(given)
+        out = engine.forward(step_input)
         engine.backward(out.loss / 2)
         engine.step(3e-3)
         losses.append(out.loss.item())
@@ -95,7 +97,7 @@ def test_under_the_engine_it_learns_and_its_moments_are_a_checkpoints(precision:
     assert sum(bool(f.views["exp_avg_sq"].any()) for f in fragments) == len(fragments)
 
 
-def test_partitions_are_refused_in_one_line() -> None:
+def test_lamb_with_partitioned_state_or_deepspeeds_implementation_is_refused() -> None:
     lamb = OptimizerConfig(name="lamb")
     check_optimizer(lamb, 0)
     check_optimizer(OptimizerConfig(), 3)
@@ -106,7 +108,9 @@ def test_partitions_are_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("phase", "length", "rows"), [(1, 128, 67_584), (2, 512, 27_648)])
-def test_the_recipes_are_what_they_say(phase: int, length: int, rows: int) -> None:
+def test_the_two_phase_configs_have_the_lengths_batches_and_optimizer_of_the_recipe(
+    phase: int, length: int, rows: int
+) -> None:
     config = load_config(CONFIGS / f"base_size_lamb_phase{phase}.yaml")
     assert (config.data.seq_len, config.train.global_batch, config.train.precision) == (length, rows, "bf16")
     check_optimizer(config.optimizer, config.engine.zero_stage)

@@ -1,4 +1,4 @@
-"""`train.micro_batch: auto`: the most that fit by what was measured, the same after a restart, and the same losses."""
+"""`train.micro_batch: auto` chooses the largest micro-batch that fits the measured memory and keeps it on restarts."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 @pytest.fixture
 def config(tiny_config: Callable[..., Path], tmp_path: Path) -> Config:
+    """The config of a tiny run with 24 rows a step and an automatic micro-batch."""
     (tmp_path / "run").mkdir()
     return load_config(tiny_config("run", **{"train.global_batch": 24, "train.micro_batch": "auto"}), [])
 
 
 @pytest.fixture
 def module(config: Config) -> Objective:
+    """The objective of that run."""
     return build_objective(config.model, config.objective, SPECIAL, config.seed)
 
 
 def state_bytes(module: Objective) -> int:
-    """fp32 at ZeRO-1 on one rank: weights, gradients, master copy and two moments."""
+    """Return the bytes of weights, gradients, master copy and two moments: fp32, ZeRO-1, one rank."""
     return 20 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_auto_is_one_row_until_it_is_found(config: Config) -> None:
+def test_auto_is_one_row_until_it_is_measured_and_does_not_change_the_runs_identity(config: Config) -> None:
     assert config.train.micro_batch == 1 and config.train.largest_micro_batch
     assert Config.model_validate(config.model_dump()) == config
     fixed = config.train.model_copy(update={"micro_batch": 8, "largest_micro_batch": False})
     assert config.model_copy(update={"train": fixed}).identity() == config.identity()
 
 
-def test_memory_is_a_constant_and_so_much_a_row(config: Config, module: Objective) -> None:
+def test_memory_is_a_constant_plus_an_amount_for_each_row(config: Config, module: Objective) -> None:
     one, two = micro_batch._measure(config, module, CPU)
     ids_BS = torch.randint(5, config.model.vocab_size, (6, config.data.seq_len))
     ids_BS[:, 0], ids_BS[:, -1] = SPECIAL.cls, SPECIAL.sep
@@ -57,22 +59,22 @@ def test_memory_is_a_constant_and_so_much_a_row(config: Config, module: Objectiv
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("rows", "expected"), [(1.5, 1), (2.5, 2), (5.9, 4), (7.0, 6), (100.0, 24)])
-def test_the_largest_divisor_that_fits(
+def test_auto_is_the_largest_divisor_of_the_batch_that_fits(
     config: Config, module: Objective, monkeypatch: pytest.MonkeyPatch, rows: float, expected: int
 ) -> None:
     monkeypatch.setattr(micro_batch, "_measure", lambda *_: (3_000_000, 4_000_000))
     free = (state_bytes(module) + 2_000_000 + 1_000_000 * rows) / 0.9
     monkeypatch.setattr(micro_batch, "_free_bytes", lambda device: free)
-    found = with_micro_batch(config, module, CPU).train
-    assert (found.micro_batch, found.global_batch, found.largest_micro_batch) == (expected, 24, False)
+    train = with_micro_batch(config, module, CPU).train
+    assert (train.micro_batch, train.global_batch, train.largest_micro_batch) == (expected, 24, False)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_restart_takes_what_was_found_whatever_is_free_then(
+def test_a_restart_uses_the_stored_micro_batch_whatever_memory_is_free(
     config: Config, module: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = with_micro_batch(config, module, CPU).train.micro_batch
-    assert first == 24  # a toy
+    assert first == 24  # the whole batch of so small a model fits
     monkeypatch.setattr(micro_batch, "_free_bytes", lambda device: 0.0)
     assert with_micro_batch(config, module, CPU).train.micro_batch == first
     assert list(json.loads((Path(config.run_dir) / MICRO_BATCH_FILE).read_text()).values()) == [24]

@@ -1,4 +1,4 @@
-"""Building the optimizer: which parameters decay, and which apex is NVIDIA's."""
+"""Building the optimizer: which parameters have weight decay, and how NVIDIA's apex is recognized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from electra_dist.engine import optimizer as module_under_test
 from electra_dist.engine.optimizer import has_nvidia_apex, parameter_groups
 
 
-def test_layer_norm_and_bias_are_not_decayed_and_embeddings_are() -> None:
+def test_embeddings_and_weights_have_decay_and_layer_norms_and_biases_have_none() -> None:
     module = nn.ModuleDict({"word": nn.Embedding(4, 3), "norm": nn.LayerNorm(3), "dense": nn.Linear(3, 3)})
     decayed, plain = parameter_groups(module, 0.01)
     assert {id(p) for p in decayed["params"]} == {id(module["word"].weight), id(module["dense"].weight)}
@@ -24,7 +24,7 @@ def test_layer_norm_and_bias_are_not_decayed_and_embeddings_are() -> None:
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
 
 
-def test_pypi_package_named_apex_is_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_named_apex_is_not_mistaken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
 
     def only_the_name(name: str) -> importlib.machinery.ModuleSpec | None:

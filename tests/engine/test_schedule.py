@@ -1,4 +1,4 @@
-"""The learning rate: warmup and decay overlap, as in the reference."""
+"""The learning rate: warmup and decay overlap, as in the reference implementation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from electra_dist.config import OptimizerConfig
 from electra_dist.engine.schedule import learning_rate
 
 
-def test_schedule_overlaps_warmup_and_decay() -> None:
+def test_learning_rate_is_the_product_of_warmup_and_decay() -> None:
     config = OptimizerConfig(lr=2e-4, warmup_steps=10_000)
     assert learning_rate(0, 400_000, config) == 0.0
     assert learning_rate(10_000, 400_000, config) == pytest.approx(2e-4 * 0.975)

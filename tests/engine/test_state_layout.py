@@ -1,7 +1,7 @@
-"""The bytes a parameter that the plan says are those that DeepSpeed really holds, through our engine.
+"""The planned bytes per parameter equal those that DeepSpeed holds in the project's engine.
 
-Two ranks are started for the default stage alone, because each stage needs two fresh processes; the other stages and
-precisions are held against numbers that were measured in the same way.
+Two ranks are only started for the default stage, because each stage needs two fresh processes. The other stages and
+precisions are compared with numbers that were measured in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STAGE = 1
 
 
 @pytest.mark.multiproc
-def test_state_per_gpu_in_bf16_on_two_ranks():
+def test_planned_state_bytes_equal_the_measured_ones_of_two_ranks_in_bf16():
     port = str(free_port())
     ranks = []
     for rank in ("0", "1"):
@@ -46,7 +46,7 @@ def test_state_per_gpu_in_bf16_on_two_ranks():
 
 @pytest.mark.parametrize(
     ("precision", "stage", "offload", "bytes_per_parameter"),
-    [  # what DeepSpeed 0.19.8 held live on 2 ranks, measured through engine/engine.py, less its fixed-size buckets
+    [  # live bytes of DeepSpeed 0.19.8 on 2 ranks, measured through engine/engine.py, without its fixed-size buckets
         ("bf16", 0, False, 16),
         ("bf16", 1, False, 14),
         ("bf16", 2, False, 10),
@@ -59,7 +59,9 @@ def test_state_per_gpu_in_bf16_on_two_ranks():
         ("bf16", 0, True, 16),
     ],
 )
-def test_state_on_two_gpus(precision: str, stage: int, offload: bool, bytes_per_parameter: float):
+def test_planned_state_bytes_equal_the_recorded_ones_on_two_gpus(
+    precision: str, stage: int, offload: bool, bytes_per_parameter: float
+):
     layout = state_layout(precision, stage, offload)
     assert sum(layout.bytes_per_gpu(part, 1000, 2) for part in PARTS) == 1000 * bytes_per_parameter
     assert eval(layout.formula().replace("P", "*1000").replace("W", "2")) == 1000 * bytes_per_parameter

@@ -23,7 +23,7 @@ def test_settings_are_those_of_the_reference_and_overrides_come_last() -> None:
         ("lrr=1", "unknown key `lrr`; did you mean `lr`"),
         ("lr=-1", "greater than 0"),
         ("lr", "expected key=value"),
-        ("max_length=900", "the model has 512 positions"),
+        ("max_length=900", "more than the 512 positions of the model"),
     ],
 )
 def test_a_wrong_setting_is_one_line(override: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands under their former names, which queued batch scripts and people's scripts still call."""
+"""Commands under their former names still work, because queued batch scripts and users' scripts call them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_former_modules_can_be_run(arguments: list[str]) -> None:
     assert done.stdout.startswith("usage:")
 
 
-def test_a_job_of_a_queued_script_is_noted(tmp_path: Path) -> None:
+def test_the_former_job_module_records_a_job(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     begin = ["begin", str(tmp_path), "--job", "7", "--nodes", "n1,n2", "--submitted", "100", "--started", "160"]
     subprocess.run([sys.executable, "-m", "launcher.job", *begin], check=True)
@@ -32,9 +32,9 @@ def test_the_former_submit_script_prints_the_same_batch_script(tiny_config: Call
     former = [sys.executable, str(REPOSITORY / "launcher" / "submit.py")]
     command = [sys.executable, "-c", "from launcher.cli.main import main; main()", "submit"]
     texts = [
-        subprocess.run([*first, *options], capture_output=True, text=True, check=True).stdout
-        for first in (former, command)
+        subprocess.run([*program, *options], capture_output=True, text=True, check=True).stdout
+        for program in (former, command)
     ]
-    first, second = ([line for line in text.splitlines() if not line.startswith("# ")] for text in texts)
-    assert first == second
-    assert first[0] == "#!/bin/bash"
+    former_lines, lines = ([line for line in text.splitlines() if not line.startswith("# ")] for text in texts)
+    assert former_lines == lines
+    assert former_lines[0] == "#!/bin/bash"

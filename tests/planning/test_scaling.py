@@ -105,7 +105,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml")
     with pytest.raises(UserError, match="24 GPUs do not share"):
         scale(config, _cluster(nodes=3))
-    with pytest.raises(UserError, match="links within a node are not known"):
+    with pytest.raises(UserError, match="links within a node is not known"):
         scale(config, _cluster(gpu="L4"))
 
 

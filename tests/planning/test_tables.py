@@ -60,7 +60,7 @@ def test_fp32_and_odd_gpu_counts_are_named():
     assert "no time is predicted in fp32" in plan_text(_large("train.precision=fp32"))
     assert "plan.num_gpus 7 is not one of them" in plan_text(_large("plan.num_gpus=7"))
     with pytest.raises(
-        UserError, match=r"plan\.gpu: no dense bf16 peak is known for 'TPUv3'; set it to one of .*H200"
+        UserError, match=r"plan\.gpu: no dense bf16 peak is known for 'TPUv3'; set plan.gpu to one of .*H200"
     ):
         plan_text(_large("plan.gpu=TPUv3"))
 

@@ -108,8 +108,8 @@ def test_a_model_without_a_head_and_pickled_weights(tmp_path: Path, released: An
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"vocab_size": 400}, "vocab_size is 300, the config's discriminator has 400"),
-        ({"embedding_size": 16}, "embedding_size is 32, the config's discriminator has 16"),
+        ({"vocab_size": 400}, "vocab_size is 300, but the config's discriminator has 400"),
+        ({"embedding_size": 16}, "embedding_size is 32, but the config's discriminator has 16"),
         ({"max_positions": 128}, "fewer positions than model.max_positions 128"),
     ],
 )

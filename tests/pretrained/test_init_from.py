@@ -130,7 +130,7 @@ def test_what_another_objective_lacks_is_named(
     assert torch.equal(towers.embeddings.position.weight, state["embeddings.position.weight"][:16])
     assert torch.equal(towers.generator_head.dense.weight, untouched.generator_head.dense.weight)
     deeper = changed(config, "mlm", discriminator={**config.model.discriminator.model_dump(), "num_layers": 3})
-    with pytest.raises(UserError, match="num_hidden_layers is 2, the config's discriminator has 3"):
+    with pytest.raises(UserError, match="num_hidden_layers is 2, but the config's discriminator has 3"):
         load_source(build_towers(deeper.model, 2, deeper.objective), train)
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_source_is_one_line_and_nothing_is_written(tiny_config: MakeConf
     for given, said in (
         ([f"train.init_from={empty}"], "neither a run (config.yaml), nor an export"),
         ([f"train.init_from={alien}"], "is not the vocabulary of data.corpus"),
-        ([f"train.init_from={narrow}"], "embedding_size is None, the config's discriminator has 24"),
+        ([f"train.init_from={narrow}"], "embedding_size is None, but the config's discriminator has 24"),
         ([f"train.init_generator_from={empty}"], "init_generator_from needs init_from"),
     ):
         command = [sys.executable, str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(tiny_config())]

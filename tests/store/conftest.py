@@ -1,4 +1,4 @@
-"""Stores of each kind, and stores behind the fault proxy."""
+"""Fixtures: a store of each kind, and stores behind the fault proxy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=1.0)
 
 @pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store of each kind."""
+    """An empty store: a local folder or S3."""
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
     url = request.getfixturevalue("bucket")
@@ -29,7 +29,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def faulty(bucket: str, proxy: FaultProxy) -> Callable[..., Store]:
-    """`faulty(plan)`: a store whose requests go through the proxy."""
+    """A function that opens a store behind the fault proxy: `faulty(plan)`."""
 
     def connect(plan: FaultPlan, retry: RetryPolicy = QUICK) -> Store:
         proxy.plan = plan

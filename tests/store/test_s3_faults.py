@@ -1,4 +1,4 @@
-"""S3 that breaks: every fault of the proxy, alone and mixed, between the store and a real server."""
+"""S3 faults between the store and a real server: each kind alone, all kinds mixed, and errors that are final."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
-def test_mixed_faults(seed: int, faulty: Callable[..., Store], tmp_path: Path) -> None:
-    """Half of all requests fail, uploads too; every byte comes through and counts are kept."""
+def test_mixed_faults_of_uploads_and_downloads_are_survived_and_counted(
+    seed: int, faulty: Callable[..., Store], tmp_path: Path
+) -> None:
+    """Half of all requests fail."""
     kinds = tuple(kind for kind in (*DOWNLOAD_FAULTS, "lost") if kind not in ("flip", "stall"))
     plan = FaultPlan(seed=seed, rate=0.5, faults=kinds)
     store = faulty(plan)
@@ -61,12 +63,12 @@ def test_mixed_faults(seed: int, faulty: Callable[..., Store], tmp_path: Path) -
         store.fetch(f"k{number}", tmp_path / "f", must_exist=True)
         assert (tmp_path / "f").read_bytes() == data
     assert plan.counts.total() >= 10
-    # An object that was replaced may cost two: the broken body, and the refusal to go on with another version.
+    # A replaced object may cost two retries: one for the broken body, one for the refused range of the old version.
     assert plan.counts.total() <= store.retries <= plan.counts.total() + plan.counts["replaced"]
 
 
-def test_resumes_from_the_last_good_byte(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
-    """A body of 1 MiB that is reset eight times in a row is not asked for again from its start."""
+def test_an_interrupted_download_resumes_where_it_stopped(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
+    """The body of 1 MiB ends early up to eight times in a row."""
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", DATA)
@@ -89,8 +91,9 @@ def test_resumes_from_the_last_good_byte(faulty: Callable[..., Store], proxy: Fa
     assert starts[-1] > len(DATA) // 2
 
 
-def test_object_replaced_for_real_during_the_download(faulty: Callable[..., Store], proxy: FaultProxy) -> None:
-    """The second version arrives whole, never a mixture."""
+def test_an_object_replaced_during_its_download_is_read_in_its_new_version(
+    faulty: Callable[..., Store], proxy: FaultProxy
+) -> None:
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     new = os.urandom(len(DATA))
@@ -110,8 +113,8 @@ def test_object_replaced_for_real_during_the_download(faulty: Callable[..., Stor
     assert plan.counts["short"] == 1
 
 
-def test_lost_answers_of_conditional_writes(faulty: Callable[..., Store]) -> None:
-    """The answer is lost after the object was stored: the writer still knows that it won, another that it lost."""
+def test_write_new_knows_whether_it_won_although_answers_are_lost(faulty: Callable[..., Store]) -> None:
+    """The answer is lost after the object was stored."""
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     plan.rate, plan.faults, plan.in_a_row = 1.0, ("lost",), 2
@@ -121,8 +124,7 @@ def test_lost_answers_of_conditional_writes(faulty: Callable[..., Store]) -> Non
     assert store.read("commit") == b"mine"
 
 
-def test_racers_behind_faults(faulty: Callable[..., Store]) -> None:
-    """Exactly one of eight wins each commit, though answers get lost and requests are refused."""
+def test_exactly_one_of_eight_concurrent_write_new_calls_wins_behind_faults(faulty: Callable[..., Store]) -> None:
     store = faulty(FaultPlan(seed=5, rate=0.4, faults=("lost", "slowdown", "reset")))
     for number in range(10):
         won: list[int] = []
@@ -140,13 +142,13 @@ def test_racers_behind_faults(faulty: Callable[..., Store]) -> None:
         assert store.read(f"commit-{number}") == b"%d" % won[0]
 
 
-def test_multipart_upload_with_faults(
+def test_multipart_upload_survives_faults(
     faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from electra_dist.store import s3
 
     monkeypatch.setattr(s3, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(s3, "_PART", 5 << 20)  # the least that S3 allows
+    monkeypatch.setattr(s3, "_PART", 5 << 20)  # the smallest part that S3 allows
     path = tmp_path / "big"
     path.write_bytes(os.urandom(12 << 20))
     for kinds in (("slowdown", "reset"), ("lost",)):
@@ -159,7 +161,9 @@ def test_multipart_upload_with_faults(
 
 
 @pytest.mark.parametrize("fault", ["slowdown", "reset", "stall", "missing", "expired", "replaced"])
-def test_gives_up_naming_the_object(fault: str, faulty: Callable[..., Store]) -> None:
+def test_a_fault_that_persists_fails_naming_the_object_and_the_next_step(
+    fault: str, faulty: Callable[..., Store]
+) -> None:
     plan = FaultPlan(rate=0.0)
     store = faulty(plan, IMPATIENT)
     store.write("shard.tar", DATA[:1000])  # smaller than a chunk: a broken body makes no progress
@@ -172,7 +176,7 @@ def test_gives_up_naming_the_object(fault: str, faulty: Callable[..., Store]) ->
     assert re.search("check the object|restore the object|renew them", str(e.value))
 
 
-def test_budget_and_deadline(faulty: Callable[..., Store]) -> None:
+def test_retries_end_at_the_budget_and_at_the_deadline(faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=10**9)
     store = faulty(plan, RetryPolicy(first_wait_s=0.0, budget=7, tries=100))
     with pytest.raises(StoreExhausted, match="budget of 7 retries is used up"):
@@ -183,8 +187,9 @@ def test_budget_and_deadline(faulty: Callable[..., Store]) -> None:
         store.read("x")
 
 
-def test_final_errors_fail_at_once(s3: s3_server.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, the URL, the next step, no retry, no secret."""
+def test_final_errors_fail_without_retry_naming_the_next_step_and_no_secret(
+    s3: s3_server.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patient = RetryPolicy(first_wait_s=60.0)
     endpoint = s3.endpoint_url
 
@@ -226,10 +231,10 @@ def test_final_errors_fail_at_once(s3: s3_server.S3Server, bucket: str, monkeypa
         (400, "InvalidArgument", "refused with 400 InvalidArgument"),
     ],
 )
-def test_final_answers(
+def test_final_answers_are_explained_without_retry_and_without_the_services_text(
     status: int, code: str, message: str, faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service's own text, which quotes the key here as real ones do, is never repeated."""
+    """The text of the service quotes the secret key, as real services do, so it must not be repeated."""
     from support import fault_server
 
     monkeypatch.setitem(
@@ -242,7 +247,7 @@ def test_final_answers(
     assert store.retries == 0
 
 
-def test_missing_is_final_unless_promised(faulty: Callable[..., Store]) -> None:
+def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[..., Store]) -> None:
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
@@ -270,7 +275,7 @@ def test_credentials_are_read_again_when_they_expire(
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/x", "s3://KEY@bucket"])
-def test_credentials_in_urls_are_refused_unseen(url: str) -> None:
+def test_credentials_in_urls_are_refused_and_not_printed(url: str) -> None:
     with pytest.raises(UserError, match="keep credentials out of URLs") as caught:
         open_store(url)
     assert "KEY" not in str(caught.value)
@@ -282,20 +287,20 @@ def test_credentials_in_urls_are_refused_unseen(url: str) -> None:
         open_store("s3://bucket/x", "host:9000")
 
 
-def test_unreachable_service_is_named_soon(bucket: str) -> None:
+def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
     quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", retry=quick)
     with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 8 times .*check the endpoint URL and the network"):
         store.read("x")
 
 
-def test_without_boto3_the_next_step_is_named() -> None:
+def test_without_boto3_the_error_names_the_package_to_install() -> None:
     script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open import open_store; open_store('s3://b/c')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr
 
 
-def test_full_disk_is_not_taken_for_a_network_fault(faulty: Callable[..., Store]) -> None:
+def test_full_disk_is_not_mistaken_for_a_network_fault(faulty: Callable[..., Store]) -> None:
     class FullDisk(io.BytesIO):
         def write(self, data: object) -> int:
             raise OSError(28, "No space left on device")
@@ -307,7 +312,7 @@ def test_full_disk_is_not_taken_for_a_network_fault(faulty: Callable[..., Store]
     assert store.retries == 0
 
 
-def test_schedule_is_a_function_of_its_seed() -> None:
+def test_the_schedule_of_faults_is_a_function_of_its_seed() -> None:
     def draws(seed: int) -> list[tuple[str | None, float]]:
         plan = FaultPlan(seed=seed)
         return [plan.draw("GET", f"/bucket/{n % 7}") for n in range(200)]
@@ -317,8 +322,8 @@ def test_schedule_is_a_function_of_its_seed() -> None:
     assert set(BODY_FAULTS) < {kind for kind, _ in draws(1)}
 
 
-def test_kinds_keep_to_their_paths() -> None:
-    """`flip:.tar` flips nothing else, and a list of a bucket is no object that could be flipped or missing."""
+def test_kinds_of_faults_only_hit_the_paths_that_they_apply_to() -> None:
+    """`flip:.tar` only flips shards, and the listing of a bucket is never flipped or missing."""
     plan = FaultPlan(seed=1, rate=1.0, faults=("flip:.tar", "missing", "slowdown"), in_a_row=10**9)
 
     def kinds(path: str) -> set[str | None]:

@@ -1,4 +1,4 @@
-"""What every store promises, checked on a local folder and on a real S3 server."""
+"""The contract of every store, tested on a local folder and on a real S3 server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from electra_dist.store.open import open_store
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]
 
 
-def test_objects_come_back_as_written(store: Store) -> None:
+def test_objects_are_read_back_as_written(store: Store) -> None:
     for key, data in {"a": b"1", "deep/er/b": b"", "c": os.urandom(300_000)}.items():
         assert not store.exists(key)
         store.write(key, data)
@@ -30,7 +30,7 @@ def test_objects_come_back_as_written(store: Store) -> None:
         assert store.read(key) == data + b"more"
 
 
-def test_listing_is_by_string_prefix_and_sorted(store: Store) -> None:
+def test_listing_is_by_string_prefix_and_sorted_without_deleted_keys(store: Store) -> None:
     assert store.list() == []
     for key in ("step-2/b", "step-10/a", "step-1/a", "other"):
         store.write(key, b"x")
@@ -43,7 +43,7 @@ def test_listing_is_by_string_prefix_and_sorted(store: Store) -> None:
     assert store.list("step-1/") == []
 
 
-def test_fetch_and_upload(store: Store, tmp_path: Path) -> None:
+def test_an_uploaded_file_is_fetched_unchanged(store: Store, tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "new" / "back"
     source.write_bytes(os.urandom(3 << 20))
     store.upload(source, "x/file")
@@ -52,14 +52,14 @@ def test_fetch_and_upload(store: Store, tmp_path: Path) -> None:
     assert list(back.parent.iterdir()) == [back]
 
 
-def test_range_is_that_part_of_the_object_or_what_there_is_of_it(store: Store) -> None:
+def test_a_range_is_that_part_of_the_object_and_ends_at_its_end(store: Store) -> None:
     data = os.urandom(300_000)
     store.write("x", data)
     store.write("empty", b"")
     for start, length in ((0, 300_000), (0, 1), (299_999, 1), (123, 200_000), (299_000, 5000), (300_000, 10), (5, 0)):
-        found = store.read_range("x", start, length)
-        assert found == data[start : start + length]
-        assert not found.readonly
+        part = store.read_range("x", start, length)
+        assert part == data[start : start + length]
+        assert not part.readonly
     assert store.read_range("x", 10**9, 10) == b""
     assert store.read_range("empty", 0, 10) == b""
 
@@ -73,8 +73,8 @@ def test_missing_object_is_named(store: Store, missing: str, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_of_many_racers_one_creates(store: Store) -> None:
-    """The commit marker's promise. Twenty rounds of eight threads; the winner's bytes are what is read."""
+def test_exactly_one_of_eight_concurrent_write_new_calls_wins_and_its_bytes_are_stored(store: Store) -> None:
+    """A commit relies on this guarantee; there are twenty rounds of eight threads."""
     for round_number in range(20):
         won: list[bytes] = []
         barrier = threading.Barrier(8)
@@ -95,7 +95,7 @@ def test_of_many_racers_one_creates(store: Store) -> None:
 
 
 @pytest.mark.parametrize("key", OUTSIDE)
-def test_keys_stay_inside(store: Store, key: str, tmp_path: Path) -> None:
+def test_keys_outside_the_store_are_refused(store: Store, key: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a relative path"):
         check_key(key)
     if store.local_path("x") is not None and ".." in key:
@@ -106,7 +106,7 @@ def test_keys_stay_inside(store: Store, key: str, tmp_path: Path) -> None:
             call(key)
 
 
-def test_local_errors_are_one_line_with_a_next_step(tmp_path: Path) -> None:
+def test_local_errors_name_the_cause_and_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="not a folder; choose another path"):
         open_store(str(tmp_path / "file")).write("a", b"")
@@ -123,7 +123,7 @@ def test_local_errors_are_one_line_with_a_next_step(tmp_path: Path) -> None:
 
 
 def test_unwritable_folder_is_named(tmp_path: Path) -> None:
-    """In a process of an ordinary user: root may write anywhere."""
+    """The write is tried in a process of an ordinary user, because root may write anywhere."""
     folder = tmp_path / "readonly"
     folder.mkdir(mode=0o555)
     script = (
@@ -139,8 +139,8 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     assert f"{folder}/a: not writable; give this user the right to write" in done.stderr
 
 
-def test_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
-    """A writer that is killed at any moment: the object is one of the versions, and listings show nothing else."""
+def test_an_object_whose_writer_was_killed_has_its_old_or_new_bytes(tmp_path: Path) -> None:
+    """The writer is killed at several moments; listings show no unfinished file."""
     script = (
         "import sys; from electra_dist.store.open import open_store\n"
         "store = open_store(sys.argv[1]); n = 0\n"
@@ -161,7 +161,7 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
         assert open_store(str(folder)).list() == ["k"]
 
 
-def test_unfinished_write_is_discarded_if_it_is_doomed(tmp_path: Path) -> None:
+def test_unfinished_writes_selected_by_doomed_are_discarded(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     store.write("step-1/kept", b"x")
     for folder, name in (("step-1", "a"), ("step-2", "b"), ("other", "c")):

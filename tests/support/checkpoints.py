@@ -1,6 +1,7 @@
-"""Small checkpoints without an engine, for tests and drills: four parameters, cut over ranks as ZeRO-1 cuts them.
+"""Small checkpoints for tests and drills: four parameters, partitioned over ranks as ZeRO-1 partitions them.
 
-What a checkpoint of (run, step) must hold is a pure function of both, so that any load can be judged.
+No engine is needed. The values that a checkpoint must hold are a pure function of (run, step), so a test can compare
+any loaded checkpoint with them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Content = dict[str, dict[Kind, torch.Tensor]]  # parameter -> kind -> flat value
 
 
 def content(step: int, run: int = 0) -> Content:
-    """What the checkpoint of `step` holds."""
+    """Return the values that the checkpoint of `step` of run number `run` must hold."""
     numbers = np.random.default_rng([run, step])
     return {
         name: {kind: torch.from_numpy(numbers.standard_normal(prod(shape), np.float32)) for kind in KINDS}
@@ -35,37 +36,42 @@ def content(step: int, run: int = 0) -> Content:
 
 
 def empty() -> Content:
-    """Zeros, to load into."""
+    """Return zeros of the same shapes, as the target of a load."""
     return {name: {kind: torch.zeros(prod(shape)) for kind in KINDS} for name, shape in SHAPES.items()}
 
 
 def equal(a: Content, b: Content) -> bool:
-    """Bit for bit."""
+    """Return whether two contents are equal bit for bit."""
     return all(torch.equal(a[n][k].view(torch.int32), b[n][k].view(torch.int32)) for n in SHAPES for k in KINDS)
 
 
 def damage(store: Store, key: str, at: int | None = None) -> None:
-    """Flip one bit of an object: in its middle, or in the byte `at`."""
+    """Flip one bit of an object, in the byte `at` or, by default, in its middle byte."""
     data = bytearray(store.read(key))
     data[len(data) // 2 if at is None else at] ^= 1
     store.write(key, bytes(data))
 
 
 def share(values: Content, rank: int, world_size: int) -> list[Fragment]:
-    """One rank's part: all parameters end to end, cut into `world_size` equal pieces."""
+    """Return one rank's fragments: all parameters are laid end to end and cut into `world_size` equal pieces."""
     total = sum(prod(shape) for shape in SHAPES.values())
-    first, last = total * rank // world_size, total * (rank + 1) // world_size
-    fragments, reached = [], 0
+    share_start = total * rank // world_size
+    share_end = total * (rank + 1) // world_size
+    fragments = []
+    parameter_start = 0
     for name, shape in SHAPES.items():
-        begin, end = max(first - reached, 0), min(last - reached, prod(shape))
+        numel = prod(shape)
+        begin = max(share_start - parameter_start, 0)
+        end = min(share_end - parameter_start, numel)
         if begin < end:
             views = {kind: tensor[begin:end] for kind, tensor in values[name].items()}
             fragments.append(Fragment(name=name, start=begin, numel=end - begin, views=views))
-        reached += prod(shape)
+        parameter_start += numel
     return fragments
 
 
 def state_at(step: int, attempt: int = 1, world_size: int = 2, **fields: Any) -> RunState:
+    """Return the run state of a checkpoint at `step`; `fields` replace any of its default values."""
     settings: dict[str, Any] = {
         "step": step,
         "attempt": attempt,
@@ -94,8 +100,9 @@ def save(
     run: int = 0,
     fields: Mapping[str, Any] = {},
 ) -> RunState:
-    """All ranks' writers in this process."""
-    values, state = content(step, run), state_at(step, attempt, world_size, **fields)
+    """Save one checkpoint with the writers of all ranks in this process and return its run state."""
+    values = content(step, run)
+    state = state_at(step, attempt, world_size, **fields)
     writers = [CheckpointWriter(targets, staging, rank, attempt, policy) for rank in range(world_size)]
     for rank, writer in enumerate(writers):
         writer.save(state, share(values, rank, world_size))

@@ -1,4 +1,4 @@
-"""Random prose, and a small vocabulary of its words, for tests of the tokenizer, of corpora and of their commands."""
+"""Random prose and a small vocabulary of its words, for tests of the tokenizer, of corpora and of corpus commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ WORDS = ["the", "of", "and", "a", "to", "in", "he", "was", "that", "it", "his", 
 
 
 def make_vocabulary() -> Vocabulary:
-    """Return special tokens (not at the front, to catch fixed ids), letters, digits, punctuation and some words."""
+    """Return a vocabulary of special tokens, letters, digits, punctuation and some of WORDS.
+
+    The special tokens are not at the front, so that code with hard-coded ids fails.
+    """
     chars = string.ascii_lowercase + string.digits
     tokens = [
         *string.punctuation,
@@ -30,11 +33,12 @@ def make_vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def vocabulary() -> Vocabulary:
+    """The vocabulary of `make_vocabulary`."""
     return make_vocabulary()
 
 
 def make_prose(num_documents: int, seed: int) -> list[str]:
-    """Documents of 1 to 12 lines of 1 to 40 words; now and then a paragraph of 300 words on one line."""
+    """Return documents of 1 to 12 lines of 1 to 40 words; one line in twenty is a paragraph of 300 words."""
     draw = random.Random(seed)
     documents = []
     for number in range(num_documents):
@@ -46,4 +50,5 @@ def make_prose(num_documents: int, seed: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def prose() -> Callable[[int, int], list[str]]:
+    """The function `make_prose(num_documents, seed)`."""
     return make_prose

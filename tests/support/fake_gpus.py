@@ -1,4 +1,4 @@
-"""GPU probes on the fake driver of support/fake_nvml, each fake GPU a dict of differences from a healthy one."""
+"""GPU probes on the fake driver of support/fake_nvml. Each fake GPU is a dict of differences from a healthy one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.fake_nvml import pynvml as fake
 from electra_dist import nvml
 from electra_dist.nvml import GpuProbe
 
-UNSUPPORTED = {key: "unsupported" for key in fake.HEALTHY if not key.endswith("_error")}  # a GPU that tells nothing
+UNSUPPORTED = {key: "unsupported" for key in fake.HEALTHY if not key.endswith("_error")}  # a GPU that answers no query
 
 
 def fake_probes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuProbe]:
-    """Put the fake driver in place; the returned function opens a probe of the GPUs that it is given."""
+    """Install the fake driver and return a function that opens a probe of the GPUs passed to it."""
     monkeypatch.setattr(nvml, "pynvml", fake)
 
     def probe(*devices: dict[str, Any]) -> GpuProbe:

@@ -1,4 +1,4 @@
-"""A proxy that breaks S3 on purpose: put it in front of a server and point a client's endpoint URL at it.
+"""An HTTP proxy that injects S3 faults: put it in front of a server and point a client's endpoint URL at it.
 
     python tests/support/fault_server.py --upstream http://127.0.0.1:9000 --port 9999 --seed 1 --rate 0.3
 
@@ -8,15 +8,16 @@ Faults (--faults, comma-separated; all by default; KIND:TEXT hits only paths tha
   short      the body ends early although Content-Length promises more
   flip       one byte of the body is wrong
   stall      the body stops in the middle for --stall-s seconds, then the connection closes
-  missing    404 NoSuchKey for an object that is there
+  missing    404 NoSuchKey for an object that exists
   replaced   the body breaks in the middle and the object has another ETag afterwards
   expired    400 ExpiredToken
   lost       a PUT or POST is carried out, but its answer is lost
-Lists of a bucket are never flipped, missing or replaced, which are things that happen to objects.
+Listings of a bucket are never flipped, missing or replaced: these faults only happen to objects.
 
-Which request is hit by what is a function of (seed, method, key, how often that was asked for), so a schedule repeats
-whatever the timing of the clients and the bucket's name. At most --in-a-row faults hit the same method and path one
-after another, so a client that is patient enough always gets through. GET /-/faults says how many of each there were.
+The fault of a request is a function of (seed, method, key, number of earlier requests for them), so a schedule
+repeats whatever the clients' timing and the bucket's name are. At most --in-a-row faults hit the same method and path
+one after another, so a client that retries more often than that always succeeds. GET /-/faults returns the number of
+faults by kind as JSON.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 @dataclass
 class FaultPlan:
-    """What to inject, and what has been injected."""
+    """Schedule of the faults to inject, with a record of those injected so far. Thread-safe."""
 
     seed: int = 0
     rate: float = 0.3  # share of requests that are hit
     faults: tuple[str, ...] = ALL_FAULTS
     only: str = ""  # hit only paths that contain this
     in_a_row: int = 3
-    most: int | None = None  # faults in all
+    most: int | None = None  # largest number of faults in total; None: no limit
     stall_s: float = 3.0
     counts: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
@@ -70,7 +71,10 @@ class FaultPlan:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def draw(self, method: str, path: str) -> tuple[str | None, float]:
-        """The fault for the next request of `method` and `path`, and where in the body it strikes, in (0, 1)."""
+        """Return the fault of the next request of `method` and `path` (None: no fault) and its place in the body.
+
+        The place is a fraction of the body's length, in (0, 1).
+        """
         kinds = self._possible(method, path)
         with self._lock:
             self.requests += 1
@@ -91,6 +95,7 @@ class FaultPlan:
             return chosen, (where + 0.5) / 2**32
 
     def _possible(self, method: str, path: str) -> list[str]:
+        """Return the kinds of `faults` that can hit a request of `method` and `path`."""
         kinds = [kind for kind, _, text in (fault.partition(":") for fault in self.faults) if text in path]
         possible = set(DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS)
         if "/" not in path.strip("/"):  # the bucket itself
@@ -99,7 +104,7 @@ class FaultPlan:
 
 
 class FaultProxy(http.server.ThreadingHTTPServer):
-    """Listens on 127.0.0.1; `plan` may be replaced at any time."""
+    """Proxy on 127.0.0.1 that injects the faults of `plan`, which may be replaced at any time."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -111,10 +116,11 @@ class FaultProxy(http.server.ThreadingHTTPServer):
 
     @property
     def endpoint_url(self) -> str:
+        """The URL to give to S3 clients."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are the purpose, not an error."""
+        """Ignore clients that hang up: the faults make them do so."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -149,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Ask the server with the same Host, so that the client's signature holds."""
+        """Send the request to the real server with the same Host header, so that the client's signature is valid."""
         upstream = self.server.upstream
         connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port, timeout=60)
         with contextlib.closing(connection):
@@ -176,12 +182,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def _break_body(self, fault: str, status: int, headers: dict[str, str], body: bytes, at: int) -> None:
+        """Send an answer whose body is broken at byte `at` as `fault` describes."""
         headers = {**headers, "Content-Length": str(len(body))}
         if fault == "flip":
             at -= 1
             self._answer(status, headers, body[:at] + bytes([body[at] ^ 0x40]) + body[at + 1 :])
             return
-        if fault == "replaced":  # the resumed request asks for this version, which there is no more
+        if fault == "replaced":  # a resumed request asks for this version, which no longer exists
             headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
             headers["ETag"] = f'"{hashlib.md5(self.path.encode()).hexdigest()}"'
         self._send_head(status, headers)
@@ -194,7 +201,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _reset(self) -> None:
-        """RST instead of FIN, after what was sent has had time to arrive."""
+        """Close the connection with RST instead of FIN, after the bytes sent so far have had time to arrive."""
         time.sleep(0.01)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
@@ -204,7 +211,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def running_faults(upstream: str, plan: FaultPlan | None = None) -> Iterator[FaultProxy]:
-    """The proxy in a thread of this process for the length of the block."""
+    """Run the proxy in a thread of this process for the length of the block."""
     with FaultProxy(upstream, plan or FaultPlan()) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -216,18 +223,20 @@ def running_faults(upstream: str, plan: FaultPlan | None = None) -> Iterator[Fau
 
 
 def main() -> None:
-    """Serve until Ctrl-C or SIGTERM, then say what was injected."""
+    """Serve until Ctrl-C or SIGTERM, then print the number of requests and of faults by kind."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = FaultPlan()
     parser.add_argument("--upstream", required=True, help="endpoint URL of the real server")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="schedule")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the schedule")
     parser.add_argument("--rate", type=float, default=defaults.rate, help="share of requests that are hit")
     parser.add_argument("--faults", default=",".join(ALL_FAULTS), help="kinds to inject")
     parser.add_argument("--only", default="", metavar="TEXT", help="hit only paths that contain TEXT")
-    parser.add_argument("--in-a-row", type=int, default=defaults.in_a_row, help="most faults one after another")
-    parser.add_argument("--most", type=int, help="most faults in all")
+    parser.add_argument(
+        "--in-a-row", type=int, default=defaults.in_a_row, help="largest number of faults in succession"
+    )
+    parser.add_argument("--most", type=int, help="largest number of faults in total (default: no limit)")
     parser.add_argument("--stall-s", type=float, default=defaults.stall_s, help="length of a stall, in seconds")
     args = parser.parse_args()
     kinds = tuple(args.faults.split(","))

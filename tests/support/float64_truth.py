@@ -1,6 +1,7 @@
-"""Objectives once more, in float64 and from their definitions: Hugging Face's encoders, plain sums, no kernel of ours.
+"""Reference implementation of the objectives in float64, written from their definitions.
 
-Masks and random words are ours (they have tests of their own); everything that is computed from them is not.
+It uses Hugging Face's encoders and plain sums, and no kernel of this project. Masks and random bits come from this
+project, where they have their own tests; everything computed from them is independent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
 
 
 class Corrupted(NamedTuple):
-    """What a generator made of the rows."""
+    """Rows corrupted by a generator: masks, resulting ids, summed MLM loss and sampled tokens."""
 
     masking: Masking
     ids: torch.Tensor
@@ -28,7 +29,7 @@ class Corrupted(NamedTuple):
 
 
 class Truth:
-    """One batch under one objective's weights."""
+    """Reference computation of one batch with the weights of one objective."""
 
     def __init__(self, module: Objective, model: ModelConfig, ids: torch.Tensor, rows: torch.Tensor) -> None:
         self.objective, self.special, self.model = module.objective, module.special, model
@@ -39,7 +40,7 @@ class Truth:
         self.together = self.layout.example_BS[:, :, None] == self.layout.example_BS[:, None, :]
 
     def states(self, tower: str, ids: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, S, H] of Hugging Face's encoder; `allowed` [S, S] narrows who may see whom."""
+        """Return the states of Hugging Face's encoder, [B, S, H]; `allowed` [S, S] further restricts attention."""
         state = self.state
         if tower == "generator_reverse":
             tower, state = "generator", {k.replace("generator_reverse.", "generator."): v for k, v in state.items()}
@@ -70,10 +71,11 @@ class Truth:
             ).last_hidden_state
 
     def dense(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Apply the linear layer `name` to `x`."""
         return x @ self.state[f"{name}.weight"].T + self.state[f"{name}.bias"]
 
     def token_log_probs(self, head: str, states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[..., V] log softmax of a token head."""
+        """Return the log softmax of a token head, [..., V]."""
         x = gelu(self.dense(f"{head}.dense", states))
         x = x - x.mean(-1, keepdim=True)
         x = x / (x.pow(2).mean(-1, keepdim=True) + self.model.layer_norm_eps).sqrt()
@@ -82,22 +84,24 @@ class Truth:
         return logits - logits.exp().sum(-1, keepdim=True).log()
 
     def detection_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of replaced-token detection, [B, S]."""
         return self.dense("discriminator_head.out", gelu(self.dense("discriminator_head.dense", states)))[..., 0]
 
     def discriminator_table(self) -> torch.Tensor:
+        """Return the discriminator's word embeddings under the configured kind of sharing."""
         own = self.state.get("discriminator_embeddings.word.weight")
         shared = self.state["embeddings.word.weight"]
         return shared if own is None else own + shared if self.model.sharing == "gdes" else own
 
     def sample(self, log_probs: torch.Tensor, rows: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Gumbel-max in float64; the true token never under `disallow_correct`, which no test here sets."""
+        """Sample tokens by Gumbel-max in float64. The option `disallow_correct` is not supported."""
         bits = bits_grid(seed, Purpose.SAMPLE, step, rows.flatten(), self.model.vocab_size).double()
         gumbel = -(-(-(bits + 0.5) / 2**32).log1p()).log()
         scores = log_probs.flatten(0, -2) / self.objective.temperature + gumbel
         return scores.argmax(-1).view(log_probs.shape[:-1])
 
     def corrupt(self, step: int, seed: int) -> Corrupted:
-        """The generator's part of ELECTRA."""
+        """Return the rows as the generator of ELECTRA corrupts them."""
         masking = mask_rows(self.ids, self.special, self.objective, seed, step, self.rows)
         target = self.ids.gather(1, masking.position_BN)
         if self.fixed is not None:
@@ -112,14 +116,14 @@ class Truth:
         return Corrupted(masking, self.insert(masking, sampled), mlm_sum, sampled)
 
     def insert(self, masking: Masking, sampled: torch.Tensor) -> torch.Tensor:
-        """The rows with samples in place, one slot at a time (masks are without replacement here)."""
+        """Return the rows with the samples inserted one slot at a time; mask positions must be distinct."""
         ids = self.ids.clone()
         for b, n in (masking.weight_BN > 0).nonzero().tolist():
             ids[b, masking.position_BN[b, n]] = sampled[b, n]
         return ids
 
     def cloze_log_probs(self) -> torch.Tensor:
-        """[B, S, V] of Electric's noise model: each position from the states of its two neighbours."""
+        """Return log q of Electric's noise model, [B, S, V]: each position is predicted from its two neighbours."""
         B, S = self.ids.shape
         past = torch.ones(S, S, dtype=torch.bool).tril()
         left, right = self.states("generator", self.ids, past), self.states("generator_reverse", self.ids, past.T)
@@ -133,7 +137,7 @@ class Truth:
         return self.token_log_probs("generator_head", both, self.state["embeddings.word.weight"])
 
     def losses(self, step: int, seed: int) -> tuple[float, float, torch.Tensor]:
-        """(first loss's sum, second's, the discriminator's input), unweighted, by the objective's name."""
+        """Return (sum of the first loss, sum of the second loss, the discriminator's input); losses are unweighted."""
         name, real, ids = self.objective.name, self.layout.is_real_BS, self.ids
         if name == "mlm":
             masking = mask_rows(ids, self.special, self.objective, seed, step, self.rows)
@@ -158,13 +162,15 @@ class Truth:
         return float(made.mlm_sum), float(nats[real].sum()), made.ids
 
     def predict(self, ids: torch.Tensor, masking: Masking) -> torch.Tensor:
-        """The large tower's MLM loss of the masked positions, having read `ids`."""
+        """Return the discriminator tower's summed MLM loss at the masked positions when its input is `ids`."""
         log_probs = self.token_log_probs("token_head", self.states("discriminator", ids), self.discriminator_table())
         at_target = log_probs.gather(-1, self.ids[..., None])[..., 0]
         return -(at_target.gather(1, masking.position_BN) * masking.weight_BN).sum()
 
     def electric(self, step: int, seed: int) -> tuple[float, float, torch.Tensor]:
-        ids, B, S = self.ids, *self.ids.shape
+        """Return the same as `losses` for the objective Electric."""
+        ids = self.ids
+        B, S = ids.shape
         log_q = self.cloze_log_probs()
         cloze = -log_q.gather(-1, ids[..., None])[..., 0][is_candidate(ids, self.special)].sum()
         sampled = self.sample(log_q, self.rows[:, None] * S + torch.arange(S), step, seed)
@@ -180,16 +186,17 @@ class Truth:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return the exact GELU of `x`, by the error function."""
     return x * 0.5 * (1 + torch.erf(x / 2**0.5))
 
 
 def cross_entropy(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """-log of the probability of the label."""
+    """Return minus the log probability of each binary label."""
     return (1 + torch.where(label, -logits, logits).exp()).log()
 
 
 def shaken(module: Any, scale: float = 0.05) -> Any:
-    """Every parameter off its default, so that a part left out shows."""
+    """Add noise to every parameter, so that a test fails if the code under test ignores one; return the module."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))

@@ -1,17 +1,17 @@
-"""The import graph of the project's sources, read from their syntax trees.
+"""Reads the import graph of the project's sources from their syntax trees.
 
     python tests/support/import_graph.py [ROOT]      prints its figures
 
 Guarantee: no source is executed. Every import statement counts, wherever it stands: at the top of a file, inside a
-function, or under TYPE_CHECKING. `from package import name` is an import of the module `package.name` if there is
-one, else of `package/__init__.py`.
+function, or under TYPE_CHECKING. `from package import name` is an import of the module `package.name` if that exists,
+otherwise of `package/__init__.py`.
 
-How: a file is known by its path below the root, for example `electra_dist/store/local.py`. A package is what
-`docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a module that stands in
-one of the two beside the folders, electra_kernels, or the benchmarks.
+How: a file is identified by its path below the root, for example `electra_dist/store/local.py`. Packages are those
+that `docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single module of
+one of the two, electra_kernels, or the benchmarks.
 
 Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
-`python -m`, are not imports here.
+`python -m`, are not counted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def imported_names(root: Path, file: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            if node.module:
+                parts = [*parts, node.module]
+            base = ".".join(parts)
             names |= {f"{base}.{alias.name}" for alias in node.names}
     return names
 
@@ -83,7 +85,7 @@ def package_of(file: str) -> str:
 
 
 def package_imports(files: Mapping[str, set[str]]) -> Graph:
-    """Return which packages each package imports, itself left out."""
+    """Return which other packages each package imports."""
     graph: Graph = defaultdict(set)
     for file, targets in files.items():
         package = package_of(file)
@@ -92,7 +94,7 @@ def package_imports(files: Mapping[str, set[str]]) -> Graph:
 
 
 def reachable(graph: Mapping[str, set[str]], start: Iterable[str]) -> set[str]:
-    """Return the nodes that can be reached from `start` by one import or more."""
+    """Return the nodes that can be reached from `start` by at least one import."""
     found: set[str] = set()
     waiting = list(start)
     while waiting:
@@ -122,8 +124,8 @@ def upward_imports(files: Mapping[str, set[str]], layers: Mapping[str, Layer]) -
     """Return a line for each import between two packages whose target is not in a lower layer.
 
     Args:
-        files: which files each file imports.
-        layers: layer of each package; files of packages that are not in it are passed over.
+        files: the files that each file imports.
+        layers: layer of each package; imports from or of packages that are missing in it are ignored.
     """
     found = []
     for file, targets in sorted(files.items()):
@@ -137,11 +139,12 @@ def upward_imports(files: Mapping[str, set[str]], layers: Mapping[str, Layer]) -
 
 
 def _label(layer: Layer) -> str:
+    """Return a layer as the table of layers writes it, such as `7b`."""
     return f"{layer[0]}{layer[1]}"
 
 
 def files_per_folder(files: Iterable[str]) -> Counter[str]:
-    """Return how many Python files stand directly in each folder."""
+    """Return how many Python files each folder holds directly, without its subfolders."""
     return Counter(PurePosixPath(file).parent.as_posix() for file in files)
 
 
@@ -156,7 +159,7 @@ def function_lines(root: Path, file: str) -> dict[str, int]:
 
 
 def _print_sizes(what: str, lines: Mapping[str, int]) -> None:
-    """Print how many there are, and median, 90th percentile and maximum of their lines."""
+    """Print the number of entries and the median, 90th percentile and maximum of their line counts."""
     counts = sorted(lines.values())
     p90 = statistics.quantiles(counts, n=10)[-1]
     longest = max(lines, key=lambda name: lines[name])
@@ -167,7 +170,7 @@ def _print_sizes(what: str, lines: Mapping[str, int]) -> None:
 
 
 def main() -> None:
-    """Print the figures of the tree at the root that the command line gives, by default this one."""
+    """Print the figures of the source tree given on the command line, by default of this checkout."""
     root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
     files = file_imports(root)
     packages = package_imports(files)

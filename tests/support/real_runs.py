@@ -1,4 +1,4 @@
-"""What tests and drills of real runs share: a synthetic corpus, a tiny config, the command a user types, kills."""
+"""Helpers of tests and drills that start real runs: a synthetic corpus, a tiny config, commands, kills, verdicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSSES = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "replaced_accurac
 
 
 def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
-    """[num_rows, SEQ_LEN] uint16: one or two examples a row, some padding, each token predicting the next."""
+    """Return uint16 rows, [num_rows, SEQ_LEN]: one or more examples a row, some padding, predictable next tokens."""
     rng = np.random.default_rng(seed)
     rows = np.zeros((num_rows, SEQ_LEN), np.uint16)
     for row in rows:
@@ -49,7 +49,7 @@ def synthetic_rows(num_rows: int, seed: int) -> np.ndarray:
 def write_corpus(
     url: str, rows_per_shard: list[int], seed: int = 0, endpoint_url: str | None = None
 ) -> CorpusManifest:
-    """A corpus of synthetic rows at `url`; equal arguments give an equal fingerprint."""
+    """Write a corpus of synthetic rows to `url` and return its manifest; equal arguments give an equal fingerprint."""
     store = open_store(url, endpoint_url)
     shards = []
     vocab = "\n".join([*SPECIAL, *(f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL)))]).encode() + b"\n"
@@ -83,7 +83,10 @@ def write_corpus(
 
 
 def tiny_tree(run_dir: Path, corpus: str, **settings: object) -> dict[str, Any]:
-    """A config of 20 steps of 16 rows, two towers of two layers; `settings` are dotted keys and their values."""
+    """Return the config of a run of 20 steps of 16 rows with towers of two layers, as a tree.
+
+    `settings` maps dotted keys to values that replace the defaults, for example `train.num_steps`.
+    """
     tree: dict[str, Any] = {
         "run_dir": str(run_dir),
         "seed": 7,
@@ -117,13 +120,13 @@ def tiny_tree(run_dir: Path, corpus: str, **settings: object) -> dict[str, Any]:
 
 
 def write_tiny_config(file: Path, run_dir: Path, corpus: str, **settings: object) -> Path:
-    """`tiny_tree` as a YAML file."""
+    """Write the config of `tiny_tree` as YAML to `file` and return `file`."""
     file.write_text(yaml.safe_dump(tiny_tree(run_dir, corpus, **settings)))
     return file
 
 
 def step_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole step records of metrics.jsonl so far; a last line that is still being written is not one."""
+    """Return the step records of metrics.jsonl so far, without a last line that is still being written."""
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     records = [json.loads(line) for line in text.split("\n")[:-1]]
@@ -131,19 +134,19 @@ def step_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_losses(run_dir: Path) -> list[tuple]:
-    """The numbers of every step record that must repeat bit for bit."""
+    """Return the fields LOSSES of every step record, which an equal run must reproduce bit for bit."""
     return [tuple(record[name] for name in LOSSES) for record in step_records(run_dir)]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
-    """What a user types, with a port of its own."""
+    """Return the `deepspeed` command that a user types to start a run, with an unused port."""
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
     command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port())]
     command += [str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(config)]
@@ -153,7 +156,10 @@ def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:
 
 
 def quick_command(config: Path, ranks: int, *overrides: str) -> list[str]:
-    """What `deepspeed_command` comes to, without the wrappers that only import DeepSpeed to start the next program."""
+    """Return a faster equivalent of `deepspeed_command`.
+
+    It leaves out the wrappers that import DeepSpeed only to start the next program.
+    """
     *_, script, option, file = deepspeed_command(config, ranks)
     arguments = [script, option, file, *(part for override in overrides for part in ("--set", override))]
     if ranks == 1:
@@ -167,11 +173,11 @@ def quick_command(config: Path, ranks: int, *overrides: str) -> list[str]:
 def started(
     config: Path, ranks: int, log: Path | None = None, env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The command under way in a session of its own, all of which is killed at the end of the block.
+    """Start a run in its own session, and kill every process of that session at the end of the block.
 
     Args:
-        log: file for stdout and stderr; default: nowhere.
-        env: added to the environment.
+        log: file to which stdout and stderr are appended; by default they are discarded.
+        env: variables to add to the environment.
     """
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL
@@ -196,7 +202,7 @@ def started(
 def wait_until(
     condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 300, poll_s: float = 0.01
 ) -> None:
-    """Return when `condition` holds; fail if the process ends before or if it takes too long."""
+    """Wait until `condition` holds; fail if the process ends first or `timeout_s` seconds pass."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -205,28 +211,30 @@ def wait_until(
 
 
 class Kill(NamedTuple):
-    """When, and what."""
+    """Moment and victim of a kill -9."""
 
-    step: int  # once so many steps are recorded
+    step: int  # kill once this many steps are recorded
     victim: int | None  # rank; None: every process of the run
-    during_save: bool = False  # then wait until a checkpoint is being written
-    delay_s: float = 0.0  # and then this long
+    during_save: bool = False  # wait after `step` until a checkpoint is being written
+    delay_s: float = 0.0  # with `during_save`: seconds from the start of the save to the kill
 
 
 class Killed(NamedTuple):
-    """How a run ended."""
+    """Outcome of a killed run."""
 
     code: int  # exit code of the command
-    cut_a_save: bool
+    cut_a_save: bool  # whether a checkpoint that was begun remained uncommitted
 
 
 def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Killed:
-    """Start a run and kill -9 at a moment."""
-    starts = len(_starts(run_dir))
+    """Start a run, kill its victims with SIGKILL at the moment that `kill` describes, and wait for its end."""
+    num_earlier_starts = len(_starts(run_dir))
 
-    def is_due() -> bool:  # records of the start before do not count, and it may have come further
-        begun = _starts(run_dir)[starts:]
-        return bool(begun) and len(step_records(run_dir)) >= max(kill.step, begun[0]["step"] + 1)
+    def is_due() -> bool:
+        new_starts = _starts(run_dir)[num_earlier_starts:]
+        if not new_starts:  # the records so far are those of an earlier start, which may have reached kill.step
+            return False
+        return len(step_records(run_dir)) >= max(kill.step, new_starts[0]["step"] + 1)
 
     with started(config, ranks, run_dir.with_suffix(".log")) as process:
         wait_until(is_due, process)
@@ -242,24 +250,25 @@ def run_until_killed(config: Path, run_dir: Path, ranks: int, kill: Kill) -> Kil
 
 
 def _starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the `start` and `resume` events of a run's ledger."""
     ledger = run_dir / "ledger.jsonl"
     lines = ledger.read_text().split("\n")[:-1] if ledger.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] in ("start", "resume")]
 
 
 def kill_a_rank_at(config: Path, run_dir: Path, ranks: int, step: int, victim: int) -> int:
-    """Start a run and kill -9 one rank once `step` is in metrics.jsonl; returns the launcher's exit code."""
+    """Start a run, kill -9 one rank once `step` is in metrics.jsonl, and return the launcher's exit code."""
     return run_until_killed(config, run_dir, ranks, Kill(step, victim)).code
 
 
 def unfinished_saves(run_dir: Path) -> set[str]:
-    """Folders of checkpoints that are not committed."""
+    """Return the names of the checkpoint folders that are not committed."""
     folders = (run_dir / "checkpoints").glob("step-*")
     return {path.name for path in folders if not (path / "manifest.json").exists()}
 
 
 def rank_pid(session: int, rank: int) -> int:
-    """The process of `rank` within the session that a command was started in."""
+    """Return the process id of `rank` in the session of a started command."""
     for pid in session_pids(session):
         with contextlib.suppress(OSError):
             process = Path(f"/proc/{pid}")
@@ -270,7 +279,7 @@ def rank_pid(session: int, rank: int) -> int:
 
 
 def session_pids(session: int) -> list[int]:
-    """All processes of a session, the first of which had its number."""
+    """Return the ids of all processes of a session; a session has the id of its first process."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -280,14 +289,14 @@ def session_pids(session: int) -> list[int]:
 
 
 def kill_session(session: int) -> None:
-    """kill -9 everything that a command has started, as a node that loses power does."""
+    """Send SIGKILL to every process that a command has started, as if the node lost power."""
     for pid in session_pids(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class DrillVerdict(NamedTuple):
-    """One line of a drill's table."""
+    """Result of one check of a drill: one line of its table."""
 
     name: str
     good: bool
@@ -295,7 +304,7 @@ class DrillVerdict(NamedTuple):
 
 
 def print_verdicts(title: str, verdicts: list[DrillVerdict]) -> int:
-    """The table that a drill ends with; returns its exit code: 0 if there are verdicts and all are good."""
+    """Print a drill's table and return its exit code: 0 if there are verdicts and all are good, otherwise 1."""
     print(f"\n{title}")
     for verdict in verdicts:
         print(f"{'good' if verdict.good else 'BAD':4}  {verdict.name:32}  {verdict.detail}")

@@ -1,4 +1,4 @@
-"""Records of a small imaginary run, for the tests of what reads and writes them."""
+"""Example records of an imaginary run, for tests of the code that reads and writes them."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ EVAL = EvalRecord(
 
 @pytest.fixture(scope="session")
 def step_record() -> Callable[..., StepRecord]:
+    """A function that returns a step record; keyword arguments replace its fields."""
+
     def make(**changes: Any) -> StepRecord:
         return dataclasses.replace(STEP, **changes)
 
@@ -62,6 +64,8 @@ def step_record() -> Callable[..., StepRecord]:
 
 @pytest.fixture(scope="session")
 def eval_record() -> Callable[..., EvalRecord]:
+    """A function that returns an evaluation record; keyword arguments replace its fields."""
+
     def make(**changes: Any) -> EvalRecord:
         return dataclasses.replace(EVAL, **changes)
 

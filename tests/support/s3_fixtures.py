@@ -1,7 +1,7 @@
-"""Fixtures of S3: a server for the session, a bucket for each test, and the fault proxy between.
+"""S3 fixtures: a server for the session, a bucket for each test, and a fault proxy in front of the server.
 
-A conftest imports the ones that it needs by name. What a bucket's server is, the name `s3` decides: import `s3` for
-the best server there is, or `moto as s3` where a test needs no more than moto.
+A conftest imports the fixtures that it needs by name. The bucket lies on the server of the fixture named `s3`: import
+`s3` for radosgw where it is installed, or `moto as s3` where moto is enough.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from electra_dist.store.open import open_store
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
-    """The best S3 server there is."""
+    """An S3 server: radosgw where it is installed, otherwise moto."""
     with running_s3() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[S3Server]:
-    """Moto's server, which is there in a second."""
+    """Moto's server, which starts within about a second."""
     with running_s3("moto") as server:
         yield server
 
 
 @pytest.fixture
 def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """URL of a bucket of this test's own, with its credentials in the environment."""
+    """The URL of a new bucket for this test; its credentials are in the environment."""
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    # Named after the test: its own, and the same in every session and in any order of tests, so that faults repeat.
+    # The name is derived from the test: no other test uses it, and it is the same in every session and order of tests.
     return make_bucket(*s3, f"test-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}")
 
 
 @pytest.fixture
 def proxy(s3: S3Server) -> Iterator[FaultProxy]:
-    """The fault proxy, still without faults: give it a `plan`."""
+    """A fault proxy that injects nothing until a test sets its `plan`."""
     with running_faults(s3.endpoint_url, FaultPlan(rate=0.0)) as running:
         yield running
 
 
 @pytest.fixture
 def open_s3(s3: S3Server, bucket: str) -> Callable[[str], Store]:
-    """`open_s3("a")`: a store below this test's bucket."""
+    """A function that opens a store below this test's bucket: `open_s3("prefix")`."""
     return lambda prefix: open_store(f"{bucket}/{prefix}", s3.endpoint_url)
 
 
 @pytest.fixture
 def two_targets(tmp_path: Path, open_s3: Callable[[str], Store]) -> list[Store]:
-    """A local folder, then S3."""
+    """Two checkpoint targets: a local folder, then S3."""
     return [open_store(str(tmp_path / "local")), open_s3("far")]

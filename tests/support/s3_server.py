@@ -1,12 +1,13 @@
-"""A real S3 server process for tests: Ceph's radosgw where it is installed, moto's server elsewhere.
+"""Runs a real S3 server process for tests: Ceph's radosgw where it is installed, otherwise moto's server.
 
     with running_s3() as (endpoint_url, env):
         make_bucket(endpoint_url, env, "bucket")
 
-`env` holds the AWS_* variables to run a client with. The servers listen on 127.0.0.1 only, keep objects in memory and
-die with the process that started them. By hand, until Ctrl-C: `python tests/support/s3_server.py [moto|radosgw]`.
+`env` holds the AWS_* variables that a client needs. The servers listen on 127.0.0.1 only, keep objects in memory and
+end with the process that started them. `python tests/support/s3_server.py [moto|radosgw]` runs one until Ctrl-C.
 
-radosgw: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common (no service needs to run).
+To install radosgw: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common. No service needs to
+run.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ START_S = 60.0
 
 
 class S3Server(NamedTuple):
-    """Where it listens, and the environment that gives a client its credentials."""
+    """Address of a running S3 server and the environment variables that give a client its credentials."""
 
     endpoint_url: str
     env: dict[str, str]
 
 
 def best_kind() -> str:
-    """`radosgw` if all of Ceph's programs are here, else `moto`."""
+    """Return `radosgw` if all of Ceph's programs are installed, otherwise `moto`."""
     return "radosgw" if all(map(shutil.which, CEPH_PROGRAMS)) else "moto"
 
 
 @contextlib.contextmanager
 def running_s3(kind: str | None = None) -> Iterator[S3Server]:
-    """An S3 server for the length of the block; `kind` is `moto`, `radosgw` or, by default, the best there is."""
+    """Run an S3 server for the length of the block; `kind` is `moto` or `radosgw`, by default `best_kind()`."""
     start = {"moto": _moto, "radosgw": _radosgw}[kind or best_kind()]
     with tempfile.TemporaryDirectory(prefix="s3-") as folder, contextlib.ExitStack() as processes:
         port = start(Path(folder), processes)
@@ -70,17 +71,18 @@ def _client(endpoint_url: str, access_key: str, secret_key: str, region: str) ->
 
 
 def client(endpoint_url: str, env: Mapping[str, str]) -> Any:
-    """A boto3 client of the server, independent of os.environ and of the code under test."""
+    """Return a boto3 client of the server that does not depend on os.environ or on the code under test."""
     return _client(endpoint_url, env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env["AWS_DEFAULT_REGION"])
 
 
 def make_bucket(endpoint_url: str, env: Mapping[str, str], name: str) -> str:
-    """Create a bucket (3 or more characters); returns its s3:// URL."""
+    """Create a bucket and return its s3:// URL; `name` has at least 3 characters."""
     client(endpoint_url, env).create_bucket(Bucket=name)
     return f"s3://{name}"
 
 
 def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
+    """Start moto's server and return its port."""
     port = _free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     _wait_for(port, _start(command, folder / "moto.log", processes))
@@ -88,7 +90,7 @@ def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
 
 
 def _radosgw(folder: Path, processes: contextlib.ExitStack) -> int:
-    """One mon, one osd in memory, one gateway."""
+    """Start a Ceph cluster of one monitor, one in-memory OSD and one gateway; return the gateway's port."""
     port = _free_ports(3)
     conf, keyring = folder / "ceph.conf", folder / "keyring"
     monitors = f"[v2:127.0.0.1:{port + 1},v1:127.0.0.1:{port + 2}]"
@@ -113,7 +115,9 @@ def _radosgw(folder: Path, processes: contextlib.ExitStack) -> int:
     call("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h0")
     call("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
     _start(["ceph-osd", "-i", "0", "-f"], folder / "osd.log", processes, env)
-    frontend = f"--rgw-frontends=beast endpoint=127.0.0.1:{port} tcp_nodelay=1"  # without nodelay: 40 ms a request
+    frontend = (
+        f"--rgw-frontends=beast endpoint=127.0.0.1:{port} tcp_nodelay=1"  # without tcp_nodelay a request takes 40 ms
+    )
     gateway = _start(["radosgw", "-n", "client.rgw", frontend, "-f"], folder / "rgw.log", processes, env)
     _wait_for(port, gateway)
     keys = ("--access-key", ACCESS_KEY, "--secret", SECRET_KEY)
@@ -148,7 +152,7 @@ def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
         "crash_dir": folder,
         "rgw_data": folder,
         "rgw_thread_pool_size": 64,
-        "rgw_gc_obj_min_wait": 5,  # not two hours: the memory is small
+        "rgw_gc_obj_min_wait": 5,  # the default of two hours would fill the small in-memory store
         "rgw_gc_processor_period": 5,
         "rgw_gc_processor_max_time": 5,
     }
@@ -158,6 +162,7 @@ def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
 def _start(
     command: Sequence[str], log: Path, processes: contextlib.ExitStack, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
+    """Start a server process that is killed with `processes`, and with this process if that dies first."""
     libc = ctypes.CDLL(None)
 
     def die_with_parent() -> None:
@@ -172,6 +177,7 @@ def _start(
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the process accepts connections on `port`; raise RuntimeError with its log if it does not."""
     deadline = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -181,7 +187,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that nobody listened on a moment ago."""
+    """Return the first of `count` consecutive ports that were free a moment ago."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             first = stack.enter_context(socket.socket())

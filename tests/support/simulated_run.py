@@ -1,4 +1,4 @@
-"""A simulated run whose every second is known: its ledger, its jobs, and where the time truly went."""
+"""Simulates a run whose use of every second is known: its ledger, its jobs, and the true account of its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUEUE, BOOT, IMPORT, BUILD, RESTORE, NOTICE = 40.0, 8.0, 5.0, 3.0, 2.0, 16.0
 
 @dataclass
 class Simulation:
-    """A clock, a ledger, and the truth."""
+    """Simulated clock, ledger and job records of a run, with the true seconds of each use of time in `truth`."""
 
     now: float = 1.7e9
     saved: int = 0
@@ -25,17 +25,25 @@ class Simulation:
     truth: dict[str, float] = field(default_factory=dict)
 
     def spend(self, name: str, seconds: float) -> None:
+        """Advance the clock by `seconds` and add them to the use `name`."""
         self.truth[name] = self.truth.get(name, 0.0) + seconds
         self.now += seconds
 
     def event(self, name: str, step: int, **details: Any) -> None:
+        """Append an event to the ledger at the present time."""
         self.ledger.append({"time": self.iso(), "event": name, "step": step, **details})
 
     def iso(self) -> str:
+        """Return the present time as the ledger writes it."""
         return datetime.fromtimestamp(self.now, UTC).isoformat(timespec="milliseconds")
 
     def job(self, steps: int, ending: str) -> None:
-        """One job: queue, start, `steps` steps, and an end; a killed one says nothing more."""
+        """Simulate one job: queue, start, `steps` steps, and the event `ending`; `kill` records no event.
+
+        Args:
+            steps: steps that the job makes from the last checkpoint.
+            ending: name of the last event, or `kill`.
+        """
         submitted = self.iso()
         self.spend("queue", QUEUE)
         self.jobs.append(
@@ -72,7 +80,7 @@ class Simulation:
         self.reached = first_step + steps
         self.truth["lost"] = self.truth.get("lost", 0.0) + STEP * (self.reached - self.saved)
         self.truth["useful"] -= STEP * (self.reached - self.saved)
-        if ending == "kill":  # waits for rows since the last checkpoint cannot be told from being down
+        if ending == "kill":  # the ledger cannot distinguish waits for rows since the last checkpoint from down time
             self.truth["data"] -= DATA * unseen
             self.truth["down"] = self.truth.get("down", 0.0) + DATA * unseen
             self.spend("down", NOTICE)

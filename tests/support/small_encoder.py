@@ -1,4 +1,4 @@
-"""A tiny encoder with random weights and a vocabulary of common words."""
+"""Fixtures of a tiny encoder with random weights and a vocabulary of common words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTION_WORDS = "is are was were has have who the near behind saw knew this the
 
 @pytest.fixture(scope="session")
 def vocabulary() -> Vocabulary:
-    """Specials, punctuation, letters and the words of the agreement templates."""
+    """Special tokens, punctuation, letters, digits and the words of the agreement templates."""
     nouns = [form for forms in (*NOUNS, *THINGS) for form in forms]
     tokens = dict.fromkeys([*SPECIAL, *".,!?'()-$%`", *PIECES, *FUNCTION_WORDS.split(), *nouns, *ADJECTIVES])
     return Vocabulary("\n".join(tokens) + "\n", "test vocabulary")
@@ -25,7 +25,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def model(vocabulary: Vocabulary) -> ModelConfig:
-    """Two layers of width 32; embeddings narrower, so that there is a projection."""
+    """Two layers of width 32, with narrower embeddings, so that the model has a projection."""
     tower = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
     return ModelConfig.model_validate(
         {
@@ -41,5 +41,5 @@ def model(vocabulary: Vocabulary) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def encoder(model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
-    """Its discriminator."""
+    """The discriminator of `model` with random weights."""
     return Pretrained.from_state("tiny", build_towers(model, 3).state_dict(), model, vocabulary, lowercase=True)

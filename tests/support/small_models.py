@@ -1,4 +1,4 @@
-"""Small models with every parameter off its default, rows of every shape, and Hugging Face twins."""
+"""Fixtures of small models with no parameter at its default, of rows of any layout, and of Hugging Face's models."""
 
 from collections.abc import Callable
 
@@ -22,11 +22,14 @@ SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 @pytest.fixture
 def special() -> SpecialIds:
+    """The ids of the special tokens in rows of `make_rows`."""
     return SPECIAL
 
 
 @pytest.fixture
 def make_config() -> Callable[..., ModelConfig]:
+    """A function that returns a model config: widths of embedding, discriminator and generator, and layers."""
+
     def make(
         embedding: int = 32, hidden: int = 32, generator: int = 32, layers: int = 2, **extra: object
     ) -> ModelConfig:
@@ -43,7 +46,7 @@ def make_config() -> Callable[..., ModelConfig]:
 
 @pytest.fixture
 def make_towers() -> Callable[[ModelConfig], ElectraTowers]:
-    """Towers whose biases and LayerNorms are not 0 and 1, so that leaving one out shows."""
+    """A function that returns towers with random biases and LayerNorms, so that a test fails if one is ignored."""
 
     def make(model: ModelConfig) -> ElectraTowers:
         torch.manual_seed(0)
@@ -59,7 +62,7 @@ def make_towers() -> Callable[[ModelConfig], ElectraTowers]:
 
 @pytest.fixture
 def hf_twins() -> Callable[[ElectraTowers, ModelConfig], tuple[ElectraForMaskedLM, ElectraForPreTraining]]:
-    """Hugging Face's generator and discriminator with the towers' weights, attention written out (eager)."""
+    """A function that returns Hugging Face's generator and discriminator with given weights and eager attention."""
 
     def make(towers: ElectraTowers, model: ModelConfig) -> tuple[ElectraForMaskedLM, ElectraForPreTraining]:
         twins = []
@@ -91,7 +94,10 @@ def hf_twins() -> Callable[[ElectraTowers, ModelConfig], tuple[ElectraForMaskedL
 
 @pytest.fixture
 def make_rows() -> Callable[..., torch.Tensor]:
-    """Random rows: `lengths[b]` lists the (A, B) text lengths of row b's examples; B = 0 is a single segment."""
+    """A function that returns random rows, [len(lengths), seq_len] int64.
+
+    `lengths[b]` lists the text lengths (A, B) of the examples of row b; B = 0 makes an example of one segment.
+    """
 
     def make(lengths: list[list[tuple[int, int]]], seq_len: int, vocab_size: int = 300) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)

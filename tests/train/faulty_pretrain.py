@@ -1,11 +1,11 @@
-"""launcher/pretrain.py with faults inside, for tests: what the environment variable FAULTS says, in JSON.
+"""Runs launcher/pretrain.py with injected faults, which the environment variable FAULTS describes as JSON:
 
-    nan_gradient   [[rank, step], ...]: that rank's gradient is NaN, its loss is not
+    nan_gradient   [[rank, step], ...]: that rank's gradient is NaN while its loss is finite
     poisoned_row   a row of ids: any batch that holds it has a NaN loss
-    spike          [step, ...]: the loss and its gradient are 100 times as large
-    tampered       [step, place, row_id]: rank 0's loader takes another row of the corpus at that place of that step
+    spike          [step, ...]: the loss and its gradient are multiplied by 100
+    tampered       [step, place, row_id]: rank 0's loader reads the corpus row `row_id` at that place of that step
 
-Each rank appends what its own guard decided to RUN/decisions-RANK.jsonl.
+Each rank appends the decisions of its guard to RUN/decisions-RANK.jsonl.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class NanGradient(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
+    """Identity function whose gradient is NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -43,28 +43,34 @@ class NanGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
-def factors(of_losses: float) -> torch.Tensor:
-    """One factor for each sum: `of_losses` for the losses, 1 for the counts."""
-    return torch.tensor([of_losses if "loss" in name else 1.0 for name in Sums._fields])
+def sum_factors(loss_factor: float) -> torch.Tensor:
+    """Return one factor for each field of Sums: `loss_factor` for the losses, 1 for the counts."""
+    return torch.tensor([loss_factor if "loss" in name else 1.0 for name in Sums._fields])
 
 
 def with_faults(forward: Any) -> Any:
-    def faulty(self: Any, given: StepInput) -> StepOutput:
-        out = forward(self, given)
+    """Return `forward` with the faults `nan_gradient`, `spike` and `poisoned_row`."""
+
+    def faulty(self: Any, step_input: StepInput) -> StepOutput:
+        out = forward(self, step_input)
         if not self.training:
             return out
-        if [RANK, given.step] in FAULTS.get("nan_gradient", []):
+        if [RANK, step_input.step] in FAULTS.get("nan_gradient", []):
             out = out._replace(loss=NanGradient.apply(out.loss))
-        if given.step in FAULTS.get("spike", []):
-            out = out._replace(loss=out.loss * 100.0, sums=out.sums * factors(100.0))
-        if "poisoned_row" in FAULTS and (given.ids_BS == torch.tensor(FAULTS["poisoned_row"])).all(1).any():
-            out = out._replace(loss=out.loss * torch.nan, sums=out.sums * factors(torch.nan))
+        if step_input.step in FAULTS.get("spike", []):
+            out = out._replace(loss=out.loss * 100.0, sums=out.sums * sum_factors(100.0))
+        if "poisoned_row" in FAULTS:
+            is_poisoned = (step_input.ids_BS == torch.tensor(FAULTS["poisoned_row"])).all(1)
+            if is_poisoned.any():
+                out = out._replace(loss=out.loss * torch.nan, sums=out.sums * sum_factors(torch.nan))
         return out
 
     return faulty
 
 
 def with_tampering(read: Any) -> Any:
+    """Return the loader's `read` with the fault `tampered`."""
+
     def tampered(self: RowLoader, step: int) -> Any:
         if "tampered" in FAULTS and FAULTS["tampered"][0] == step and RANK == 0:
             _, place, row_id = FAULTS["tampered"]
@@ -80,12 +86,14 @@ def with_tampering(read: Any) -> Any:
 
 
 def with_diary(method: Any) -> Any:
-    def noted(self: SkipList, step: int) -> None:
+    """Return a method of SkipList that also appends its name and step to the decisions file of this rank."""
+
+    def recorded(self: SkipList, step: int) -> None:
         method(self, step)
         with (self._file.parent / f"decisions-{RANK}.jsonl").open("a") as file:
             file.write(json.dumps([method.__name__, step]) + "\n")
 
-    return noted
+    return recorded
 
 
 ReplacedTokenDetection.forward = with_faults(ReplacedTokenDetection.forward)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Every mistake a user can make with a run: one line on stderr, exit code 78, nothing written."""
+"""Mistakes in the input of a run give one line on stderr and exit code 78, and nothing is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeConfig = Callable[..., Path]
 
 
 def one_rank(config: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One rank without the launcher's second of start-up; the launcher passes its exit code through."""
+    """Run one rank without the `deepspeed` launcher, which would only pass its exit code on."""
     command = [sys.executable, str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(config)]
     for override in overrides:
         command += ["--set", override]
@@ -29,6 +29,7 @@ def one_rank(config: Path, *overrides: str, **environment: str) -> subprocess.Co
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], run_dir: Path, *words: str) -> None:
+    """Assert exit code 78, one error line with all `words`, no traceback and no run folder."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 78, done.stderr
     assert len(errors) == 1, done.stderr
@@ -50,22 +51,24 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_config_and_corpus_mistakes(tiny_config: MakeConfig, tmp_path: Path, mistake: str) -> None:
+def test_mistake_in_config_or_corpus_is_refused_in_one_line(
+    tiny_config: MakeConfig, tmp_path: Path, mistake: str
+) -> None:
     overrides, words = MISTAKES[mistake]
     assert_refused(one_rank(tiny_config(), *overrides), tmp_path / "run", *words)
 
 
-def test_global_batch_that_the_ranks_do_not_divide(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_global_batch_that_the_ranks_do_not_divide_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
     done = one_rank(tiny_config(), WORLD_SIZE="3", RANK="0", LOCAL_RANK="0")
     assert_refused(done, tmp_path / "run", "3 ranks", "use 1, 2 ranks")
 
 
-def test_only_the_first_rank_speaks(tiny_config: MakeConfig) -> None:
+def test_ranks_other_than_0_exit_with_78_and_print_nothing(tiny_config: MakeConfig) -> None:
     done = one_rank(tiny_config(), WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
     assert (done.returncode, done.stderr) == (78, "")
 
 
-def test_empty_shard_list(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_corpus_without_shards_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
     corpus = tmp_path / "empty"
     write_corpus(str(corpus), [8])
     tree = json.loads((corpus / MANIFEST_KEY).read_text())
@@ -74,13 +77,13 @@ def test_empty_shard_list(tiny_config: MakeConfig, tmp_path: Path) -> None:
     assert_refused(one_rank(tiny_config(), f"data.corpus={corpus}"), tmp_path / "run", "empty", "no shards")
 
 
-def test_unwritable_run_folder(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = one_rank(tiny_config(), f"run_dir={tmp_path}/file/run")
     assert_refused(done, tmp_path / "run", "run_dir", "not a writable folder")
 
 
-def test_run_folder_of_another_config(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_run_folder_of_another_config_is_refused_and_left_unchanged(tiny_config: MakeConfig, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     config = tiny_config()
@@ -93,7 +96,9 @@ def test_run_folder_of_another_config(tiny_config: MakeConfig, tmp_path: Path) -
     assert [p.name for p in run_dir.iterdir()] == ["identity.json"]
 
 
-def test_corpus_that_was_rebuilt_under_a_run(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_resume_on_a_rebuilt_corpus_is_refused_and_the_run_folder_left_unchanged(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
     corpus = tmp_path / "corpus"
     write_corpus(str(corpus), [40, 24])
     config = tiny_config(**{"data.corpus": str(corpus), "train.num_steps": 2, "data.heldout": None})
@@ -106,8 +111,11 @@ def test_corpus_that_was_rebuilt_under_a_run(tiny_config: MakeConfig, tmp_path: 
     assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
 
 
-def test_no_credentials_for_s3(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+def test_missing_s3_credentials_are_refused_naming_the_url(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aws_variables = [name for name in os.environ if name.startswith("AWS_")]
+    for name in aws_variables:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -115,7 +123,7 @@ def test_no_credentials_for_s3(tiny_config: MakeConfig, tmp_path: Path, monkeypa
     assert_refused(done, tmp_path / "run", "s3://bucket/prefix", "credentials")
 
 
-def test_bucket_that_does_not_exist(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_missing_bucket_is_refused_without_printing_the_secret_key(tiny_config: MakeConfig, tmp_path: Path) -> None:
     with running_s3() as server:
         url = f"data.endpoint_url={server.endpoint_url}"
         done = one_rank(tiny_config(), "data.corpus=s3://nobodys-bucket/prefix", url, **server.env)
@@ -124,13 +132,16 @@ def test_bucket_that_does_not_exist(tiny_config: MakeConfig, tmp_path: Path) -> 
 
 
 @pytest.mark.multiproc
-def test_a_shard_that_only_one_rank_meets_is_named_once(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    """Not rank 0, which alone would otherwise speak; both end with 78 and not with the connection that broke."""
-    corpus, rows_per_shard = tmp_path / "corpus", [1, 2, 1, 3] * 16
+def test_damaged_shard_that_only_rank_1_reads_is_named_in_one_line(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Both ranks end with 78 because of the shard, and not with the error of a broken connection."""
+    corpus = tmp_path / "corpus"
+    rows_per_shard = [1, 2, 1, 3] * 16
     manifest = write_corpus(str(corpus), rows_per_shard)
     _, shards, _ = RowOrder(rows_per_shard, 7, 2).locate(np.arange(5 * 16))
-    in_step = shards.reshape(5, 2, 8)  # step, rank, row
-    victim = next(s for s in in_step[4, 1] if s not in in_step[:4] and s not in in_step[4, 0])
+    shards = shards.reshape(5, 2, 8)  # step, rank, row
+    rows_before = shards[:4]
+    rank_0_rows, rank_1_rows = shards[4]
+    victim = next(shard for shard in rank_1_rows if shard not in rows_before and shard not in rank_0_rows)
     shard = corpus / manifest.shards[victim].name
     shard.write_bytes(b"x" * shard.stat().st_size)
     config = tiny_config(**{"data.corpus": str(corpus), "data.heldout": None})

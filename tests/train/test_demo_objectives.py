@@ -1,4 +1,4 @@
-"""Every objective learns on the demo corpus, in a real run: the first command of README with another objective."""
+"""Every objective learns on the demo corpus, in a real run: README's first command with other objectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def demo_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make corpora/demo/corpus.json` builds."""
+    """The corpus that `make corpora/demo/corpus.json` builds."""
     folder = tmp_path_factory.mktemp("demo")
     for command in (
         ["python-docs", "--output", folder / "text"],
@@ -44,7 +44,7 @@ def demo_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_objective_learns_on_the_demo_corpus(
     demo_corpus: Path, tmp_path: Path, pretrain: Callable[..., Any], way: str
 ) -> None:
-    """The mean of its loss (of each stage's) falls."""
+    """The mean loss of the last five steps is below that of the first five, in each stage."""
     given = {f"objective.{key}": value for key, value in WAYS[way].items()}
     if way == "two-stage":  # the discriminator begins as a copy of the generator
         given["model.generator"] = "{hidden_size: 128, num_layers: 3, num_heads: 4, intermediate_size: 512}"

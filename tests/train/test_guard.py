@@ -1,4 +1,4 @@
-"""The guard: what it judges, and real runs with NaN gradients, a poisoned row and spikes in them."""
+"""The guard: its verdicts on losses, and real runs with NaN gradients, a poisoned row and spikes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeConfig = Callable[..., Path]
 Losses = Callable[[Path], list[tuple]]
 
 
-def test_spike_is_measured_by_the_full_window_of_accepted_losses() -> None:
+def test_spike_is_measured_against_a_full_window_of_accepted_losses() -> None:
     guard = Guard(GuardConfig(window=8, spike_sigma=6.0))
     history = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8, 10.2, 10.0]
     for loss in history:
@@ -31,8 +31,8 @@ def test_spike_is_measured_by_the_full_window_of_accepted_losses() -> None:
     limit = np.mean(history) + 6.0 * np.std(history)
     assert guard.fault(float(limit) - 1e-6) == ""
     assert "sigma above" in guard.fault(float(limit) + 1e-6)
-    assert guard.fault(0.0) == ""  # a fall is no spike
-    assert Guard(GuardConfig(window=8), guard.recent_losses).fault(float(limit) + 1e-6)  # a restart judges alike
+    assert guard.fault(0.0) == ""  # a low loss is no spike
+    assert Guard(GuardConfig(window=8), guard.recent_losses).fault(float(limit) + 1e-6)  # as after a restart
     assert Guard(GuardConfig(window=8, spike_sigma=0.0), guard.recent_losses).fault(1e9) == ""
 
 
@@ -48,13 +48,13 @@ def test_rollback_skips_no_more_than_asked_and_leaves_a_checkpoint_to_go_back_to
     first = first_to_skip(stopped, before, sorted(checkpoints))
     assert max(0, stopped - before) <= first <= stopped
     if any(step <= stopped for step in checkpoints):
-        assert any(step <= first for step in checkpoints)  # else the run would begin anew
+        assert any(step <= first for step in checkpoints)  # otherwise the run would start from step 0
     else:
         assert first == max(0, stopped - before)
 
 
 def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:
-    """A run on 2 ranks with faults in it."""
+    """Run on 2 ranks with the faults of faulty_pretrain.py."""
     command = deepspeed_command(config, 2)
     command[command.index(str(REPOSITORY / "launcher" / "pretrain.py"))] = str(
         Path(__file__).parent / "faulty_pretrain.py"
@@ -64,12 +64,14 @@ def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:
 
 
 def ledger(run_dir: Path, event: str) -> list[dict]:
+    """Return the events of one name in a run's ledger."""
     records = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     return [record for record in records if record["event"] == event]
 
 
-# NaN in rank 1's gradient in steps 2, 3, 4: back to the beginning, for there is no checkpoint yet. The poisoned row
-# comes by once an epoch of 16 steps, in POISONED_STEPS. Steps 40, 41 and 42 spike: back to a checkpoint.
+# Steps 2, 3 and 4 have a NaN in rank 1's gradient: the run returns to step 0, because there is no checkpoint yet.
+# The poisoned row occurs once in an epoch of 16 steps, in POISONED_STEPS. Steps 40, 41 and 42 spike: the run returns
+# to a checkpoint.
 POISONED_STEPS = [7, 25, 43, 48]
 FAULTS = {
     "nan_gradient": [[1, 2], [1, 3], [1, 4]],
@@ -95,7 +97,7 @@ SETTINGS = {
         pytest.param(3, "fp32", marks=pytest.mark.drill),
     ],
 )
-def test_run_that_the_guard_stopped_equals_a_run_told_to_skip_these_steps(
+def test_losses_after_guard_stops_equal_those_of_a_run_configured_to_skip_these_steps(
     tiny_config: MakeConfig, pretrain: Callable, losses: Losses, tmp_path: Path, stage: int, precision: str
 ) -> None:
     settings = {**SETTINGS, "engine.zero_stage": stage, "train.precision": precision}
@@ -116,28 +118,28 @@ def test_run_that_the_guard_stopped_equals_a_run_told_to_skip_these_steps(
     assert (run_dir / "decisions-0.jsonl").read_text() == (run_dir / "decisions-1.jsonl").read_text()
 
     skipped = json.loads((run_dir / "skipped_steps.json").read_text())["steps"]
-    told = tiny_config("told", **settings, **{"train.skip_steps": skipped})
-    pretrain(told, 2)
-    assert losses(tmp_path / "told") == losses(run_dir)
+    skipping = tiny_config("skipping", **settings, **{"train.skip_steps": skipped})
+    pretrain(skipping, 2)
+    assert losses(tmp_path / "skipping") == losses(run_dir)
     assert {step for step, *_ in losses(run_dir)} == set(range(1, 57)) - {s + 1 for s in skipped}
-    for name in ("faulty", "told"):
+    for name in ("faulty", "skipping"):
         assert run_cli("verify", str(tmp_path / name)).startswith("0 ")
 
 
 @pytest.mark.multiproc
-def test_tampered_run_is_found_and_the_rows_are_named(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_verify_finds_a_tampered_run_and_names_its_rows(tiny_config: MakeConfig, tmp_path: Path) -> None:
     done = faulty(tiny_config("tampered"), {"tampered": [9, 3, 200]})
     assert done.returncode == 0, done.stderr[-3000:]
-    told = run_cli("verify", str(tmp_path / "tampered"))
-    print(told)
-    assert told.startswith("1 ")
-    assert "BAD: steps 9 to 9" in told
-    assert "is missing" in told
-    assert "shard-000003.tar row 49 was taken once too often" in told  # 70 + 33 + 48 rows are before shard 3
+    verdict = run_cli("verify", str(tmp_path / "tampered"))
+    print(verdict)
+    assert verdict.startswith("1 ")
+    assert "BAD: steps 9 to 9" in verdict
+    assert "is missing" in verdict
+    assert "shard-000003.tar row 49 was taken once too often" in verdict  # 70 + 33 + 48 rows are before shard 3
 
 
 @pytest.mark.multiproc
-def test_run_that_keeps_failing_ends_with_78(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_run_that_diverges_after_its_last_rollback_ends_with_78(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("diverging", **{"guard.max_rollbacks": 1, "guard.skip_before": 0})
     done = faulty(config, {"nan_gradient": [[0, step] for step in range(4, 20)]})
     assert done.returncode == 78
@@ -146,7 +148,7 @@ def test_run_that_keeps_failing_ends_with_78(tiny_config: MakeConfig, tmp_path: 
 
 
 def run_cli(*arguments: str) -> str:
-    """Exit code and output of electra-dist."""
+    """Run a command of electra-dist and return its exit code and its output, separated by a space."""
     from typer.testing import CliRunner
 
     result = CliRunner().invoke(app, list(arguments))

@@ -1,4 +1,4 @@
-"""Real `deepspeed` runs, several ranks: stages, precisions, world sizes, accumulation, kills. What users rely on."""
+"""Real `deepspeed` runs on several ranks: stages, precisions, world sizes, accumulation, kills, S3 and export."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.multiproc
 
 
 def worst_difference(a: list[tuple], b: list[tuple]) -> float:
-    """Largest difference of MLM and RTD loss over all steps."""
-    assert [r[0] for r in a] == [r[0] for r in b]
-    return max(abs(x - y) for ra, rb in zip(a, b) for x, y in zip(ra[2:4], rb[2:4]))
+    """Return the largest difference of MLM or RTD loss (fields 2 and 3) over all steps."""
+    assert [record[0] for record in a] == [record[0] for record in b]
+    return max(abs(x - y) for record_a, record_b in zip(a, b) for x, y in zip(record_a[2:4], record_b[2:4]))
 
 
 def test_fp32_losses_agree_over_stages_and_ranks_for_80_steps(
@@ -43,7 +43,7 @@ def test_fp32_losses_agree_over_stages_and_ranks_for_80_steps(
         difference = worst_difference(reference, run)
         print(f"{key}: largest loss difference from 1 rank {difference:.2e}")
         assert difference <= 2e-5, key
-    assert runs[2, 1] == runs[2, 2]  # every number of every step, the gradient norm too
+    assert runs[2, 1] == runs[2, 2]  # every number of every step, including the gradient norm
 
 
 def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
@@ -52,13 +52,13 @@ def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
     settings = {
         "train.num_steps": 40,
         "train.precision": "bf16",
-        "model.hidden_dropout": 0.1,  # keyed by the micro-batch, so it is the same too
+        "model.hidden_dropout": 0.1,  # a function of step, row and position, so it is equal too
         "model.attention_dropout": 0.1,
     }
     for ranks in (1, 2):
         pretrain(tiny_config(f"bf16-{ranks}", **settings), ranks)
     one, two = losses(tmp_path / "bf16-1"), losses(tmp_path / "bf16-2")
-    # The norm is a sum over partitions, whose order differs; every loss and accuracy must be equal.
+    # Field 4, the gradient norm, is a sum over partitions in an order that differs; all other fields must be equal.
     assert [r[:4] + r[5:] for r in one] == [r[:4] + r[5:] for r in two]
 
 
@@ -73,7 +73,7 @@ def test_accumulating_four_micro_batches_equals_one_large_batch(
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.drill)])
-def test_killed_at_a_step_and_in_a_save_and_typed_again_equals_uninterrupted(
+def test_run_killed_at_a_step_and_during_a_save_gives_the_losses_of_an_uninterrupted_run(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, stage: int
 ) -> None:
     settings = {
@@ -87,22 +87,22 @@ def test_killed_at_a_step_and_in_a_save_and_typed_again_equals_uninterrupted(
     config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
     moments = random.Random(stage)
     kills = [Kill(9 + moments.randrange(6), victim=1)]
-    kills += [Kill(18, victim=0, during_save=True)] * 3  # as a rule the first one cuts a save
+    kills += [Kill(18, victim=0, during_save=True)] * 3  # the first kill usually interrupts a save
     for kill in kills:
         killed = run_until_killed(config, run_dir, 2, kill)
         assert killed.code not in (0, 75, 78)
         if kill.during_save and killed.cut_a_save:
             break
     assert killed.cut_a_save
-    said = pretrain(config, 2).stdout
-    assert re.search(r"restored step \d+, age .*, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+", said)
+    output = pretrain(config, 2).stdout
+    assert re.search(r"restored step \d+, age .*, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+", output)
     assert losses(run_dir) == losses(tmp_path / "uncut")
     events = [json.loads(line)["event"] for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     assert events.count("start") + events.count("resume") >= 3
     assert events[-1] == "done"
 
 
-def test_finished_run_typed_again_does_nothing(
+def test_starting_a_finished_run_again_does_nothing(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:
     config = tiny_config("done")
@@ -120,7 +120,7 @@ def test_corpus_on_s3_gives_the_same_losses_as_local_files(
         for name, value in server.env.items():
             patch.setenv(name, value)
         make_bucket(server.endpoint_url, server.env, "corpora")
-        rows = [70, 33, 48, 90, 15]  # the local corpus's
+        rows = [70, 33, 48, 90, 15]  # as in the local corpus
         write_corpus("s3://corpora/tiny", rows, endpoint_url=server.endpoint_url)
         write_corpus("s3://corpora/tiny/heldout", [24], seed=9, endpoint_url=server.endpoint_url)
         pretrain(tiny_config("local"), 2)
@@ -134,8 +134,8 @@ def test_corpus_on_s3_gives_the_same_losses_as_local_files(
         assert file.is_dir() or secrets.encode() not in file.read_bytes()
 
 
-@pytest.mark.drill  # and tests/drills/real_kills.py at length
-def test_changed_ranks_and_stage_go_on_with_the_same_rows(
+@pytest.mark.drill  # tests/drills/real_kills.py does the same with more kills
+def test_resume_with_other_ranks_and_stages_gives_the_losses_of_one_uninterrupted_rank(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
 ) -> None:
     uncut = tiny_config("steady", **{"train.num_steps": 30})
@@ -151,7 +151,7 @@ def test_changed_ranks_and_stage_go_on_with_the_same_rows(
     assert worst_difference(losses(tmp_path / "steady"), losses(run_dir)) <= 2e-5
 
 
-def test_exported_model_is_the_trained_one(
+def test_exported_model_loads_in_transformers(
     tiny_config: MakeConfig, pretrain: Pretrain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: by a fixed interval, by the ledger, and for those kept for ever."""
+"""When a checkpoint is due: at a fixed interval, at one derived from the ledger, and at steps that are always kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from electra_dist.train.save_schedule import SaveSchedule
 
 @pytest.fixture(autouse=True)
 def one_rank() -> None:
-    init_distributed()  # or the group of one rank that an earlier test of this process has made
+    """A process group of one rank, new or made by an earlier test of this process."""
+    init_distributed()
 
 
 def due_steps(schedule: SaveSchedule, first: int, last: int) -> list[int]:
+    """Return the steps from `first` to `last` at which a checkpoint is due, reporting each as saved."""
     steps = []
     for step in range(first, last + 1):
         if schedule.due(step):
@@ -27,13 +29,13 @@ def due_steps(schedule: SaveSchedule, first: int, last: int) -> list[int]:
     return steps
 
 
-def test_a_fixed_interval_is_by_the_step_number_and_what_is_kept_for_ever_is_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_due_at_multiples_of_the_fixed_interval_and_at_steps_to_keep(tmp_path: Path) -> None:
     schedule = SaveSchedule(CheckpointConfig(every_steps=20, keep_every_steps=50, keep_steps=(33,)), tmp_path, 13)
     assert due_steps(schedule, 14, 100) == [20, 33, 40, 50, 60, 80, 100]
     assert not schedule.saved(100)
 
 
-def test_the_automatic_interval_begins_at_the_restored_step_and_follows_the_ledger(tmp_path: Path) -> None:
+def test_the_automatic_interval_starts_at_the_restored_step_and_follows_the_ledger(tmp_path: Path) -> None:
     config = CheckpointConfig(every_steps="auto", keep_every_steps=250)
     schedule = SaveSchedule(config, tmp_path, 30)
     assert schedule.every_steps == 100

@@ -1,4 +1,4 @@
-"""The list of skipped steps: streaks and rollbacks are remembered over restarts."""
+"""The list of skipped steps keeps streaks and rollbacks over restarts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from electra_dist.errors import UserError
 from electra_dist.train.skip_list import SkipList
 
 
-def test_skip_list_remembers_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> None:
+def test_skip_list_keeps_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> None:
     skips = SkipList(tmp_path, [3])
     for step in (10, 12, 13):
         skips.stop(step)

@@ -1,4 +1,4 @@
-"""A step's row losses: the row that stands out is found. Whole steps: tests/data/test_elastic.py and real runs."""
+"""The row whose loss is an outlier in a step is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from electra_dist.train.step import outlier
 
 
-def test_row_that_stands_out_is_found_and_an_ordinary_one_is_not() -> None:
+def test_outlier_is_the_row_with_an_extreme_or_nan_loss_and_none_among_ordinary_rows() -> None:
     rng = np.random.default_rng(0)
     losses = (30.0 + rng.standard_normal(64)).tolist()
     assert outlier(losses) is None

@@ -1,4 +1,4 @@
-"""The corpus's token counts: exact, counted once, the builder's where there are any."""
+"""Token counts of a corpus are exact, counted once for a run, and taken from the corpus manifest if it has them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from electra_dist.train.token_counts import unigram_counts
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Config, OpenCorpus, np.ndarray]:
+    """The config and corpus of a run, and the true count of each token id."""
     init_distributed()
     manifest = write_corpus(str(tmp_path / "corpus"), [20, 7, 33])
     rows = np.concatenate([synthetic_rows(count, number) for number, count in enumerate([20, 7, 33])])
@@ -27,6 +28,7 @@ def run(tmp_path: Path) -> tuple[Config, OpenCorpus, np.ndarray]:
 
 
 def counts_of(config: Config, corpus: OpenCorpus) -> np.ndarray:
+    """Return the counts as a run computes them."""
     return unigram_counts(
         corpus,
         config.model.vocab_size,
@@ -35,7 +37,7 @@ def counts_of(config: Config, corpus: OpenCorpus) -> np.ndarray:
     )
 
 
-def test_every_id_of_every_row_is_counted_once_and_kept(run: Any) -> None:
+def test_every_id_of_every_row_is_counted_once_and_the_counts_are_stored(run: Any) -> None:
     config, corpus, truth = run
     np.testing.assert_array_equal(counts_of(config, corpus), truth)
     for shard in corpus.manifest.shards:
@@ -43,8 +45,8 @@ def test_every_id_of_every_row_is_counted_once_and_kept(run: Any) -> None:
     np.testing.assert_array_equal(counts_of(config, corpus), truth)  # from the run folder
 
 
-def test_the_builders_counts_are_taken(run: Any) -> None:
+def test_counts_in_the_corpus_manifest_are_used(run: Any) -> None:
     config, corpus, _ = run
-    given = list(range(VOCAB_SIZE))
-    manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": given}})
-    assert counts_of(config, OpenCorpus(store=corpus.store, manifest=manifest)).tolist() == given
+    counts = list(range(VOCAB_SIZE))
+    manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": counts}})
+    assert counts_of(config, OpenCorpus(store=corpus.store, manifest=manifest)).tolist() == counts

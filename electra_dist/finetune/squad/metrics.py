@@ -1,4 +1,4 @@
-"""Official metrics of SQuAD 1.1 and 2.0: exact match, F1 and the best no-answer threshold.
+"""Computes the official metrics of SQuAD 1.1 and 2.0: exact match, F1 and the best no-answer threshold.
 
 Guarantee: the rules are those of the official scripts. An answer is lower-cased, its ASCII punctuation is deleted, the
 words a, an and the are replaced by spaces, and runs of white space by one space. "Exact" means equal to one of the
@@ -67,9 +67,10 @@ def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
     """Return the metrics of SQuAD 2.0, in per cent.
 
-    `best_exact` and `best_f1` are the values at the best no-answer threshold, which `best_exact_threshold` and
-    `best_f1_threshold` contain. `has_answer_exact` and `has_answer_f1` are means over the questions with an answer,
-    without a threshold.
+    A question is left unanswered if its no-answer score is above a threshold. `best_exact` and `best_f1` are the
+    values at the threshold that is best for each of them; `best_exact_threshold` and `best_f1_threshold` are these
+    thresholds. `has_answer_exact` and `has_answer_f1` are means over the questions with an answer, without a
+    threshold.
 
     Args:
         predicted: question id -> best answer, as if every question had one. Every question needs a prediction.

@@ -1,4 +1,4 @@
-"""SQuAD 1.1 and 2.0 as a fine-tuning task: training on windows, prediction of answer spans, official metrics.
+"""Makes SQuAD 1.1 and 2.0 a fine-tuning task: training on windows, prediction of answer spans, official metrics.
 
 Guarantee: the answer to a question is the span with the highest log p(start) + log p(end | start) over all windows of
 the question, among the spans of the beam that lie in the passage, start at a token that the window owns (see
@@ -145,14 +145,14 @@ class SquadTask(Task):
 
 
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
-    """Return the best allowed span of each window's beam.
+    """Return the best allowed answer span of each window among its candidates from the beam search.
 
-    A span is allowed if it lies in the passage, starts at a token that the window owns, does not end before it starts
-    and is not too long.
+    A span is allowed if it lies in the passage, does not end before it starts, is not too long, and starts at a token
+    that the window owns: of overlapping windows, the one that shows the token with the most context owns it.
 
     Args:
         windows: the windows of a batch.
-        scores: their beams, in the same order.
+        scores: candidate starts and ends of the windows, in the same order.
         max_answer: longest answer, in tokens.
 
     Returns:
@@ -181,12 +181,15 @@ def _find(data: Path, *names: str) -> Path:
 
 
 def _is_lost(question: Question) -> bool:
-    """Return whether a question has a gold answer that does not occur in its passage."""
+    """Return whether a question cannot be used for training: it has a gold answer, which is not in its passage."""
     return bool(question.answers) and question.start < 0
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span may be an answer; `start` and `end` are counted from the window's first passage token."""
+    """Return whether a span of tokens may be an answer; `max_answer` is its greatest length in tokens.
+
+    `start` and `end`, both included, are counted from the first passage token of the window.
+    """
     is_inside = 0 <= start <= end < len(window.owned)
     return is_inside and window.owned[start] and end - start < max_answer
 
@@ -194,7 +197,10 @@ def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> 
 def _windows(
     file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
 ) -> tuple[list[Passage], list[AnswerWindow]]:
-    """Encode the passages of a file, and cut them into the windows of all questions, in the order of the questions."""
+    """Encode the passages of a file, and build the windows of all questions, in the order of the questions.
+
+    A window is one row for the model: a question with a part of its passage.
+    """
     passages = encode_passages(file.passages, encoder.tokenizer)
     queries = encoder.tokenizer.encode([question.text for question in file.questions])
     windows: list[AnswerWindow] = []

@@ -1,4 +1,4 @@
-"""SQuAD files as windows of token ids, and spans of tokens as text of the passage.
+"""Turns SQuAD files into windows of token ids, and spans of tokens back into text of the passage.
 
 Guarantee: the windows of a passage together cover every token, and neighbouring windows start `doc_stride` tokens
 apart. Each token is owned by one window: the one in which the smaller of its contexts to the left and to the right is
@@ -44,7 +44,7 @@ class SquadFile(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A passage as text and as tokens with their positions in the text."""
+    """Passage of a SQuAD file, as text and as tokens with their positions in the text."""
 
     text: str
     ids: list[int]
@@ -114,7 +114,7 @@ def read_squad(file: Path, version: int) -> SquadFile:
 
 
 def _parse_question(entry: dict[str, Any], passage: int, context: str, version: int) -> Question:
-    """Convert one entry of `qas`; `passage` is the number of its passage and `context` the text.
+    """Convert one entry of the list `qas` of a SQuAD file; `passage` is the number of its passage, `context` the text.
 
     Raises:
         ValueError: the question should have an answer and has none.
@@ -131,7 +131,7 @@ def _parse_question(entry: dict[str, Any], passage: int, context: str, version: 
 
 
 def _nearest_occurrence(context: str, answer: str, start: int) -> int:
-    """Return the index of `answer` in `context` that is nearest to `start`; -1 if it does not occur."""
+    """Return where `answer` occurs in `context` nearest to index `start`, as a character index; -1 if nowhere."""
     if context.startswith(answer, start):
         return start
     before = context.rfind(answer, 0, start + len(answer))
@@ -148,7 +148,7 @@ def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
 ) -> list[AnswerWindow]:
-    """Build the windows of one question over its passage.
+    """Build the windows of one question: rows with the question and consecutive, overlapping parts of its passage.
 
     Args:
         number: number of the question within the file.
@@ -187,7 +187,7 @@ def make_windows(
 
 
 def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """Return the passage tokens [start, end) of each window.
+    """Return the range [start, end) of passage tokens in each of the windows that cover a passage.
 
     Args:
         num_tokens: tokens of the passage; 0 gives no window.
@@ -225,14 +225,17 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return for each token of a passage the number of the window that owns it."""
+    """Return for each token of a passage the number of the window that owns it, the one with the most context.
+
+    `spans` are the ranges [start, end) of passage tokens in each window; see `_owner` for the context.
+    """
     if len(spans) <= 1:
         return [0] * num_tokens
     return [_owner(spans, token) for token in range(num_tokens)]
 
 
 def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
-    """Return the window in which `token` has the most context, the first one of equals.
+    """Return the number of the window in which `token` has the most context, the first of equally good ones.
 
     The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
     token of the window, which favors the longer of two windows.
@@ -241,6 +244,7 @@ def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
     """
 
     def context(window: int) -> float:
+        """Return the context that `token` has in one window."""
         start, end = spans[window]
         left = token - start
         right = end - 1 - token

@@ -1,1 +1,1 @@
-"""Health of a rank and requests to it: heartbeat, GPU readings, requests to stop or save, errors of other ranks."""
+"""Watch one rank: heartbeat, GPU readings, requests to stop or save, and user's errors of other ranks."""

@@ -18,9 +18,9 @@ from electra_dist.nvml import GpuProbe, GpuSample
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """The readings of all GPUs of a node in one: the worst value of each, or a sum.
+    """Readings of all GPUs of a node, combined: of each quantity the worst value or, where noted, the sum.
 
-    A value is None if no GPU reports it.
+    A quantity is None if no GPU reports it.
     """
 
     gpu_temperature_c: int | None  # highest
@@ -39,7 +39,7 @@ class GpuSampler:
         self._probe = GpuProbe.open()
 
     def read(self) -> GpuReading | None:
-        """Return the present readings of the local GPUs in one, or None without NVML or GPUs.
+        """Return the present readings of the local GPUs, combined by `worst`; None without NVML or GPUs.
 
         It takes a few milliseconds for eight GPUs; call it at log steps, not at every step.
         """
@@ -55,9 +55,9 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Return the readings of several GPUs in one: the worst of each value, the sum of power and memory errors.
+    """Combine the readings of several GPUs: the worst value of each quantity; the sum of power and of memory errors.
 
-    GPUs that do not report a value are left out of it; a value that no GPU reports is None.
+    A GPU that does not report a quantity is ignored for it. A quantity that no GPU reports is None.
     """
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]

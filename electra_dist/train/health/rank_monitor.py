@@ -1,11 +1,11 @@
-"""Watch one rank: write its heartbeat, check the GPUs of its node, limit its collectives, find slow ranks.
+"""Watch one rank: write its heartbeat, check the GPUs of its node, set timeouts of collectives, find slow ranks.
 
 Guarantee: a rank beats at every step and change of phase, so that a hang is noticed from outside (run/heartbeat.py).
 At log steps the first rank of each node reads its GPUs. New uncorrected memory errors add a strike to the node and end
 the run with exit code 69, without a save, because the state of a faulty GPU is not to be trusted.
 
-A collective times out after twice the limit that a supervisor applies to the phase, learned step times included:
-without a supervisor, ranks whose peer cannot be reached end by themselves.
+A collective times out after twice the time after which a supervisor would end a hanging rank. So ranks that wait for
+an unreachable one end by themselves where no supervisor runs.
 
 Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth at three log steps in
 a row. A forward has no collective below ZeRO stage 3, so it is the rank's own time.
@@ -38,7 +38,7 @@ _LONGEST_COLLECTIVE_S = 3600.0
 
 @dataclass(frozen=True)
 class RankObservation:
-    """What one look at all ranks found: GPU readings and stragglers."""
+    """Result of one check at a log step: the GPU readings of this node, and the slow ranks of the run."""
 
     gpu: GpuReading | None  # of this rank's node; None on a rank that does not read GPUs
     slow_ranks: list[int]  # slowest first
@@ -115,7 +115,7 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Return the value of every rank, by rank. Collective."""
+        """Gather a number of seconds from every rank; return them in the order of ranks. Collective."""
         times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
         if torch.cuda.is_available():
             times = [t.cuda() for t in times]  # NCCL gathers tensors on GPUs only

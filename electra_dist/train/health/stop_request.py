@@ -54,7 +54,7 @@ class StopRequest:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Take note of a signal; raise KeyboardInterrupt for a SIGINT that follows another request to stop."""
+        """Record a signal as a request to stop; raise KeyboardInterrupt for a SIGINT after an earlier request."""
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
@@ -80,13 +80,13 @@ class StopRequest:
     def margin_s(self) -> float:
         """Seconds before the end of the Slurm job at which the run stops by itself.
 
-        Twice the longest step and the longest save so far, and at least 10 s.
+        It is twice the sum of the longest step and the longest save so far, and at least 10 s.
         """
         return max(_LEAST_MARGIN_S, 2.0 * (self.longest_step_s + self.longest_save_s))
 
     @property
     def reason(self) -> str:
-        """Why the run stops, as far as this rank knows: a signal's name, the file, or the end of the job."""
+        """Why the run stops, as this rank knows it: a signal, the file `stop`, the end of the job, or another rank."""
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:

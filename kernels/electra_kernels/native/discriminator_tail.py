@@ -1,12 +1,13 @@
-"""Build, loading and launch of the discriminator tail as a CUDA library, for machines without Triton.
+"""Builds, loads and launches the discriminator tail as a CUDA library, for machines without Triton.
 
-Guarantee: the results of the Triton kernels (`triton/discriminator_tail.py`) to rounding, with sums in a fixed order.
+Guarantee: results are those of the Triton kernels (`triton/discriminator_tail.py`) to rounding; sums have a fixed
+order.
 
 How: `python -m electra_kernels.native.discriminator_tail` builds `discriminator_tail.cu` with nvcc (sm_80 and sm_90a,
 10 s) into `~/.cache/electra-dist`. The file name contains the digest of the source, so a library of another source is
 never loaded. The build is optional. Only `kernels.backend: cuda` needs it, and its error message names the command.
 
-Cost: the memory traffic of the Triton kernels.
+Cost: the memory traffic is that of the Triton kernels.
 
 Limits: bf16 and fp32 dense outputs; H up to 2**31.
 
@@ -34,13 +35,13 @@ _BUILD = "python -m electra_kernels.native.discriminator_tail"
 
 
 def library_path() -> Path:
-    """Return the path of the library that belongs to the present source, whether or not it is built."""
+    """Return the path of the CUDA library for the present source file, whether or not it is built."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     return Path.home() / ".cache" / "electra-dist" / f"discriminator_tail-{digest}.so"
 
 
 def build(path: Path) -> str:
-    """Compile the library to `path` and return the assembler's report (registers and spills of each kernel).
+    """Compile the CUDA library to `path`; return the assembler's report (registers and spills of each kernel).
 
     The file appears under its name only when it is complete. Missing parent folders are created.
 
@@ -70,7 +71,7 @@ def build(path: Path) -> str:
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """Load the library once and declare the argument types of its functions.
+    """Load the CUDA library once and declare the argument types of its functions.
 
     Args:
         path: File of the library; None is the path of the present source, `library_path()`.
@@ -80,7 +81,10 @@ def library(path: Path | None = None) -> ctypes.CDLL:
     """
     path = path or library_path()
     if not path.exists():
-        raise BackendUnavailable(f"kernels.backend is cuda, but {path} is not built: run {_BUILD}, or set it to auto")
+        raise BackendUnavailable(
+            f"kernels.backend is cuda, but its library {path} is not built: run `{_BUILD}`, "
+            f"or set kernels.backend to auto"
+        )
     loaded = ctypes.CDLL(str(path))
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.electra_tail_forward.argtypes = [number, *[pointer] * 8, size, number, pointer]
@@ -137,7 +141,7 @@ def backward_pass(
         upstream_T: Contiguous fp32 gradient of each token's masked loss.
 
     Returns:
-        The first in the dtype of `dense_TH`, the others in fp32.
+        The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
     """
     blocks = min(NUM_BLOCKS, len(dense_TH))
     grad_dense_TH = torch.empty_like(dense_TH)
@@ -153,7 +157,7 @@ def backward_pass(
 
 
 def _as_fp32(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors as contiguous fp32, the only form of parameters that the library reads."""
+    """Return the tensors as contiguous fp32, the only form in which the CUDA library reads parameters."""
     return [tensor.float().contiguous() for tensor in tensors]
 
 

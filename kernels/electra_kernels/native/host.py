@@ -1,8 +1,9 @@
-"""Python interface of `host.c`: keyed bits, the row order, rows out of mapped shards, the head's row pass on a CPU.
+"""Calls the C library `host.c`: random bits, permutations, copies of rows, and the token head's row pass on a CPU.
 
-Guarantee: bit for bit the permutations and bits that `data/order.py` and `keyed_random.py` define in NumPy, and the
-row pass of `mlm_head.py` to fp32 rounding. The library exists where the package was built with a C compiler. Where it
-is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None, and callers use NumPy or torch.
+Guarantee: permutations and bits are equal to those that `data/order.py` and `keyed_random.py` define in NumPy, and the
+row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built with a C
+compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None, and callers
+use NumPy or torch.
 
 How: a call releases the interpreter lock; `share` spreads calls over as many threads as torch uses.
 
@@ -107,9 +108,9 @@ def _fill_kept(
     threshold: int,
     scale: float,
 ) -> None:
-    """Fill `grid`, fp32, with the factors of dropout: `scale` where the bits are at least `threshold`, 0 elsewhere.
+    """Fill `grid`, fp32, with the factors of dropout: `scale` where the random bits are at least `threshold`, else 0.
 
-    Bits and the other arguments are those of `fill_bits`.
+    The random bits and the other arguments are those of `fill_bits`.
     """
     assert _library is not None
     assert grid.dtype == np.float32
@@ -134,7 +135,7 @@ def _arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place of each index in its keyed permutation; `data.order.permute` is the definition.
+    """Return the place of each index in its keyed permutation; `data.order.permute` is the same function in NumPy.
 
     Args:
         index: Number to permute, in [0, size); like the next three, one array element for each permutation.
@@ -221,7 +222,7 @@ def _row_pass(
     losses_best_sampled = torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
-        """Run the row pass of up to `_ROWS_AT_A_TIME` rows, from row `begin` on, by one call of C."""
+        """Compute losses and tokens of up to `_ROWS_AT_A_TIME` rows, from row `begin` on, by one call of C."""
         block = slice(begin, begin + _ROWS_AT_A_TIME)
         logits = logits_MV[block]
         library.electra_row_pass(

@@ -81,7 +81,7 @@ _SIZES = ("seq_len", "num_slots", "hidden", "num_tokens")  # multiples of 16 in 
 
 
 def cases() -> list[KernelCase]:
-    """Return every kernel in the form that the large model launches in bf16, and two of them also for fp32."""
+    """Return every kernel with the argument types of the large model's launches in bf16, and two also for fp32."""
     head_cases = _head_cases()
     tail_forward, tail_backward = _tail_cases()
     fp32_cases = [_as_fp32(head_cases[0], "head_train_fp32"), _as_fp32(tail_forward, "tail_fwd_fp32")]
@@ -89,7 +89,7 @@ def cases() -> list[KernelCase]:
 
 
 def _head_cases() -> list[KernelCase]:
-    """Return the row kernel of the head: training, evaluation, and sampling alone."""
+    """Return the cases of the token head's row kernel: training, evaluation, and sampling alone."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -123,7 +123,7 @@ def _head_cases() -> list[KernelCase]:
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    """Return forward and backward of the discriminator tail."""
+    """Return the two cases of the discriminator tail: the forward and the backward kernel."""
     types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
         "out_weight_ptr": "*bf16",
@@ -144,13 +144,16 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 
 
 def _as_fp32(case: KernelCase, name: str) -> KernelCase:
-    """Return the same kernel for fp32 tensors, which keeps sums of two numbers where bf16 needs one (PAIR)."""
+    """Return the case of the same kernel for fp32 tensors, with PAIR set.
+
+    PAIR makes the kernel keep logit + bias as an unevaluated sum of two numbers; bf16 logits need only one.
+    """
     types = {argument: kind.replace("bf16", "fp32") for argument, kind in case.types.items()}
     return case._replace(name=name, types=types, constants=case.constants | {"PAIR": True})
 
 
 def _slot_cases() -> list[KernelCase]:
-    """Return the kernels over masked slots: replace and label, and the backward pass of the masked gather."""
+    """Return the cases of the kernels over masked positions: replace and label, and the masked gather's backward."""
     replace_types = _SHARED_TYPES | {
         "ids_ptr": "*i64",
         "weight_ptr": "*fp32",
@@ -173,7 +176,10 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return dropout + add + LayerNorm: both directions, at both hidden sizes, with dropout and without (`_p0`)."""
+    """Return the cases of dropout + add + LayerNorm.
+
+    They are forward and backward, at both towers' hidden sizes, with dropout and without (suffix `_p0`).
+    """
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
@@ -226,7 +232,7 @@ def compile_case(case: KernelCase, arch: int) -> Compiled:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """Return resource usage and machine code as text, by the `cuobjdump` in Triton's package."""
+    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -239,7 +245,7 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def _number(pattern: str, text: str) -> str:
-    """Return the first group of the first match of `pattern`, digits of the disassembler's report."""
+    """Return the digits that the first group of `pattern` matches in `text`, the disassembler's report."""
     match = re.search(pattern, text)
     assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
     return match[1]

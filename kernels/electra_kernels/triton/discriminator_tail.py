@@ -1,7 +1,7 @@
-"""Triton kernels of the discriminator tail: one forward, one backward, both over strips of tokens.
+"""Runs the discriminator tail in Triton: one forward and one backward kernel, both over strips of tokens.
 
-Guarantee: the function of `discriminator_tail.rtd_losses_reference` in fp32, and its gradients. Sums over tokens are
-computed in a fixed order (strip by strip), so every run gives the same bits on the same device.
+Guarantee: the kernels compute `discriminator_tail.rtd_losses_reference` in fp32, and its gradients. Sums over tokens
+are computed in a fixed order (strip by strip), so every run gives the same bits on the same device.
 
 How: a program handles every P-th tile of tokens (a strip) and keeps the bias and the output weight in registers.
 Backward computes the activation again from the dense output, uses the logits that forward stored, writes the gradient
@@ -60,7 +60,7 @@ def gelu_slope(a, erf):
 
 @triton.jit
 def exp_of_minus_abs(logit):
-    """Return exp(-abs(logit)), rounded about once."""
+    """Return exp(-abs(logit)) with an error of about one rounding."""
     high, low = scaled_exp(-tl.abs(logit), None, 1.0, None)
     return high + low
 
@@ -93,7 +93,7 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write masked loss and logit of every token of a strip.
+    """Write masked loss and logit of every token of a strip, the tokens that one program handles.
 
     Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each. BLOCK_H is a power of 2 and at least H.
     """
@@ -224,7 +224,7 @@ def backward_pass(
         upstream_T: Contiguous fp32 gradient of each token's masked loss.
 
     Returns:
-        The first in the dtype of `dense_TH`, the others in fp32.
+        The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
     """
     num_tokens, hidden = dense_TH.shape
     grid, blocks = _launch_shape(num_tokens, hidden)
@@ -243,7 +243,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid (number of programs), and the tile's shape with the launch options, of both kernels."""
+    """Return how to launch the kernels: the number of programs, and the tile's shape with the launch options."""
     width = triton.next_power_of_2(hidden)
     height = max(1, min(_MOST_ROWS, _CELLS // width))
     grid = (max(1, min(NUM_PROGRAMS, triton.cdiv(num_tokens, height))),)

@@ -1,7 +1,7 @@
-"""Triton kernels of dropout + add + LayerNorm: one forward over tokens, one backward over strips of tokens.
+"""Runs dropout + add + LayerNorm in Triton: one forward kernel over tokens, one backward over strips of tokens.
 
-Guarantee: the function of `dropout_add_norm.dropout_add_norm_reference` in fp32, with the same random bits. Gradients
-of the parameters are summed in a fixed order.
+Guarantee: the kernels compute `dropout_add_norm.dropout_add_norm_reference` in fp32, with the same random bits.
+Gradients of the parameters are summed in a fixed order.
 
 How: a program of the forward pass holds a token's H elements in registers, makes one Philox call for each four
 neighbours (none at probability 0), and computes mean and variance in two reductions. Backward draws the same bits
@@ -199,7 +199,7 @@ def forward_pass(
         dropout: Probability and key.
 
     Returns:
-        The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, halves of one storage.
+        The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, two views of one buffer.
     """
     batch, seq_len, hidden = x_BSH.shape
     out_BSH = torch.empty_like(x_BSH)
@@ -243,7 +243,10 @@ def backward_pass(
 
 
 def _key_words(dropout: DropoutKey, seq_len: int, hidden: int) -> tuple[int | float, ...]:
-    """Return the kernels' arguments seed_low, seed_high, step, site_quads, limit and scale."""
+    """Return the scalar arguments of both kernels that follow from the dropout key.
+
+    They are seed_low, seed_high, step, site_quads, limit and scale, in this order.
+    """
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     words = (dropout.seed, dropout.seed >> 32, dropout.step, dropout.site * seq_len * hidden // 4)
     return *map(as_int32, (*words, drop_threshold(dropout.probability))), 1.0 / (1.0 - dropout.probability)

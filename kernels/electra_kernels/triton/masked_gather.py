@@ -1,7 +1,7 @@
-"""Triton backward of the masked gather: one program per position of a row writes that position's gradient once.
+"""Runs the masked gather's backward pass in Triton: one program per position of a row writes its gradient once.
 
-Guarantee: the result of `masked_gather.scatter_add_reference` with the same order of additions (slots in order, in
-fp32), so it is the same in every run. It needs no atomics and no zero fill beforehand.
+Guarantee: the result is that of `masked_gather.scatter_add_reference`. Gradients are added in slot order, in fp32, so
+the result is the same in every run. No atomics and no zero fill beforehand are needed.
 
 How: a program compares its position with the row's N slots, then walks through the slots that match. Most positions
 have none or one. Only position 0 of short rows has many, at most N, because the empty slots point there.
@@ -34,7 +34,7 @@ def scatter_add_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the gradient of one position of one row: the sum of its slots' gradients, or zeros.
+    """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
 
     Program p handles position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least as large
     as the number of slots and the hidden size.

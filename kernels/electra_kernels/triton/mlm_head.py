@@ -1,7 +1,7 @@
-"""Triton row kernel of the generator's head, and of `sampling.sample`: one program per row of a chunk of logits.
+"""Runs the row pass of the generator's head, and `sampling.sample`, in Triton: one program per row of logits.
 
-Guarantee: the function of `mlm_head.row_pass_reference` and `sampling.sample_reference`, in fp32, with the same bits
-of noise. The results of a program do not depend on other rows, on the chunk or on the launch.
+Guarantee: the kernel computes `mlm_head.row_pass_reference` and `sampling.sample_reference` in fp32, with the same
+bits of noise. The results of a program do not depend on other rows, on the chunk or on the launch.
 
 How: the first pass, 2048 tokens at a time, adds the bias and computes online log-sum-exp, most likely token and Gumbel
 score. Every lane keeps its own maxima and its own sum, and they are merged once at the end, so that a block costs no
@@ -51,7 +51,7 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below the logits; starting from
 
 @triton.jit
 def noise_log(x, APPROXIMATE: tl.constexpr):
-    """Return the natural logarithm for noise, within an error of 2e-7 (absolute) or 2.4e-7 (relative).
+    """Return the natural logarithm of x, for noise, with an absolute error of 2e-7 or a relative error of 2.4e-7.
 
     With APPROXIMATE it takes one instruction of the GPU instead of 20. The interpreter needs APPROXIMATE false.
     """
@@ -65,7 +65,7 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Return a number of the distribution Exp(1) from 32 random bits, accurate also where it is small.
+    """Turn 32 random bits into a draw from the distribution Exp(1), which is accurate also where it is small.
 
     The formula is that of `gumbel.gumbel_from_bits`. APPROXIMATE is as in `noise_log`.
     """
@@ -94,7 +94,7 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias in fp32, and its rounding error (with PAIR) or 0 (without)."""
+    """Return logit + bias rounded to fp32, and the rounding error; without PAIR, 0 takes the place of the error."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 

@@ -1,4 +1,4 @@
-"""Keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`."""
+"""Draws keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Triton kernel of replace and label: one program per 64 positions of a row, every output written once.
+"""Runs replace and label in Triton: one program per 64 positions of a row, every output written once.
 
-Guarantee: `replace.replace_and_label_reference` exactly (integers).
+Guarantee: the results equal those of `replace.replace_and_label_reference` exactly, because they are integers.
 
 How: a program compares its positions with the row's N slots, a [64, N] table in registers, and reduces the table to
 counts and sums.

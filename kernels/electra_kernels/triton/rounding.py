@@ -1,4 +1,4 @@
-"""Arithmetic in registers that keeps rounding errors: an fp32 result is an unevaluated sum of two numbers, high + low.
+"""Keeps rounding errors of arithmetic in registers: an fp32 result is an unevaluated sum of two numbers, high + low.
 
 Guarantee: a kernel that ends in `high + low` of these functions rounds once, where the plain expression rounds at
 every operation. Approximate instructions of the GPU, `ex2.approx` (error up to 2 ulp), `div.full` (2 ulp) and
@@ -70,7 +70,7 @@ def scaled_exp(x, x_low, scale, scale_low):
 def precise_log(high, low):
     """Return log(high + low) as a pair whose sum is the result, for numbers of at least 1.
 
-    It is one Newton step from the rounded logarithm.
+    The pair is the rounded logarithm and its correction by one Newton step.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)

@@ -1,4 +1,4 @@
-"""The drill itself: its plan, what its faults touch, what it sees, and that it finds a run that is not the same."""
+"""The chaos drill: its plan, the scope of its faults, its observations, and its comparison of runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = sorted(FAULTS)
 
 
 @given(count=st.integers(1, 80), every=st.integers(1, 50), spare=st.integers(0, 500), seed=st.integers(0, 10**6))
-def test_a_plan_has_every_kind_as_often_and_a_checkpoint_between_any_two(
+def test_a_plan_has_every_kind_equally_often_and_a_checkpoint_between_any_two_faults(
     count: int, every: int, spare: int, seed: int
 ) -> None:
     num_steps = 2 * every * (count + 1) + spare
@@ -39,24 +39,24 @@ def test_a_plan_has_every_kind_as_often_and_a_checkpoint_between_any_two(
     assert sum(times.values()) == count and max(times.values()) - min(times[k] for k in KINDS) <= 1
     for one, two in itertools.pairwise(planned):
         assert two.step // every > one.step // every
-        assert (one.kind, two.kind) != ("launcher", "launcher")  # there is none left after the first
+        assert (one.kind, two.kind) != ("launcher", "launcher")  # the first one leaves no launcher to kill
     assert planned[-1].step < num_steps
 
 
-def test_a_run_too_short_for_its_faults_is_refused_with_the_length_that_it_needs() -> None:
+def test_a_run_too_short_for_its_faults_is_refused_naming_the_length_that_it_needs() -> None:
     with pytest.raises(UserError, match=r"at least 610 .*not 609"):
         plan(KINDS, 60, 609, 5, 1)
 
 
-def test_a_plan_of_two_kinds_is_possible_and_one_of_a_fault_that_changes_nothing_is_refused() -> None:
+def test_a_plan_of_two_kinds_is_possible_and_one_of_launcher_kills_alone_is_refused() -> None:
     kinds = [fault.kind for fault in plan(["launcher", "kill"], 60, 610, 5, 1)]
     assert Counter(kinds) == {"launcher": 30, "kill": 30}
-    with pytest.raises(UserError, match="launcher can be done once a start"):
+    with pytest.raises(UserError, match="launcher can hit each start of the ranks only once"):
         plan(["launcher"], 3, 610, 5, 1)
 
 
 def victim_of(folder: Path, tmp_path: Path) -> tuple[Victim, Path]:
-    """A run folder with three checkpoints, the newest of which is not committed."""
+    """Make a run folder with three checkpoints, the newest uncommitted; return the victim and the newest committed."""
     for number in (5, 10, 15):
         checkpoint = folder / "checkpoints" / f"step-{number:08d}-a0001"
         checkpoint.mkdir(parents=True)
@@ -67,12 +67,13 @@ def victim_of(folder: Path, tmp_path: Path) -> tuple[Victim, Path]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder, by relative path."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("kind", ["torn", "flip"])
-def test_damage_is_done_to_one_file_of_the_newest_committed_checkpoint(tmp_path: Path, kind: str) -> None:
-    seen = set()
+def test_damage_hits_exactly_one_file_of_the_newest_committed_checkpoint(tmp_path: Path, kind: str) -> None:
+    damaged_names = set()
     for seed in range(20):
         run = tmp_path / f"{seed}"
         victim, newest = victim_of(run, tmp_path)
@@ -83,12 +84,12 @@ def test_damage_is_done_to_one_file_of_the_newest_committed_checkpoint(tmp_path:
         assert before.keys() == after.keys() and len(changed) == 1
         (name,) = changed
         assert (run / name).parent == newest
-        seen.add(Path(name).name)
+        damaged_names.add(Path(name).name)
         if kind == "torn":
             assert len(after[name]) < len(before[name]) and before[name].startswith(after[name])
         else:
             assert sum(a != b for a, b in zip(before[name], after[name], strict=True)) == 1
-    assert seen == {"rank-00000.safetensors", "manifest.json"}
+    assert damaged_names == {"rank-00000.safetensors", "manifest.json"}
 
 
 @pytest.mark.parametrize("kind", ["kill", "hang", "term-rank", "usr2", "power", "torn", "flip"])
@@ -118,6 +119,7 @@ def test_no_fault_touches_a_process_of_another_run(tmp_path: Path, kind: str) ->
 
 
 def write_metrics(run: Path, losses: list[float]) -> Path:
+    """Make a run folder whose metrics have these losses, in steps from 1, and one evaluation; return the folder."""
     run.mkdir()
     lines = [
         {"step": n, "loss": x, "mlm_loss": x, "rtd_loss": x, "grad_norm": x, "receipt": f"{n:016x}", "step_s": n / 7}
@@ -127,18 +129,20 @@ def write_metrics(run: Path, losses: list[float]) -> Path:
     return run
 
 
-def test_one_bit_of_one_loss_is_a_difference(tmp_path: Path) -> None:
+def test_a_difference_of_one_bit_in_one_loss_is_found(tmp_path: Path) -> None:
     losses = [5.1, 5.0, 0.1 + 0.2]
     reference = write_metrics(tmp_path / "reference", losses)
     assert differences(write_metrics(tmp_path / "same", losses), reference) == (3, "")
     assert '"step": 3' in differences(write_metrics(tmp_path / "bit", [5.1, 5.0, 0.3]), reference)[1]
-    assert differences(write_metrics(tmp_path / "short", losses[:2]), reference)[1] == "2 steps, not 3"
+    assert differences(write_metrics(tmp_path / "short", losses[:2]), reference)[1] == (
+        f"{tmp_path / 'short'} recorded 2 steps, the reference run 3"
+    )
 
 
-def test_each_kind_of_process_fault_is_done_seen_and_survived(
+def test_each_kind_of_process_fault_is_injected_observed_and_survived(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On ranks that only pretend; tests/drills/chaos_drill.py does it to real ones, with all faults."""
+    """The ranks are fakes without training; tests/drills/chaos_drill.py injects all faults into real ranks."""
     monkeypatch.setattr(drill, "PATIENCE_S", 120.0)
     config = tiny_config(**{"train.num_steps": 100_000, "cluster.hang_step_floor_s": 3.0})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
@@ -152,19 +156,19 @@ def test_each_kind_of_process_fault_is_done_seen_and_survived(
             assert not hit.fault, hit
             assert hit.recovery_s and hit.recovery_s > 0.1
         assert [hit.code for hit in hits] == [1, 1, 75, -9]
-        assert [hit.steps_lost for hit in hits][2] == 0
+        assert hits[2].steps_lost == 0
         assert all(0 <= hit.steps_lost <= 6 for hit in hits)
         assert hits[1].notice_s and 2.5 < hits[1].notice_s < 20
-        assert hits[3].notice_s is None  # nobody is left to notice that
+        assert hits[3].notice_s is None  # after `power` no process is left to notice it
     finally:
         run.close()
     assert run._victim().pids() == []
 
 
-def test_a_fault_without_its_effect_is_bad(
+def test_a_fault_without_its_effect_raises_stuck(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hang that is none: the run goes on, and the drill says that it should not have."""
+    """A fault `hang` that hangs no process: the run continues, which the drill must report."""
     monkeypatch.setitem(FAULTS, "hang", dataclasses.replace(FAULTS["hang"], act=lambda victim, draw: "nobody"))
     config = tiny_config(**{"train.num_steps": 100_000})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
@@ -178,20 +182,20 @@ def test_a_fault_without_its_effect_is_bad(
         run.close()
 
 
-def test_mistakes_of_the_command_line_are_one_line_and_78(
+def test_an_unknown_fault_or_an_existing_run_folder_is_refused_with_78(
     tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(tiny_config(**{"train.num_steps": 1000}))
     assert __main__.main([config, "--faults", "kill,fire"]) == 78
-    assert "--faults fire: choose of kill,hang" in capsys.readouterr().err
+    assert "--faults fire: no such kind of fault; choose from kill,hang" in capsys.readouterr().err
     (tmp_path / "run-chaos").mkdir()
     assert __main__.main([config]) == 78
-    assert "run-chaos is there already" in capsys.readouterr().err
+    assert "run-chaos exists already" in capsys.readouterr().err
     assert not (tmp_path / "run-reference").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_the_full_disk_is_a_small_one_of_its_own_and_leaves_its_files(tmp_path: Path) -> None:
+def test_only_the_checkpoint_folder_runs_full_and_its_files_are_kept_afterwards(tmp_path: Path) -> None:
     from launcher.chaos.faults import SmallDisk
 
     folder = tmp_path / "run" / "checkpoints"

@@ -1,4 +1,4 @@
-"""What the commands work on: prose, a tiny encoder, and targets of checkpoints."""
+"""Fixtures of the command tests: prose, a tiny encoder, and checkpoint targets."""
 
 from support.corpus_texts import prose
 from support.s3_fixtures import bucket, open_s3, two_targets

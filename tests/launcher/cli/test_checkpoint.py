@@ -1,4 +1,4 @@
-"""`electra-dist checkpoint`: list, verify, diff, repair on folders, runs and S3."""
+"""`electra-dist checkpoint`: list, verify, diff and repair on folders, run folders and S3."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ FILE = "rank-00001.safetensors"
 
 
 def call(*arguments: str, code: int = 0) -> str:
+    """Run a command and return its output; raise its UserError, and fail if it ends with another exit code."""
     result: Result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["checkpoint", *arguments])
     if isinstance(result.exception, UserError):
         raise result.exception
@@ -35,7 +36,7 @@ def call(*arguments: str, code: int = 0) -> str:
 def run(
     tiny_config: Callable[..., Path], two_targets: list[Store], s3: s3_server.S3Server, tmp_path: Path
 ) -> tuple[str, list[Store]]:
-    """A run's folder whose config names a local target and one on S3, with three checkpoints."""
+    """A run folder whose config names a local target and one on S3, and the two targets, with three checkpoints."""
     settings = {"checkpoint.targets": [t.url for t in two_targets], "checkpoint.endpoint_url": s3.endpoint_url}
     config = load_config(tiny_config(**settings))
     folder = tmp_path / "a-run"
@@ -58,11 +59,11 @@ def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) ->
     assert "damaged manifest.json" in far and far.count("committed") == 2
 
 
-def test_list_of_nothing_says_so(tmp_path: Path) -> None:
+def test_list_of_an_empty_folder_prints_no_checkpoints(tmp_path: Path) -> None:
     assert "no checkpoints" in call("list", str(tmp_path))
 
 
-def test_verify_reads_everything_and_names_the_bad_one(run: tuple[str, list[Store]]) -> None:
+def test_verify_reads_every_checkpoint_and_names_the_damaged_one(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     assert "6 of 6 checkpoints are good" in call("verify", path)
     small.damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
@@ -72,22 +73,22 @@ def test_verify_reads_everything_and_names_the_bad_one(run: tuple[str, list[Stor
     assert "2 of 2 checkpoints are good" in call("verify", path, "--step", "30")
 
 
-def test_path_that_is_nothing_is_a_users_mistake(tmp_path: Path) -> None:
+def test_path_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
     for arguments in (["list", str(tmp_path / "nowhere")], ["verify", str(tmp_path)], ["diff", str(tmp_path), "x"]):
         with pytest.raises(UserError):
             call(*arguments)
 
 
-def test_diff_calls_equal_what_other_ranks_wrote(tmp_path: Path) -> None:
+def test_diff_finds_checkpoints_of_different_world_sizes_equal(tmp_path: Path) -> None:
     for name, world_size in (("a", 2), ("b", 3)):
         small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, world_size=world_size)
     text = call("diff", str(tmp_path / "a" / folder_name(10, 1)), str(tmp_path / "b"))
     assert "equal bit for bit: 4 parameters, weights and both moments" in text
-    assert "world_size" in text  # the states differ in this alone
+    assert "world_size" in text  # the only field in which the run states differ
     assert "rows_seen" not in text
 
 
-def test_diff_gives_the_largest_difference_of_each_parameter(tmp_path: Path) -> None:
+def test_diff_prints_the_largest_difference_of_each_parameter(tmp_path: Path) -> None:
     for name, run_number in (("a", 0), ("b", 5)):
         small.save([open_store(str(tmp_path / name))], tmp_path / "staging", 10, run=run_number)
     text = call("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
@@ -99,7 +100,7 @@ def test_diff_gives_the_largest_difference_of_each_parameter(tmp_path: Path) -> 
     assert "different: 4 of 4 parameters" in text
 
 
-def test_diff_of_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_diff_of_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 10)
     small.damage(store, f"{folder_name(10, 1)}/{FILE}")
@@ -107,7 +108,7 @@ def test_diff_of_a_damaged_one_is_refused(tmp_path: Path) -> None:
         call("diff", str(tmp_path), str(tmp_path))
 
 
-def test_repair_restores_from_the_other_target_whatever_was_damaged(run: tuple[str, list[Store]]) -> None:
+def test_repair_restores_every_kind_of_damage_from_the_other_target(run: tuple[str, list[Store]]) -> None:
     path, (near, far) = run
     good = {key: near.read(key) for key in near.list("step-")}
     small.damage(near, f"{folder_name(10, 1)}/{FILE}")
@@ -127,7 +128,7 @@ def test_repair_restores_from_the_other_target_whatever_was_damaged(run: tuple[s
     assert "nothing to do" in call("repair", path)
 
 
-def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> None:
+def test_repair_sets_aside_a_checkpoint_that_is_damaged_in_all_targets(run: tuple[str, list[Store]]) -> None:
     path, targets = run
     for store in targets:
         small.damage(store, f"{folder_name(30, 1)}/{FILE}")
@@ -137,15 +138,15 @@ def test_repair_sets_aside_what_no_target_has(run: tuple[str, list[Store]]) -> N
         assert store.exists(f"{folder_name(30, 1)}/{SET_ASIDE}")
 
 
-def test_repair_takes_a_copy_from_elsewhere(tmp_path: Path) -> None:
-    here, there = open_store(str(tmp_path / "here")), open_store(str(tmp_path / "there"))
-    small.save([here, there], tmp_path / "staging", 10)
-    small.damage(here, f"{folder_name(10, 1)}/{FILE}")
-    assert "restored from" in call("repair", here.url, "--from", there.url)
-    assert verify(here, folder_name(10, 1))[1] == []
+def test_repair_restores_from_a_folder_given_by_the_option_from(tmp_path: Path) -> None:
+    damaged, source = open_store(str(tmp_path / "damaged")), open_store(str(tmp_path / "source"))
+    small.save([damaged, source], tmp_path / "staging", 10)
+    small.damage(damaged, f"{folder_name(10, 1)}/{FILE}")
+    assert "restored from" in call("repair", damaged.url, "--from", source.url)
+    assert verify(damaged, folder_name(10, 1))[1] == []
 
 
-def test_repair_leaves_what_the_newest_attempt_is_writing(tmp_path: Path) -> None:
+def test_repair_does_not_touch_a_checkpoint_that_the_newest_attempt_is_writing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     begin_attempt([store], RUN)
     begin_attempt([store], RUN)

@@ -1,4 +1,4 @@
-"""`electra-dist corpus`: build, vocab and index as a user types them."""
+"""`electra-dist corpus`: the commands build, vocab and index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.cli.corpus import app
 
 
 def run(*arguments: object) -> str:
-    """Output of a command; its error is raised."""
+    """Run a command and return its output; raise its error."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -24,6 +24,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
+    """A config file with a vocabulary of 120 entries and rows of 64 tokens."""
     tower = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "intermediate_size": 8}
     tree = {
         "run_dir": "unused",
@@ -38,12 +39,13 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def text(prose: Callable[[int, int], list[str]], tmp_path: Path) -> Path:
+    """An input file of 60 documents."""
     path = tmp_path / "input.txt"
     path.write_text("\n\n".join(prose(60, 1)))
     return path
 
 
-def test_build_trains_a_vocabulary_and_finds_it_again(config: Path, text: Path, tmp_path: Path) -> None:
+def test_build_trains_a_vocabulary_and_a_second_build_does_nothing(config: Path, text: Path, tmp_path: Path) -> None:
     command = ["build", "--input", text, "--output", tmp_path / "corpus", "--config", config, "--workers", 1]
     output = run(*command)
     assert "training a vocabulary of 120 entries" in output
@@ -57,7 +59,9 @@ def test_build_trains_a_vocabulary_and_finds_it_again(config: Path, text: Path, 
     assert output.splitlines()[-1].startswith("fingerprint ")
 
 
-def test_vocab_then_build(config: Path, text: Path, tmp_path: Path) -> None:
+def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
+    config: Path, text: Path, tmp_path: Path
+) -> None:
     vocab = tmp_path / "v/vocab.txt"
     assert "120 entries" in run("vocab", "--input", text, "--output", vocab, "--size", 120)
     output = run(
@@ -83,7 +87,9 @@ def test_vocab_then_build(config: Path, text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_index(config: Path, text: Path, tmp_path: Path) -> None:
+def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_build(
+    config: Path, text: Path, tmp_path: Path
+) -> None:
     run("build", "--input", text, "--output", tmp_path / "ours", "--config", config, "--workers", 1)
     with webdataset.TarWriter(str(tmp_path / "theirs.tar")) as sink:
         for sample in webdataset.WebDataset(str(tmp_path / "ours/shard-000000.tar"), shardshuffle=False).decode():
@@ -111,7 +117,7 @@ def test_index(config: Path, text: Path, tmp_path: Path) -> None:
         ({"--set": "corpus.packng=none"}, r"did you mean `corpus\.packing`"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_gives_one_line_and_writes_nothing(
     config: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

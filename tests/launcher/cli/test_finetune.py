@@ -1,4 +1,4 @@
-"""`electra-dist finetune`: results, a table, going on where it was, and mistakes of one line."""
+"""`electra-dist finetune`: results, a table, resuming, and errors of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from electra_dist.pretrained.encoder import Pretrained
 from launcher.cli.main import app
 
 
-def test_the_command_writes_results_and_a_table_and_goes_on(encoder: Pretrained, tmp_path: Path) -> None:
+def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
     config, vocab = tmp_path / "tiny.yaml", tmp_path / "vocab.txt"
     vocab.write_text(encoder.vocabulary.text)
     tower = "{hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 64}"
@@ -33,7 +35,7 @@ def test_the_command_writes_results_and_a_table_and_goes_on(encoder: Pretrained,
     first = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert first.exit_code == 0, first.output
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    # All texts are equal, so all predictions are: both seeds count as failed and are named.
+    # All texts are equal, so all predictions are equal: both seeds count as failed and are named.
     assert report["tasks"][0]["scores"] == [0.5, 0.5]
     assert list(report["tasks"][0]["failed"]) == ["0", "1"]
     assert "failed: rte seed 1: degenerate: all 8 predictions are" in first.output
@@ -50,7 +52,7 @@ def test_the_command_writes_results_and_a_table_and_goes_on(encoder: Pretrained,
         (["--task", "squad2"], "train-v2.0.json: no such file"),
     ],
 )
-def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_wrong_command_gives_an_error_of_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["finetune", *arguments, "--model", "nowhere", "--data", str(tmp_path)])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception) and "\n" not in str(result.exception)

@@ -1,4 +1,4 @@
-"""`electra-dist flops`: the paper's table and the run's own FLOPs."""
+"""`electra-dist flops` prints the paper's table and the FLOPs of the config's run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.cli.main import app
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-def test_the_command_prints_the_table():
+def test_the_command_prints_the_papers_models_and_the_flops_of_the_run():
     result = CliRunner().invoke(app, ["flops", str(CONFIGS / "small.yaml")], terminal_width=120)
     assert result.exit_code == 0, result.output
     for name in ("ELMo", "T5-11B", "ELECTRA-1.75M"):

@@ -1,4 +1,4 @@
-"""`electra-dist status` for every kind of run: what it shows, and the command that comes next."""
+"""`electra-dist status` prints the state of a run and the next command, for each state that a run can be in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD = QueuedJob(job="7", state="PENDING", reason="launch failed requeued held",
 
 @pytest.fixture
 def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder of 20 steps at step 12, checkpoint 10, submitted to a Slurm that says what `queue` says."""
+    """A submitted run of 20 steps that is at step 12 with checkpoint 10; `queue` sets what Slurm answers."""
     folder = tmp_path / "run"
     (folder / "slurm").mkdir(parents=True)
     (folder / "config.yaml").write_text(tiny_config("run").read_text())
@@ -39,20 +39,25 @@ def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(folder / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}])
     ledger(folder)
     monkeypatch.setattr(status, "queue_view", lambda name: None)
-    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))  # a slow machine must not age the run
+    monkeypatch.setattr(
+        status, "time", SimpleNamespace(time=lambda: NOW)
+    )  # so that ages do not depend on the machine's speed
     return folder
 
 
 def event(name: str, ago_s: float = 60.0, **details: Any) -> dict[str, Any]:
+    """Return an event that happened `ago_s` seconds before NOW."""
     moment = datetime.fromtimestamp(NOW - ago_s, UTC).isoformat(timespec="milliseconds")
     return {"time": moment, "event": name, **details}
 
 
 def write(file: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as JSON lines."""
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def ledger(folder: Path, *more: dict[str, Any]) -> None:
+    """Write a ledger with a start, a checkpoint at step 10 and the events `more`."""
     spent = {"first": 4.0, "step": 18.0, "data": 0.0, "stall": 0.5, "eval": 0.0}
     start = event("start", 110, step=0, attempt=1, setup_s={"import": 5.0, "build": 2.0, "restore": 0.0})
     saved = event("checkpoint", 80, step=10, attempt=1, stall_s=0.5, wait_s=0.0, spent_s=spent)
@@ -60,20 +65,25 @@ def ledger(folder: Path, *more: dict[str, Any]) -> None:
 
 
 def shown(run: Path) -> list[str]:
+    """Run the command and return the lines that it prints."""
     result = CliRunner().invoke(app, ["status", str(run)])
     assert result.exit_code == 0, result.output
     return result.output.splitlines()
 
 
 def commands(page: list[str]) -> list[str]:
+    """Return the commands that a printed page suggests."""
     return [line.strip() for line in page[page.index("next:") + 1 :]]
 
 
 def queue(monkeypatch: pytest.MonkeyPatch, *jobs: QueuedJob, out: tuple[NodeOut, ...] = ()) -> None:
+    """Let Slurm answer with these jobs and unused nodes."""
     monkeypatch.setattr(status, "queue_view", lambda name: QueueView(jobs=jobs, out=out))
 
 
-def test_a_living_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodput(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
     queue(monkeypatch, RUNNING, WAITING)
     page = shown(run)
     assert page[0] == f"run {run}: living"
@@ -81,11 +91,13 @@ def test_a_living_run(run: Path, monkeypatch: pytest.MonkeyPatch):
     assert "  checkpoint  step 10, 1m20s old" in page
     assert "  job         7 RUNNING n[1-2]" in page
     goodput = next(line for line in page if "goodput" in line)
-    assert goodput.startswith("  goodput     54.1 % (import")  # 20 s of steps in 37 s, from the process to the save
+    assert goodput.startswith(
+        "  goodput     54.1 % (import"
+    )  # 20 s of steps in 37 s, from the start of the process to the save
     assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
 
 
-def test_a_rank_that_is_silent_in_a_running_job_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_without_a_recent_heartbeat_in_a_running_job_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch, RUNNING)
     for rank in (0, 1):
         beat = Heartbeat(run, rank, attempt=1)
@@ -97,14 +109,14 @@ def test_a_rank_that_is_silent_in_a_running_job_is_named(run: Path, monkeypatch:
     assert "step 11, 1000 s" in silent[0]
 
 
-def test_a_waiting_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pending_job_is_shown_as_waiting_with_its_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch, WAITING)
     page = shown(run)
     assert page[0].endswith(": waiting (Resources)")
     assert commands(page)[0].startswith("squeue --start --name=run-")
 
 
-def test_a_held_job_and_its_drained_node_come_with_the_commands_that_release_them(
+def test_a_held_job_and_its_drained_node_are_shown_with_the_commands_that_release_them(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ours = NodeOut(node="n1", state="drained", reason="Duplicate jobid")
@@ -116,7 +128,7 @@ def test_a_held_job_and_its_drained_node_come_with_the_commands_that_release_the
     assert not any("n9" in line for line in page)
 
 
-def test_a_stopped_run_is_submitted_again_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_run_is_shown_with_the_command_that_submitted_it(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch)
     ledger(run, event("stop", 50, step=12, why="SIGTERM"))
     page = shown(run)
@@ -124,7 +136,7 @@ def test_a_stopped_run_is_submitted_again_as_it_was(run: Path, monkeypatch: pyte
     assert commands(page) == ["electra-dist submit --config c --nodes 2"]
 
 
-def test_a_run_that_the_launcher_gave_up_says_why(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch)
     ledger(run, event("crash", 50, step=12))
     with open(run / "slurm" / "jobs.jsonl", "a") as file:
@@ -132,7 +144,7 @@ def test_a_run_that_the_launcher_gave_up_says_why(run: Path, monkeypatch: pytest
     assert shown(run)[0].endswith(": dead (4 starts in a row)")
 
 
-def test_a_finished_run(run: Path):
+def test_a_finished_run_is_shown_with_the_export_command(run: Path):
     ledger(run, event("done", 5, step=20))
     page = shown(run)
     assert page[0].endswith(": finished")
@@ -140,7 +152,7 @@ def test_a_finished_run(run: Path):
     assert commands(page)[0] == f"electra-dist export {run}"
 
 
-def test_without_slurm_a_dead_run_is_started_as_it_was(run: Path):
+def test_a_dead_run_without_slurm_is_shown_with_the_deepspeed_command(run: Path):
     (run / "slurm" / "submission-0001.sh").unlink()
     (run / "slurm" / "jobs.jsonl").unlink()
     ledger(run, event("crash", 50, step=12))
@@ -149,12 +161,12 @@ def test_without_slurm_a_dead_run_is_started_as_it_was(run: Path):
     assert commands(page) == [f"deepspeed launcher/pretrain.py --config {run}/config.yaml"]
 
 
-def test_a_struck_node_is_shown_with_its_reason(run: Path):
+def test_a_node_with_a_strike_is_shown_with_its_reason(run: Path):
     add_strike(run, Strike(time=NOW - 3600, node="n3", device="GPU 2", reason="ECC", by="preflight"))
     line = next(line for line in shown(run) if "left out" in line)
     assert line.startswith("  left out    n3 for 23h00m more: GPU 2 ECC")
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path):
+def test_a_folder_that_is_no_run_is_a_user_error(tmp_path: Path):
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(result.exception, UserError)

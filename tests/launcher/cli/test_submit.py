@@ -1,4 +1,4 @@
-"""`electra-dist submit`: what it writes and hands to sbatch, and what is refused before anything is queued."""
+"""`electra-dist submit`: the files that it writes, its calls of sbatch, and mistakes that are refused before them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeConfig = Callable[..., Path]
 
 @pytest.fixture
 def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch that counts, and says what it was given."""
+    """The log of a fake sbatch, which records its arguments and prints the number of its calls as the job id."""
     folder = tmp_path / "bin"
     folder.mkdir()
     log = tmp_path / "sbatch.log"
@@ -30,7 +30,7 @@ def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_submit_writes_script_and_config_into_the_run_folder_and_hands_each_link_to_sbatch(
+def test_submit_writes_script_and_config_into_the_run_folder_and_calls_sbatch_for_each_job_of_the_chain(
     tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path
 ):
     config = tiny_config("run")
@@ -55,7 +55,7 @@ def test_dry_run_prints_the_script_and_writes_nothing(tiny_config: MakeConfig, t
     assert not fake_sbatch.exists()
 
 
-def test_a_node_with_a_fresh_strike_is_left_out(tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path):
+def test_nodes_with_a_recent_strike_are_excluded(tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path):
     import time
 
     old, fresh = time.time() - 30 * 3600, time.time() - 60
@@ -72,7 +72,7 @@ def test_a_node_with_a_fresh_strike_is_left_out(tiny_config: MakeConfig, tmp_pat
         (["--nodes", "1", "--set", "train.micro_batc=1"], "did you mean `train.micro_batch`"),
     ],
 )
-def test_what_every_rank_would_refuse_is_refused_before_it_is_queued(
+def test_a_config_that_every_rank_would_refuse_is_refused_before_it_is_queued(
     tiny_config: MakeConfig, fake_sbatch: Path, options: list[str], message: str
 ):
     command = ["submit", "--config", str(tiny_config("run")), "--gpus-per-node", "1", *options]
@@ -93,7 +93,7 @@ def test_a_finished_run_is_not_submitted_again(tiny_config: MakeConfig, tmp_path
     assert "finished" in str(result.exception)
 
 
-def test_without_sbatch_the_one_line_says_where_to_go(
+def test_without_sbatch_the_error_names_the_login_node(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))

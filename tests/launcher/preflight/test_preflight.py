@@ -1,4 +1,4 @@
-"""`launcher.preflight` as a node runs it: with a fake NVML, with none, with storage that is not there."""
+"""`launcher.preflight` as a node runs it: with a fake NVML, without NVML, and with storage that cannot be used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STUB = REPOSITORY / "tests" / "support" / "fake_nvml"
 
 
 def run(config: Path, *args: str, gpus: list[dict[str, Any]] | None = None, **env: str):
-    """The finished process of one node called n1, with `gpus` (differences from a healthy H200) or without NVML."""
+    """Run the preflight of a node called n1, with `gpus` (differences from a healthy H200) or without NVML."""
     if gpus is not None:
         env |= {"PYTHONPATH": str(STUB), "FAKE_NVML": json.dumps(gpus)}
     command = [sys.executable, "-m", "launcher.preflight", "--config", str(config), *args]
@@ -32,12 +32,13 @@ def run(config: Path, *args: str, gpus: list[dict[str, Any]] | None = None, **en
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
+    """Return severity and text of each finding in the printed JSON, whose exit code must be that of the process."""
     tree = json.loads(done.stdout)
     assert tree["exit_code"] == done.returncode
     return [(finding["severity"], finding["what"]) for finding in tree["findings"]]
 
 
-def test_a_node_without_gpus_is_told_so_in_one_line_and_is_fit(tiny_config: Callable[..., Path]):
+def test_a_node_without_gpus_is_ok_and_one_line_reports_that_there_are_none(tiny_config: Callable[..., Path]):
     done = run(tiny_config())
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -45,7 +46,7 @@ def test_a_node_without_gpus_is_told_so_in_one_line_and_is_fit(tiny_config: Call
     assert sum("no GPU" in line for line in lines) == 1
 
 
-def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_even_imported(tiny_config: Callable[..., Path]):
+def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_imported(tiny_config: Callable[..., Path]):
     code = (
         "import sys; sys.modules['pynvml'] = None; sys.argv[0] = 'preflight.py'\n"
         "from launcher.preflight.__main__ import main\n"
@@ -54,10 +55,10 @@ def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_even_imported(tiny_c
     command = [sys.executable, "-c", code, "--config", str(tiny_config())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "no GPU that NVML knows of (or no nvidia-ml-py): not checked" in done.stdout
+    assert "no GPU to check: NVML knows of none, or no nvidia-ml-py" in done.stdout
 
 
-def test_a_sick_gpu_ends_with_69_and_one_strike_and_a_fit_node_adds_none(tiny_config: Callable[..., Path]):
+def test_an_unhealthy_gpu_gives_69_and_one_strike_and_a_healthy_node_adds_none(tiny_config: Callable[..., Path]):
     config = tiny_config()
     run_dir = config.parent / "run"
     sick = run(config, gpus=[{}, {"remapped_rows": [0, 1, 0, 1], "recovery_action": 2}])
@@ -66,11 +67,11 @@ def test_a_sick_gpu_ends_with_69_and_one_strike_and_a_fit_node_adds_none(tiny_co
     assert "could not be replaced by a spare" in read_strikes(run_dir)[0].reason
     fit = run(config, "--json", gpus=[{}, {}])
     assert fit.returncode == 0
-    assert [severity for severity, _ in findings(fit)] == ["ok"] * 7 + ["warning"]  # torch here has no CUDA
+    assert [severity for severity, _ in findings(fit)] == ["ok"] * 7 + ["warning"]  # this build of torch has no CUDA
     assert len(read_strikes(run_dir)) == 1
 
 
-def test_what_only_the_user_can_mend_ends_with_78_and_no_strike(tiny_config: Callable[..., Path], tmp_path: Path):
+def test_mistakes_in_the_config_of_storage_give_78_and_no_strike(tiny_config: Callable[..., Path], tmp_path: Path):
     (tmp_path / "file").write_text("")
     blocked = f"checkpoint.targets=[{tmp_path}/file/target]"
     missing = run(tiny_config(), "--json", "--set", f"data.corpus={tmp_path}/nowhere", "--set", blocked)
@@ -89,21 +90,21 @@ def test_a_run_that_will_fill_the_disk_is_refused_before_it_starts(tiny_config: 
     assert "for 100000000001 checkpoints" in wrong
 
 
-def test_a_mistake_in_the_config_is_one_line(tiny_config: Callable[..., Path]):
+def test_an_unknown_key_gives_one_line_and_78(tiny_config: Callable[..., Path]):
     done = run(tiny_config(), "--set", "train.batch=1")
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr.startswith("error: --set: unknown key `train.batch`")
     assert done.stderr.count("\n") == 1
 
 
-def test_nothing_is_left_behind_where_checkpoints_go(tiny_config: Callable[..., Path]):
+def test_preflight_leaves_no_file_in_the_run_folder(tiny_config: Callable[..., Path]):
     config = tiny_config()
     assert run(config).returncode == 0
     run_dir = config.parent / "run"
     assert [path for path in run_dir.rglob("*") if path.is_file()] == []
 
 
-def test_storage_on_s3_is_tried_as_a_run_uses_it(
+def test_s3_targets_are_checked_and_left_empty_and_a_missing_bucket_gives_78(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     with s3_server.running_s3("moto") as server:
@@ -130,7 +131,7 @@ def test_storage_on_s3_is_tried_as_a_run_uses_it(
         assert "preflight-test-none" in wrong
 
 
-def test_storage_that_does_not_answer_is_believed_down_soon(tiny_config: Callable[..., Path]):
+def test_storage_that_does_not_answer_gives_78_without_long_retries(tiny_config: Callable[..., Path]):
     config = tiny_config(
         "run", **{"data.corpus": "s3://bucket/corpus", "data.heldout": None, "data.endpoint_url": "http://127.0.0.1:9"}
     )
@@ -140,9 +141,9 @@ def test_storage_that_does_not_answer_is_believed_down_soon(tiny_config: Callabl
     assert "s3://bucket/corpus" in wrong
 
 
-def test_a_check_of_a_node_is_a_function_too(tiny_config: Callable[..., Path]):
+def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., Path]):
     from electra_dist.config_file import load_config
 
-    found = node_check.check_node(load_config(tiny_config()), "n7")
-    assert {finding.node for finding in found} == {"n7"}
-    assert {finding.severity for finding in found} == {"ok"}
+    node_findings = node_check.check_node(load_config(tiny_config()), "n7")
+    assert {finding.node for finding in node_findings} == {"n7"}
+    assert {finding.severity for finding in node_findings} == {"ok"}

@@ -1,4 +1,4 @@
-"""Who is slow: reports of ranks compared, load on devices, three real ranks over gloo."""
+"""Slow and faulty ranks are found: reports of ranks, load on devices, and three real ranks over gloo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from launcher.preflight.rank_checks import RankReport, check_load, classify_rank
 
 
 @given(st.integers(3, 20), st.data())
-def test_of_a_ring_with_one_slow_link_only_its_owner_has_two_slow_exchanges(count: int, data: st.DataObject):
+def test_a_rank_with_a_slow_link_is_the_only_one_of_a_ring_that_is_reported(count: int, data: st.DataObject):
     slow = data.draw(st.integers(0, count - 1))
     reports = []
     for rank in range(count):
@@ -39,11 +39,12 @@ def test_of_a_ring_with_one_slow_link_only_its_owner_has_two_slow_exchanges(coun
 
 
 def report(rank: int, node: str = "n0", **changes: object) -> RankReport:
+    """Return the report of a healthy rank; `changes` replace its fields."""
     fields: dict = {"skew_s": 0.0, "speed": None, "exchange_s": None, "all_reduce_gb_s": 10.0, "findings": ()}
     return RankReport(**{**fields, "rank": rank, "node": node, **changes})
 
 
-def test_findings_of_all_ranks_come_together_with_clocks_speeds_and_the_slowest_all_reduce():
+def test_findings_of_all_ranks_are_joined_with_those_of_clocks_speeds_and_the_slowest_all_reduce():
     sick = Finding(severity="unhealthy", node="n1", device="GPU 0", what="hot")
     reports = [
         report(0, "n0", speed=Speed(node="n0", device="cuda:0", tflops=700.0), all_reduce_gb_s=20.0),
@@ -53,24 +54,26 @@ def test_findings_of_all_ranks_come_together_with_clocks_speeds_and_the_slowest_
     findings = classify_ranks(reports, on_gpu=True)
     assert [(f.severity, f.node, f.what) for f in findings] == [
         ("unhealthy", "n1", "hot"),
-        ("ok", "n0", "clock agrees with the other nodes"),  # a node has one clock: its first rank's
+        ("ok", "n0", "clock agrees with the other nodes"),  # the clock of a node is that of its first rank
         ("warning", "n1", "clock is 5 s behind the other nodes"),
-        ("unhealthy", "n1", "matrix product at 300 TFLOP/s, the median is 690"),
+        ("unhealthy", "n1", "matrix product at 300 TFLOP/s, but the median is 690"),
         ("ok", "n0", "matrix product at 690 to 700 TFLOP/s; median of 3: 690"),
         ("ok", "", "all-reduce over 3 ranks: 10.00 GB/s"),
     ]
 
 
-def test_without_gpus_a_slow_rank_is_a_warning_and_nobody_is_blamed_where_nothing_was_measured():
+def test_a_slow_rank_without_gpus_is_a_warning_and_without_measurements_no_rank_is_slow():
     slow = [report(rank, exchange_s=9.0 if rank == 2 else 1.0) for rank in range(4)]
     assert [f.severity for f in classify_ranks(slow, on_gpu=False)] == ["warning", "ok"]
     untried = [report(rank, all_reduce_gb_s=None) for rank in range(2)]
-    assert [f.what for f in classify_ranks(untried, on_gpu=True)] == ["no all-reduce tried"]
+    assert [f.what for f in classify_ranks(untried, on_gpu=True)] == ["no all-reduce was tried"]
 
 
-def test_load_looks_at_the_gpus_while_they_work_and_names_the_device_that_fails(monkeypatch: pytest.MonkeyPatch):
+def test_load_check_finds_faults_that_appear_under_load_and_names_the_device_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def product(device: torch.device, size: int, seconds: float) -> float:
-        devices[1]["throttle"] = 0x80  # shows only now
+        devices[1]["throttle"] = 0x80  # appears only under load
         time.sleep(seconds)
         if device.index == 1:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
@@ -96,6 +99,7 @@ def test_load_looks_at_the_gpus_while_they_work_and_names_the_device_that_fails(
 def start_rank(
     config: Path, rank: int, world_size: int, port: int, code: str = "", **env: str
 ) -> subprocess.Popen[str]:
+    """Start the preflight of one rank on a node of its own; `code` replaces the module that is run."""
     launched = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, *(["-c", code] if code else ["-m", "launcher.preflight"]), "--config", str(config)]
     return subprocess.Popen(
@@ -108,7 +112,7 @@ def start_rank(
 
 
 @pytest.mark.multiproc
-def test_of_three_nodes_only_the_sick_one_ends_with_69_and_gets_a_strike(
+def test_of_three_nodes_only_the_unhealthy_one_ends_with_69_and_gets_a_strike(
     tiny_config: Callable[..., Path], free_port: int
 ):
     config = tiny_config()
@@ -119,7 +123,7 @@ def test_of_three_nodes_only_the_sick_one_ends_with_69_and_gets_a_strike(
     ranks = [start_rank(config, rank, 3, free_port, **(stub if rank == 1 else {})) for rank in range(3)]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 69, 0], outputs
-    assert outputs[1][0] == outputs[2][0] == ""  # rank 0 speaks for all
+    assert outputs[1][0] == outputs[2][0] == ""  # only rank 0 prints
     lines = outputs[0][0].splitlines()
     assert sum(line.startswith("unhealthy   n1 GPU 0") for line in lines) == 1
     assert sum("clock agrees with the other nodes" in line for line in lines) == 3
@@ -129,7 +133,7 @@ def test_of_three_nodes_only_the_sick_one_ends_with_69_and_gets_a_strike(
 
 
 @pytest.mark.multiproc
-def test_ranks_that_do_not_meet_end_as_a_crash_and_nobody_gets_a_strike(
+def test_a_rank_that_cannot_reach_the_others_ends_with_1_and_no_node_gets_a_strike(
     tiny_config: Callable[..., Path], free_port: int
 ):
     code = (
@@ -146,6 +150,7 @@ def test_ranks_that_do_not_meet_end_as_a_crash_and_nobody_gets_a_strike(
 
 @pytest.fixture
 def free_port() -> int:
+    """A TCP port that was free a moment ago."""
     import socket
 
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""The clock against the storage's: a little off is a warning, a minute is unhealthy."""
+"""The node's clock is compared with that of the storage: a small difference is a warning, a minute is unhealthy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ from launcher.preflight.storage_checks import classify_skew
         (-3600.0, "unhealthy", "clock is 3600 s behind X"),
     ],
 )
-def test_a_clock_that_is_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
-    found = classify_skew(skew_s, "X", "n1")
-    assert (found.severity, found.what) == (severity, what)
+def test_a_clock_two_seconds_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
+    finding = classify_skew(skew_s, "X", "n1")
+    assert (finding.severity, finding.what) == (severity, what)

@@ -1,4 +1,4 @@
-"""The sbatch script: golden text, signals, quoting that bash undoes exactly, and values that are refused."""
+"""The sbatch script: its golden text, signals, exact quoting for bash, and values that are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ APPTAINER = dataclasses.replace(CHAIN, container=Container(image="electra.sif", 
     ("name", "request_", "excluded"),
     [("requeued", REQUEUED, ()), ("chain_pyxis", CHAIN, ("n3", "n7")), ("chain_apptainer", APPTAINER, ())],
 )
-def test_the_script_is_the_golden_one(name: str, request_: SubmitRequest, excluded: tuple[str, ...]):
+def test_the_script_equals_its_golden_file_and_is_valid_bash(
+    name: str, request_: SubmitRequest, excluded: tuple[str, ...]
+):
     text = batch_script(request_, excluded)
     file = GOLDEN / f"{name}.sh"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -63,13 +65,14 @@ for i in $(seq 100); do sleep 0.1; done
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor(tmp_path: Path, number: signal.Signals):
-    """As Slurm sends it where it tracks processes by cgroup."""
+    """Slurm signals only the shell where it tracks processes by cgroup."""
     python = tmp_path / "supervisor"
     python.write_text(SUPERVISOR.format(signal=number.name))
     python.chmod(0o755)
     request = dataclasses.replace(REQUEUED, run_dir=str(tmp_path), python=str(python))
     script = tmp_path / "script.sh"
-    # A shell that is told to ignore a signal cannot trap it again; Python can, and stands here for it.
+    # The real supervisor, in Python, can handle a signal that its parent ignores. The bash script in its place cannot
+    # trap such a signal, so the line that ignores them is removed.
     script.write_text(batch_script(request).replace("trap '' USR1 USR2 TERM", ":"))
     state = tmp_path / "slurm" / "job-7-0"
     state.mkdir(parents=True)
@@ -85,7 +88,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_ca
 
 
 @given(run_dir=words, config=words, python=words)
-def test_bash_reads_back_every_value_that_was_quoted_into_the_body(run_dir: str, config: str, python: str):
+def test_bash_reads_every_quoted_value_of_the_body_back_exactly(run_dir: str, config: str, python: str):
     request = dataclasses.replace(REQUEUED, run_dir="/r", config_file=config, python=python, script_file=run_dir)
     text = batch_script(request)
     settings = text[text.index("\nrun_dir=") : text.index("\nexport state=")]
@@ -105,6 +108,6 @@ def test_a_value_that_an_sbatch_line_cannot_carry_is_refused(partition: str):
 
 
 @pytest.mark.parametrize("option", ["nodes=3", "--exclude=n1", "signal=USR2@5"])
-def test_an_option_that_the_script_sets_itself_is_refused(option: str):
+def test_an_sbatch_option_that_the_script_sets_itself_is_refused(option: str):
     with pytest.raises(UserError, match="sets `"):
         batch_script(dataclasses.replace(REQUEUED, sbatch_options=(option,)))

@@ -1,4 +1,4 @@
-"""What becomes of a run when a job ends: the verdict for every kind of end, and the bound on restarts."""
+"""The decision about a run when its job ends: the verdict for each kind of end, and the bound on restarts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from launcher.slurm.job import JobEnd, decide, main
 
 
 def event(name: str, step: int, **details: Any) -> Record:
+    """Return an event of the ledger."""
     return {"event": name, "step": step, **details}
 
 
 def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart: int = 0) -> Record:
+    """Return the record of the begin of a job (or of a restart of it)."""
     return {
         "event": "begin",
         "job": str(number),
@@ -30,50 +32,54 @@ def begin(number: int, ledger_events: int = 0, checkpoint_step: int = 0, restart
     }
 
 
-def how(number: int = 1, codes: dict[str, int] | None = None, cancelled: bool = False, restart: int = 0) -> JobEnd:
+def job_end(number: int = 1, codes: dict[str, int] | None = None, cancelled: bool = False, restart: int = 0) -> JobEnd:
+    """Return the end of a job; `codes` are the exit codes of its nodes."""
     return JobEnd(job=str(number), restart=restart, codes=codes or {}, cancelled=cancelled)
 
 
 def ended(number: int, verdict: str, restart: int = 0) -> Record:
+    """Return the record of the end of a job."""
     return {"event": "end", "job": str(number), "restart": restart, "verdict": verdict}
 
 
 START = event("start", 0)
 CASES = [
-    ("the ledger says done", [START, event("done", 20)], {"n1": 0, "n2": 0}, False, "done", 0),
+    ("done in the ledger", [START, event("done", 20)], {"n1": 0, "n2": 0}, False, "done", 0),
     ("done, then a node launcher was killed", [START, event("done", 20)], {"n1": 0}, False, "done", 0),
     ("exit code 0 after a kill", [START, event("checkpoint", 5)], {"n1": 0, "n2": 0}, False, "again", 1),
     ("stopped by a signal", [START, event("stop", 7, why="SIGUSR1")], {"n1": 75, "n2": 75}, False, "next", 75),
-    ("stopped, the launcher said 1", [START, event("stop", 7)], {"n1": 1, "n2": 143}, False, "next", 75),
+    ("stopped, the launcher ended with 1", [START, event("stop", 7)], {"n1": 1, "n2": 143}, False, "next", 75),
     ("stopped by RUN/stop", [START, event("stop", 7, why="file /r/stop")], {"n1": 75}, False, "stop", 75),
-    ("75 of a rank, but nothing in the ledger", [START], {"n1": 75}, False, "again", 1),
-    ("a user's mistake", [], {"n1": 78, "n2": 143}, False, "stop", 78),
-    ("a sick node", [START], {"n1": 143, "n2": 69}, False, "next", 69),
-    ("a crash", [START, event("crash", 3)], {"n1": 1, "n2": 1}, False, "again", 1),
-    ("a node that crashed and was back at once", [START], {"n1": 143}, False, "again", 1),
+    ("75 of a rank without a stop in the ledger", [START], {"n1": 75}, False, "again", 1),
+    ("bad config or input", [], {"n1": 78, "n2": 143}, False, "stop", 78),
+    ("unhealthy node", [START], {"n1": 143, "n2": 69}, False, "next", 69),
+    ("crash", [START, event("crash", 3)], {"n1": 1, "n2": 1}, False, "again", 1),
+    ("node that crashed and rebooted at once", [START], {"n1": 143}, False, "again", 1),
     ("scancel, saved", [START, event("stop", 7)], {"n1": 75}, True, "leave", 75),
     ("scancel, not saved", [START], {}, True, "leave", 1),
 ]
 
 
-@pytest.mark.parametrize(("what", "ledger", "codes", "cancelled", "action", "code"), CASES, ids=[c[0] for c in CASES])
-def test_each_end_has_its_verdict(
-    what: str, ledger: list[Record], codes: dict[str, int], cancelled: bool, action: str, code: int
+@pytest.mark.parametrize(
+    ("case", "ledger", "codes", "cancelled", "action", "code"), CASES, ids=[name for name, *_ in CASES]
+)
+def test_each_kind_of_end_has_its_action_and_exit_code(
+    case: str, ledger: list[Record], codes: dict[str, int], cancelled: bool, action: str, code: int
 ):
-    verdict = decide(ledger, [begin(1)], how(1, codes, cancelled))
+    verdict = decide(ledger, [begin(1)], job_end(1, codes, cancelled))
     assert (verdict.action, verdict.exit_code) == (action, code)
     assert verdict.sick_nodes == (("n2",) if code == 69 else ())
 
 
-def test_a_job_that_was_given_up_while_its_node_was_cut_off_decides_nothing():
+def test_the_end_of_a_job_that_was_already_restarted_decides_nothing():
     jobs = [begin(1), begin(1, restart=1)]
-    assert decide([START], jobs, how(1, {"n1": 1}, restart=0)).action == "leave"
-    assert decide([START], jobs, how(1, {"n1": 1}, restart=1)).action == "again"
+    assert decide([START], jobs, job_end(1, {"n1": 1}, restart=0)).action == "leave"
+    assert decide([START], jobs, job_end(1, {"n1": 1}, restart=1)).action == "again"
 
 
 def test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one():
     ledger = [START, event("checkpoint", 7), event("stop", 7)]
-    verdict = decide(ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], how(2))
+    verdict = decide(ledger, [begin(1), ended(1, "next"), begin(2, ledger_events=3, checkpoint_step=7)], job_end(2))
     assert verdict.action == "again"
 
 
@@ -81,39 +87,39 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run():
     ledger, jobs, actions = [START, event("checkpoint", 10)], [], []
     for restart in range(4):
         jobs.append(begin(1, 2, 10, restart))
-        verdict = decide(ledger, jobs, how(1, {"n1": 1}, restart=restart))
+        verdict = decide(ledger, jobs, job_end(1, {"n1": 1}, restart=restart))
         jobs.append(ended(1, verdict.action, restart))
         actions.append(verdict.action)
     assert actions == ["again", "again", "again", "stop"]
     assert "4 starts in a row" in verdict.why
     resubmitted = [*jobs, {"event": "submit", "jobs": ["2"]}, begin(2, 2, 10)]
-    assert decide(ledger, resubmitted, how(2)).action == "again"
+    assert decide(ledger, resubmitted, job_end(2)).action == "again"
 
 
-def test_restarts_within_a_job_count_like_jobs():
+def test_restarts_within_a_job_count_as_failed_starts():
     ledger = [START, event("checkpoint", 10), event("crash", 12)] + 4 * [event("resume", 10), event("crash", 12)]
-    assert decide(ledger, [begin(1)], how()).action == "stop"
-    assert decide([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)], how()).action == "again"
+    assert decide(ledger, [begin(1)], job_end()).action == "stop"
+    assert decide([*ledger, event("resume", 10), event("checkpoint", 15)], [begin(1)], job_end()).action == "again"
     again = [begin(1), {"event": "submit", "jobs": ["2"]}, begin(2, len(ledger), 10)]
-    assert decide([*ledger, event("resume", 10)], again, how(2)).action == "again"
+    assert decide([*ledger, event("resume", 10)], again, job_end(2)).action == "again"
 
 
-def test_jobs_that_a_dead_node_took_along_count_too():
-    jobs = [begin(1, restart=restart) for restart in range(4)]  # none lived to note its end
-    assert decide([START], jobs, how(1, restart=3)).action == "stop"
+def test_restarts_whose_node_died_without_recording_an_end_count_as_failed_starts():
+    jobs = [begin(1, restart=restart) for restart in range(4)]
+    assert decide([START], jobs, job_end(1, restart=3)).action == "stop"
 
 
-def test_a_step_that_is_saved_again_is_no_progress():
+def test_saving_the_same_step_again_is_not_progress():
     ledger = [START]
-    for _ in range(4):  # each start saves step 10, which the next finds torn
+    for _ in range(4):  # each start saves step 10, whose checkpoint the next start finds damaged
         ledger += [event("checkpoint", 10)]
     jobs = [begin(1), *(begin(1, n + 2, 10, n + 1) for n in range(4))]
-    assert decide(ledger, jobs, how(1, restart=4)).action == "stop"
+    assert decide(ledger, jobs, job_end(1, restart=4)).action == "stop"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["crash", "stop"])), max_size=30))
-def test_a_run_that_crashes_for_ever_ends_and_one_that_moves_on_does_not(course: list[tuple[int, str]]):
-    """Each job saves 0 to 3 checkpoints, then crashes or stops; an independent count says when to give up."""
+def test_a_run_ends_after_four_crashes_in_a_row_without_a_checkpoint_and_not_earlier(course: list[tuple[int, str]]):
+    """Each job saves 0 to 3 checkpoints, then crashes or stops; the test counts failed starts independently."""
     ledger: list[Record] = []
     jobs: list[Record] = []
     failed = 0
@@ -123,16 +129,21 @@ def test_a_run_that_crashes_for_ever_ends_and_one_that_moves_on_does_not(course:
         ledger += [event("checkpoint", reached + i + 1) for i in range(saves)]
         if ending == "stop":
             ledger.append(event("stop", reached + saves))
-        failed = 0 if saves else failed + (ending == "crash")
-        verdict = decide(ledger, jobs, how(number, {"n1": 75 if ending == "stop" else 1}))
+        if saves:
+            failed = 0
+        elif ending == "crash":
+            failed += 1
+        verdict = decide(ledger, jobs, job_end(number, {"n1": 75 if ending == "stop" else 1}))
         jobs.append(ended(number, verdict.action))
-        expected = "next" if ending == "stop" else "stop" if failed > 3 else "again"
+        expected = "stop" if failed > 3 else "again"
+        if ending == "stop":
+            expected = "next"
         assert verdict.action == expected
         if expected == "stop":
             break
 
 
-def test_begin_and_end_as_the_batch_script_calls_them(
+def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_the_job(
     tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config, run, state = tiny_config("run"), tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
@@ -159,7 +170,7 @@ def test_begin_and_end_as_the_batch_script_calls_them(
             "N/A",
         ]
     )
-    assert capsys.readouterr().out == "next|69|n2|n2 unhealthy; going on without\n"
+    assert capsys.readouterr().out == "next|69|n2|n2 unhealthy; the run continues on other nodes\n"
     first, last = read_jobs(run)
     assert (first["submitted"], first["started"]) == ("2023-11-14T22:13:20.000+00:00", None)
     assert (last["verdict"], last["codes"]) == ("next", {"n1": 143, "n2": 69})

@@ -1,4 +1,4 @@
-"""Names of jobs: one for each run folder. The rest of a submission is tested through `electra-dist submit`."""
+"""Job names: each run folder has its own. The rest of a submission is tested through `electra-dist submit`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""A rank whose training is make-believe: the real signals, heartbeats, ledger and exit codes, and no torch.
+"""Fake rank: real signal handlers, heartbeats, ledger and exit codes, but no training and no torch.
 
-Every step takes STEP_S. A told rank tells the others by a file, and one that is gone crashes the others, as real
-ranks do by an all-reduce. What goes wrong is said by files in RUN: `crash` crashes every start, `exit-R` holds a code
-that rank R ends with, `deaf` makes ranks ignore being told, `linger` keeps their processes after their exit code,
-`slow-start` holds seconds before the handlers are installed, as imports take.
+Every step takes STEP_S seconds. A rank that receives a stop request passes it to the others by a file, and the death
+of one rank crashes the others; real ranks do both through an all-reduce. Files in the run folder cause faults:
+
+    crash        every start crashes
+    exit-R       rank R ends with the exit code in this file
+    deaf         ranks ignore stop requests
+    linger       processes stay alive after their training has ended
+    slow-start   seconds until the signal handlers are installed, as imports take
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ SAVE_EVERY = 5
 
 
 def train(arguments: list[str]) -> int:
+    """Stand in for launcher.pretrain.main: make steps until the end, a stop or a fault; return the exit code."""
     rank = int(os.environ["RANK"])
     config = load_config(arguments[arguments.index("--config") + 1])
     run = Path(config.run_dir)
@@ -37,8 +42,9 @@ def train(arguments: list[str]) -> int:
         atexit.register(time.sleep, 60.0)
     stop = StopRequest(run, rank == 0)
     step = newest_checkpoint(read_ledger(run))
-    attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # the same for all ranks
-    told = run / f"told-{attempt}"  # of this start only: a rank may be at its first step before another starts
+    attempt = max(int(file.stem[-6:]) for file in (run / "meeting").glob("start-*.json"))  # equal on all ranks
+    # The file has the attempt in its name, because a rank may make its first step before another has started.
+    stop_file = run / f"stop-request-{attempt}"
     ledger = Ledger(run) if rank == 0 else None
     if ledger:
         ledger.append("resume" if step else "start", step, attempt=attempt)
@@ -54,13 +60,13 @@ def train(arguments: list[str]) -> int:
             return int((run / f"exit-{rank}").read_text())
         step += 1
         if stop.wants_stop():
-            told.write_text(stop.reason)
-        stops = told.exists() and not (run / "deaf").exists()
+            stop_file.write_text(stop.reason)
+        stops = stop_file.exists() and not (run / "deaf").exists()
         if ledger and (stops or step % SAVE_EVERY == 0):
             ledger.append("checkpoint", step, attempt=attempt)
         if stops:
             if ledger:
-                ledger.append("stop", step, why=told.read_text())
+                ledger.append("stop", step, why=stop_file.read_text())
             pulse.close()
             return EXIT_STOPPED
     if ledger:

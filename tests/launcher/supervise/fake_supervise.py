@@ -1,5 +1,8 @@
-"""launcher.supervise with fake_rank.py in the place of the training. With `--without-deepspeed` first, the ranks are
-started by a few lines here instead, in a tenth of the time: for what has nothing to do with DeepSpeed."""
+"""Runs launcher.supervise with fake_rank.py in place of the training.
+
+With `--without-deepspeed` as the first argument, this script starts the ranks instead of DeepSpeed's launchers, in a
+tenth of the time, for tests that do not depend on DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ COMMAND = Placement.command
 
 
 def with_fake_ranks(self: Placement, state: Path, port: int, arguments: list[str]) -> list[str]:
+    """Return the command of Placement.command with fake ranks in place of the training module."""
     command = COMMAND(self, state, port, arguments)
     at = command.index("--module")
     if DEEPSPEED:
@@ -26,6 +30,7 @@ def with_fake_ranks(self: Placement, state: Path, port: int, arguments: list[str
 
 
 def start_ranks(ranks: list[str], arguments: list[str]) -> None:
+    """Start the given ranks and wait for all of them to end."""
     command = [sys.executable, str(FAKE_RANK), *arguments]
     started = [subprocess.Popen(command, env={**os.environ, "RANK": rank}) for rank in ranks]
     for process in started:
@@ -35,7 +40,7 @@ def start_ranks(ranks: list[str], arguments: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "ranks":
         start_ranks(sys.argv[2].split(","), sys.argv[3:])
-        sys.exit(0)  # a wrapper's exit code means nothing
+        sys.exit(0)  # the supervisor does not rely on the exit code of a launcher
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
     monitor._LEAVE_S = 3.0
     Placement.command = with_fake_ranks  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Where ranks go: the command of each node, host files, and options that contradict each other."""
+"""Placement of ranks on nodes: the command of each node, host files, and contradictory options."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from launcher.supervise.placement import Placement
 
 
 def place(**options: Any) -> Placement:
+    """Return the placement that these command-line options ask for."""
     asked = {"nodes": None, "node": 0, "ranks_per_node": None, "address": None, "port": None, "hostfile": None}
     return Placement.from_options(**{**asked, **options})
 
@@ -26,7 +27,7 @@ def test_one_machine_needs_no_host_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert command[-2:] == ["--config", "c.yaml"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert len(place().ranks) == 2
-    assert "--num_gpus" not in place().command(tmp_path, 1, [])  # deepspeed would then take GPUs 0 and 1
+    assert "--num_gpus" not in place().command(tmp_path, 1, [])  # with --num_gpus, deepspeed would use GPUs 0 and 1
 
 
 def test_each_node_of_several_starts_its_own_ranks_without_ssh(tmp_path: Path) -> None:
@@ -45,15 +46,19 @@ def test_each_node_of_several_starts_its_own_ranks_without_ssh(tmp_path: Path) -
     ("options", "words"),
     [
         ({"nodes": 2, "ranks_per_node": 1}, "--master-addr"),
-        ({"nodes": 2, "node": 2, "ranks_per_node": 1, "address": "a"}, "--node-rank 2 of 2"),
+        (
+            {"nodes": 2, "node": 2, "ranks_per_node": 1, "address": "a"},
+            "--node-rank 2 is not the number of one of the 2 nodes",
+        ),
         ({"hostfile": "no such file"}, "no such file"),
         ({"hostfile": "a slots=2\nb"}, "'b' is not"),
         ({"hostfile": "# nobody\n"}, "names no host"),
         ({"hostfile": "a slots=2\nb slots=2\n", "nodes": 3, "address": "a"}, "names 2"),
     ],
 )
-def test_options_that_contradict_each_other_are_one_line(tmp_path: Path, options: dict, words: str) -> None:
-    if text := options.get("hostfile"):
+def test_contradictory_options_are_refused(tmp_path: Path, options: dict, words: str) -> None:
+    text = options.get("hostfile")
+    if text:
         file = tmp_path / str(text).splitlines()[0].replace("/", "_")
         if "slots" in text or "#" in text:
             file.write_text(text)

@@ -1,4 +1,4 @@
-"""What is shown and found of a start's processes."""
+"""Processes of one start: the summary of their stacks, and killing them with their descendants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Current thread 0x00007f04bee9ab80 (most recent call first):
 """
 
 
-def test_stacks_are_the_main_threads_first_and_equal_ones_once() -> None:
+def test_condensed_stacks_begin_with_the_main_thread_and_show_equal_stacks_once() -> None:
     assert condensed(STACKS) == [
         "1 thread:",
         "  /torch/c10d.py:3252 all_reduce",
@@ -38,7 +38,7 @@ def test_stacks_are_the_main_threads_first_and_equal_ones_once() -> None:
     assert condensed("") == []
 
 
-def test_kill_ends_what_left_the_session_and_nothing_of_another_run_or_node(tmp_path: Path) -> None:
+def test_close_kills_descendants_outside_the_session_and_no_process_of_another_run_or_node(tmp_path: Path) -> None:
     mine, other_node, other_run = mark_of(tmp_path, 0), mark_of(tmp_path, 1), mark_of(tmp_path / "x", 0)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     strangers = [
@@ -47,7 +47,7 @@ def test_kill_ends_what_left_the_session_and_nothing_of_another_run_or_node(tmp_
     ]
     try:
         ranks = RankProcesses(mine)
-        # A grandchild in a session of its own, orphaned at once.
+        # The started process leaves a child in its own session and ends at once, so that the child is an orphan.
         code = f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"
         ranks.start([sys.executable, "-c", code])
         deadline = time.monotonic() + 20

@@ -1,6 +1,6 @@
-"""Every way a signal can reach a run under DeepSpeed's real launchers; each would fail if their behaviour changed.
+"""Signals that reach a run under DeepSpeed's real launchers on every way; the tests fail if the launchers change.
 
-The ranks are fake_rank.py: the real handlers, heartbeats, ledger and exit codes, and no torch.
+The ranks are fake_rank.py, with real signal handlers, heartbeats, ledger and exit codes, and without torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ pytestmark = pytest.mark.multiproc
 
 
 def to_the_supervisor(run: Supervised) -> None:
+    """Send SIGTERM to the supervisor."""
     run.process.send_signal(signal.SIGTERM)
 
 
 def to_the_node_launcher(run: Supervised) -> None:
-    """DeepSpeed ends its ranks one after the other, and with them the whole run: the first one stops them all."""
+    """Send SIGTERM to DeepSpeed's launcher, which signals its ranks one after the other; the first stops all ranks."""
     os.kill(run.node_launcher(), signal.SIGTERM)
 
 
 def to_one_rank(run: Supervised) -> None:
+    """Send SIGTERM to rank 1."""
     os.kill(run.rank_pid(1), signal.SIGTERM)
 
 
 def to_the_step(run: Supervised) -> None:
-    """Every process, as `scancel --signal=USR2` and a time limit do it."""
+    """Send SIGUSR2 to every process, as `scancel --signal=USR2` and a time limit do."""
     for pid in [run.process.pid, *run.pids()]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
@@ -47,7 +49,7 @@ def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
     config = tiny_config(**{"train.num_steps": 100_000})
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
         run.wait_for_step(7)
-        told = time.time()
+        sent = time.time()
         send(run)
         assert run.end() == 75, run.story()
         (stop,) = run.events("stop")
@@ -55,13 +57,13 @@ def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
         assert saved[-1] == stop["step"] >= 7
         assert len(run.events("start")) == 1 and not run.events("resume")
         assert run.pids() == []
-        print(f"{send.__name__}: {time.time() - told:.1f} s, saved at step {stop['step']}")
+        print(f"{send.__name__}: {time.time() - sent:.1f} s, saved at step {stop['step']}")
 
 
-def test_a_killed_node_launcher_leaves_the_ranks_running_and_the_run_goes_on_to_its_end(
+def test_the_ranks_run_to_the_end_after_their_node_launcher_is_killed(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """`deepspeed` itself ends with 0 here, with its ranks alive: nothing is lost and nothing is believed."""
+    """`deepspeed` ends with 0 while its ranks are alive, so its exit code must not end the run."""
     config = tiny_config(**{"train.num_steps": 100})
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
         run.wait_for_step(7)
@@ -75,7 +77,7 @@ def test_a_killed_node_launcher_leaves_the_ranks_running_and_the_run_goes_on_to_
 def test_ranks_that_take_long_to_save_are_not_killed_by_the_node_launcher(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """It would, 30 s after the first rank's end: so it is ended first, and the ranks are not."""
+    """The node launcher kills ranks 30 s after the first one ends, so the supervisor ends the launcher first."""
     config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "deaf").touch()
@@ -91,7 +93,9 @@ def test_ranks_that_take_long_to_save_are_not_killed_by_the_node_launcher(
         assert len(run.events("stop")) == 1
 
 
-def test_a_killed_rank_is_noticed_and_all_are_started_again(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_killed_rank_is_noticed_within_a_second_and_all_ranks_are_started_again(
+    tiny_config: Callable[..., Path], tmp_path: Path
+) -> None:
     config = tiny_config(**{"train.num_steps": 60})
     with supervised(FAKE, config, tmp_path / "run", "--gpus-per-node", "2") as run:
         run.wait_for_step(12)
@@ -104,7 +108,7 @@ def test_a_killed_rank_is_noticed_and_all_are_started_again(tiny_config: Callabl
         assert resume["step"] % 5 == 0 and resume["step"] >= 10
 
 
-def test_a_signal_during_start_is_kept_until_the_ranks_can_take_it(
+def test_a_signal_during_the_start_stops_the_run_once_the_ranks_have_their_handlers(
     tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
@@ -116,12 +120,10 @@ def test_a_signal_during_start_is_kept_until_the_ranks_can_take_it(
             os.kill(pid, signal.SIGUSR1)
         assert run.end() == 75, run.story()
         (stop,) = run.events("stop")
-        assert stop["step"] < 10  # not lost, and not late
+        assert stop["step"] < 10  # the signal was neither lost nor delayed
 
 
-def test_a_killed_supervisor_is_followed_by_one_that_clears_its_orphans(
-    tiny_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_new_supervisor_kills_the_orphans_of_a_killed_one(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
     config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
     with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as first:
         first.wait_for_step(7)

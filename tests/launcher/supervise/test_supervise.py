@@ -1,4 +1,4 @@
-"""Supervised runs: a hung rank, each exit code, runs that do not get on, two nodes. Most ranks only pretend."""
+"""Supervised runs: a hung rank, each exit code, runs without progress, two nodes. Most ranks are fakes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = {"cluster.hang_step_floor_s": 2.0, "cluster.hang_checkpoint_s": 10.0, "c
 
 
 @pytest.mark.multiproc
-def test_a_hung_rank_is_noticed_shown_and_the_run_goes_on_to_the_same_losses(
+def test_a_hung_rank_is_noticed_its_stacks_are_logged_and_the_resumed_run_gives_the_same_losses(
     tiny_config: MakeConfig, pretrain: Callable, tmp_path: Path
 ) -> None:
     settings = {"train.num_steps": 60, "checkpoint.every_steps": 20, "model.hidden_dropout": 0.1, **QUICK}
@@ -44,7 +44,7 @@ def test_a_hung_rank_is_noticed_shown_and_the_run_goes_on_to_the_same_losses(
     assert "stopped or blocked in the kernel: [1]" in log and "State" not in log
     shown = {rank: log.partition(f"  rank {rank}, pid ")[2].partition("  rank ")[0] for rank in (0, 1)}
     assert shown[1].partition("\n")[0].count("T (stopped)") == 1
-    for text in shown.values():  # of both, also of the one that was stopped
+    for text in shown.values():  # the stacks of both ranks, including the stopped one
         assert "electra_dist/train/trainer.py" in text and "launcher/supervise/rank_main.py" in text
     assert read_losses(run_dir) == read_losses(tmp_path / "uncut")
 
@@ -81,7 +81,7 @@ def test_a_rank_that_ends_with_78_ends_the_run_with_78(tiny_config: MakeConfig, 
         assert run.starts() == 1
 
 
-def test_a_mistake_in_the_config_is_one_line_and_78_and_nothing_is_written(
+def test_a_mistake_in_the_config_gives_one_line_and_78_and_writes_nothing(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     command = [*REAL, "--config", str(tiny_config()), "--set", "train.micro_bacth=4"]
@@ -132,13 +132,13 @@ def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig
             [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), *TWO], capture_output=True, text=True, timeout=30
         )
         assert second.returncode == 78 and "another supervisor" in second.stderr
-        assert len(run.pids("fake_rank.py")) == 2  # the first one still has them
+        assert len(run.pids("fake_rank.py")) == 2  # the ranks of the first supervisor still run
 
 
-def test_ranks_that_are_done_but_do_not_leave_are_shown_and_killed_and_the_run_is_done(
+def test_ranks_that_are_done_but_do_not_exit_are_killed_and_the_run_ends_with_0(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """As a communicator may do it that cannot be destroyed."""
+    """A communicator that cannot be destroyed can keep a rank's process alive."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "linger").touch()
@@ -155,7 +155,7 @@ def test_a_stop_file_ends_with_75(tiny_config: MakeConfig, tmp_path: Path) -> No
         assert run.end() == 75, run.story()
 
 
-def test_two_interrupts_end_ranks_that_do_not_listen(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_ranks_that_ignore_the_first(tiny_config: MakeConfig, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "deaf").touch()
@@ -168,7 +168,7 @@ def test_two_interrupts_end_ranks_that_do_not_listen(tiny_config: MakeConfig, tm
         assert run.pids() == []
 
 
-def test_nodes_that_lose_a_rank_meet_again_and_end_together(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_nodes_start_again_together_after_one_loses_a_rank(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config, run_dir = tiny_config(**{"train.num_steps": 60}), tmp_path / "run"
     options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "23000"]
     with (

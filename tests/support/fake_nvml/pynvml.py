@@ -1,8 +1,9 @@
-"""A stand-in for nvidia-ml-py, put before it on sys.path: GPUs as a test wants them.
+"""A fake of nvidia-ml-py with GPUs that a test defines. Put its folder before the real library on sys.path.
 
-`FAKE_NVML` in the environment holds a JSON list of devices, each a dict of differences from a healthy H200
-(`HEALTHY`); the value "unsupported" makes a query fail as on a device that lacks it. Without the variable there is no
-driver. In process: `configure([...])`. Names, values and error codes are the real library's; a test compares them.
+The environment variable `FAKE_NVML` holds a JSON list of devices, each a dict of differences from a healthy H200
+(`HEALTHY`). The value "unsupported" makes a query fail as on a device that lacks it. Without the variable the fake
+behaves as if there were no driver. In the same process, call `configure([...])`. Names, values and error codes are
+those of the real library; a test compares them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ open_count = 0
 
 
 class NVMLError(Exception):
+    """Error of the driver; `value` is NVML's error code."""
+
     def __init__(self, value: int) -> None:
         super().__init__(value)
         self.value = value
@@ -57,6 +60,7 @@ class NVMLError(Exception):
 
 
 def configure(devices: list[dict[str, Any]] | None) -> None:
+    """Replace the fake GPUs; None stands for a machine without a driver."""
     global _devices, open_count
     open_count = 0
     _devices = None
@@ -68,6 +72,7 @@ configure(json.loads(os.environ["FAKE_NVML"]) if "FAKE_NVML" in os.environ else 
 
 
 def _query(device: dict[str, Any], key: str) -> Any:
+    """Return a value of a device; raise NVMLError where the device is configured to fail."""
     if device["query_error"]:
         raise NVMLError(device["query_error"])
     if device[key] == "unsupported":
@@ -162,7 +167,7 @@ def nvmlDeviceGetRemappedRows(device: dict[str, Any]) -> tuple[int, ...]:
 
 def nvmlDeviceGetFieldValues(device: dict[str, Any], fields: list[int]) -> list[Any]:
     assert fields == [NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-    if device["recovery_action"] == "unsupported":  # the call succeeds, the field does not
+    if device["recovery_action"] == "unsupported":  # the real call succeeds and reports the error in the field
         return [types.SimpleNamespace(nvmlReturn=NVML_ERROR_NOT_SUPPORTED)]
     value = types.SimpleNamespace(uiVal=_query(device, "recovery_action"))
     return [types.SimpleNamespace(nvmlReturn=NVML_SUCCESS, value=value)]

@@ -1,4 +1,4 @@
-"""The readings of a run's GPUs against a fake driver, and when a node has gone bad in the middle of a run."""
+"""GPU readings of a run with a fake driver, and the faults for which a node is given up during a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_b
 
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuProbe]:
-    """`probe(device, ...)`: an open probe of fake GPUs, each a dict of differences from a healthy one."""
+    """A function that opens a probe of fake GPUs, each given as a dict of differences from a healthy one."""
     return fake_probes(monkeypatch)
 
 
-def test_it_imports_where_nvidia_ml_py_is_not_installed_and_without_torch(tmp_path: Path):
+def test_the_module_imports_without_nvidia_ml_py_and_without_torch(tmp_path: Path):
     code = (
         "import sys; sys.modules['pynvml'] = None\n"  # as if not installed
         "from electra_dist.train.health.gpu_monitor import GpuSampler\n"
@@ -31,7 +31,7 @@ def test_it_imports_where_nvidia_ml_py_is_not_installed_and_without_torch(tmp_pa
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-def test_a_reading_of_a_run_is_of_the_worst_gpu_and_one_sick_device_shows(probe: Callable[..., GpuProbe]):
+def test_a_reading_has_the_worst_value_of_all_gpus_and_the_sum_of_power_and_errors(probe: Callable[..., GpuProbe]):
     probe(
         {"ecc_volatile": 1, "sm_clock": 1980},
         {"temperature": 88, "sm_clock": 345, "throttle": 0x48, "memory_used": 70_000_000_000},
@@ -52,10 +52,10 @@ def test_a_reading_of_a_run_is_of_the_worst_gpu_and_one_sick_device_shows(probe:
     assert sampler.read() is None
 
 
-def test_a_reading_of_gpus_that_tell_nothing_is_unknown_not_zero(probe: Callable[..., GpuProbe]):
+def test_a_reading_of_gpus_that_answer_no_query_is_none_rather_than_zero(probe: Callable[..., GpuProbe]):
     probe(UNSUPPORTED).close()
-    found = GpuSampler().read()
-    assert found == GpuReading(
+    reading = GpuSampler().read()
+    assert reading == GpuReading(
         gpu_temperature_c=None,
         gpu_power_w=None,
         gpu_sm_clock_mhz=None,
@@ -65,8 +65,9 @@ def test_a_reading_of_gpus_that_tell_nothing_is_unknown_not_zero(probe: Callable
     )
 
 
-def test_only_new_memory_errors_make_a_node_go_bad_in_the_middle_of_a_run(probe: Callable[..., GpuProbe]):
+def test_only_new_memory_errors_make_a_node_unhealthy_during_a_run(probe: Callable[..., GpuProbe]):
     def reading(**device: Any) -> GpuReading | None:
+        """Return the reading of one GPU with these differences from a healthy one."""
         probe(device).close()
         return GpuSampler().read()
 

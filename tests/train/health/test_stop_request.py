@@ -1,4 +1,4 @@
-"""Stopped by signal, file and deadline, in real runs: all ranks after the same step, saved, exit 75, and exact."""
+"""Real runs stopped by signal, file and deadline: all ranks stop after the same step, save and exit with 75."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def stop_run(config: Path, run_dir: Path, step: int, stop: Callable[[int], None], env: dict[str, str]) -> int:
-    """Start a run on 2 ranks, call `stop(session)` once `step` is logged; the launcher's exit code."""
+    """Start a run on 2 ranks, call `stop(session)` once `step` is logged, and return the launcher's exit code."""
     process = subprocess.Popen(
         deepspeed_command(config, 2),
         stdout=subprocess.DEVNULL,
@@ -42,13 +42,15 @@ def stop_run(config: Path, run_dir: Path, step: int, stop: Callable[[int], None]
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_run_stopped_by_signal_file_and_deadline_equals_an_uncut_one(
+def test_run_stopped_by_signal_file_and_deadline_gives_the_losses_of_an_uninterrupted_run(
     tiny_config: Callable[..., Path], pretrain: Callable, losses: Callable[[Path], list[tuple]], tmp_path: Path
 ) -> None:
     settings = {"train.num_steps": 160, "checkpoint.every_steps": 1000, "model.hidden_dropout": 0.1}
     pretrain(tiny_config("uncut", **settings), 2)
     config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
-    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 5)}  # within the least margin: stops after one step
+    soon = {
+        "SLURM_JOB_END_TIME": str(int(time.time()) + 5)
+    }  # less than the smallest margin: the run stops after one step
     assert stop_run(config, run_dir, 20, lambda s: os.kill(rank_pid(s, 1), signal.SIGUSR2), {}) == 75
     assert stop_run(config, run_dir, 45, lambda s: (run_dir / "stop").touch(), {}) == 75
     assert stop_run(config, run_dir, 10**6, lambda s: None, soon) == 75
@@ -68,19 +70,19 @@ def test_run_stopped_by_signal_file_and_deadline_equals_an_uncut_one(
 def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = {
+    handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     }
     try:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
-        first, other = StopRequest(tmp_path, True), StopRequest(tmp_path, False)
-        first.longest_step_s, first.longest_save_s = 10.0, 30.0
-        assert not first.wants_stop()  # 80 s are left to it
-        first.longest_save_s = 45.0
-        assert first.wants_stop() and "the job ends in" in first.reason
-        assert not other.wants_stop()  # the clock is rank 0's
+        rank_0, rank_1 = StopRequest(tmp_path, True), StopRequest(tmp_path, False)
+        rank_0.longest_step_s, rank_0.longest_save_s = 10.0, 30.0
+        assert not rank_0.wants_stop()  # a margin of 80 s is less than the 100 s that remain
+        rank_0.longest_save_s = 45.0
+        assert rank_0.wants_stop() and "the job ends in" in rank_0.reason
+        assert not rank_1.wants_stop()  # only rank 0 watches the clock
         os.kill(os.getpid(), signal.SIGTERM)
-        assert other.wants_stop() and other.reason == "SIGTERM"
+        assert rank_1.wants_stop() and rank_1.reason == "SIGTERM"
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
