@@ -35,12 +35,12 @@ from measure import (
     ResultLine,
     alternate,
     finish,
+    format_summary,
     installed,
     parser,
     print_table,
     ratio,
     summary,
-    told,
 )
 from rich.console import Console
 
@@ -214,7 +214,8 @@ def report(found: Json) -> list[ResultLine]:
     lines = []
     for workers, ways in found["workers"].items():
         rows = [
-            [name, f"{way['tokens_per_core_s'] / 1e6:.3f}", told(way["rate_of_ours"])] for name, way in ways.items()
+            [name, f"{way['tokens_per_core_s'] / 1e6:.3f}", format_summary(way["rate_of_ours"])]
+            for name, way in ways.items()
         ]
         if "datasets" not in ways:
             rows.append(["datasets", "not installed", ""])

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from first_batch import WINDOW_SHARDS, time_positions, write_corpus
 from loader_rivals import BATCH, VARIANTS, Variant, is_usable
-from measure import Json, ResultLine, alternate, finish, installed, parser, print_table, ratio, summary, told
+from measure import Json, ResultLine, alternate, finish, format_summary, installed, parser, print_table, ratio, summary
 
 from electra_dist.data.manifest import read_manifest
 from electra_dist.store.interface import Store
@@ -130,7 +130,7 @@ def report_rates(found: Json, missing: Sequence[str]) -> ResultLine:
             f"{way['rows_per_core_s']:,.0f}",
             f"{way['cpu_us_per_row']:.1f}",
             f"{way['rows_per_s']:,.0f}",
-            told(way["ratio"]),
+            format_summary(way["ratio"]),
         ]
         for name, way in found.items()
     ]

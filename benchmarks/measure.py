@@ -119,7 +119,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     return summary([numerator / denominator for numerator, denominator in zip(over, under, strict=True)])
 
 
-def told(found: Mapping[str, float], form: str = ".2f") -> str:
+def format_summary(found: Mapping[str, float], form: str = ".2f") -> str:
     """Format a `summary` as the text "median (least to most)", each number by the format `form`."""
     return f"{found['median']:{form}} ({found['least']:{form}} to {found['most']:{form}})"
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import yaml
 from first_batch import write_corpus
-from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table, ratio, summary, told
+from measure import REPOSITORY, TOY, Json, ResultLine, finish, format_summary, parser, print_table, ratio, summary
 
 from electra_dist.config_file import load_config
 from electra_dist.run.ledger import read_ledger
@@ -171,8 +171,8 @@ def report(found: Json, facts: str) -> list[ResultLine]:
         rows = []
         for who, starts in by.items():
             parts = [summary([start["seconds"][part] for start in starts])["median"] for part in PARTS]
-            over = told(ratio(totals[who], totals["ours"]))
-            rows.append([who, told(summary(totals[who])), *(f"{part:.2f}" for part in parts), over])
+            over = format_summary(ratio(totals[who], totals["ours"]))
+            rows.append([who, format_summary(summary(totals[who])), *(f"{part:.2f}" for part in parts), over])
         print_table([kind, "seconds", *PARTS, "/ ours"], rows)
         print()
         value = f"{summary(totals['ours'])['median']:.1f} s"

@@ -22,7 +22,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from measure import REPOSITORY, TOY, Json, ResultLine, alternate, finish, parser, print_table, ratio, summary, told
+from measure import (
+    REPOSITORY,
+    TOY,
+    Json,
+    ResultLine,
+    alternate,
+    finish,
+    format_summary,
+    parser,
+    print_table,
+    ratio,
+    summary,
+)
 from step_parts.packed import compare_packing, report_packing
 from step_parts.ways import BATCH, SPECIAL, StepVariant, autocast, hugging_face, ours, synthetic_rows, take_step
 
@@ -215,8 +227,8 @@ def report(found: Json, precision: str, facts: str) -> ResultLine:
         first_mlm, first_rtd = way["losses"][0]
         last_mlm, last_rtd = way["losses"][-1]
         losses = f"{first_mlm:.3f} / {first_rtd:.4f} to {last_mlm:.3f} / {last_rtd:.4f}"
-        seconds = told(summary(way["seconds"]), ".3f")
-        rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", told(way["ratio"]), losses])
+        seconds = format_summary(summary(way["seconds"]), ".3f")
+        rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", format_summary(way["ratio"]), losses])
     print_table(["", "s a step", "tokens/s", "time / ours", "mlm / rtd, first to last"], rows)
     published = found["Hugging Face"]["ratio"]["median"]
     gathered = found["Hugging Face, gathered"]["ratio"]["median"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from measure import Json, ResultLine, alternate, finish, print_table, ratio, summary, told
+from measure import Json, ResultLine, alternate, finish, format_summary, print_table, ratio, summary
 from step_parts.ways import BATCH, SPECIAL, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
@@ -111,7 +111,12 @@ def report_packing(found: Json, facts: str, arguments: argparse.Namespace, argv:
     text = "the corpora given" if arguments.corpus else f"{FULL_SHARE:.0%} of examples full, the rest of any length"
     print(f"fp32, {facts}; {text}")
     rows = [
-        [name, f"{way['real_share']:.1%}", told(way["real_tokens_per_s"], ",.0f"), told(way["ratio"])]
+        [
+            name,
+            f"{way['real_share']:.1%}",
+            format_summary(way["real_tokens_per_s"], ",.0f"),
+            format_summary(way["ratio"]),
+        ]
         for name, way in found.items()
     ]
     print_table(["rows", "real tokens", "real tokens/s", "packed / this"], rows)
