@@ -42,6 +42,7 @@ def main() -> int:
         write_corpus(str(folder / "corpus"), [70, 33, 48, 90, 15])
         settings = {
             "train.num_steps": 2 * EVERY_STEPS * (args.count + 1),
+            "train.global_batch": 64,  # steps so slow that a fast machine does not finish before the last fault
             "checkpoint.every_steps": EVERY_STEPS,
             "model.hidden_dropout": 0.1,
             "data.heldout": None,
