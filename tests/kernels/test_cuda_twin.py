@@ -77,7 +77,7 @@ def test_nvcc_builds_it_without_spills(tmp_path):
 
 def test_a_demand_that_cannot_be_met_is_the_users_to_know(monkeypatch, tmp_path):
     monkeypatch.setattr(discriminator_tail, "library_path", lambda: tmp_path / "absent.so")
-    with pytest.raises(BackendUnavailable, match="run python -m electra_kernels"):
+    with pytest.raises(BackendUnavailable, match="run `python -m electra_kernels"):
         resolve("cuda", "cuda")
     with pytest.raises(BackendUnavailable, match="no CUDA device"):
         resolve("cuda", "cpu")
