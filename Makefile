@@ -22,7 +22,7 @@ help:
 	@echo "make clean          remove build products (keeps runs/ and corpora/)"
 
 # torch is installed first and alone, so that pip finds its requirement met and never replaces an installed torch.
-$(VENV)/ready: setup.py constraints.txt kernels/electra_kernels/native/host.c
+$(VENV)/ready: setup.py constraints.txt kernels/electra_kernels/native/cpu_library.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3,export]'

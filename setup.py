@@ -71,8 +71,8 @@ setup(
     # Without a C compiler the package installs all the same, and NumPy makes the same bits, slower.
     ext_modules=[
         Extension(
-            "electra_kernels.native.host_library",
-            ["kernels/electra_kernels/native/host.c"],
+            "electra_kernels.native.compiled_cpu_library",
+            ["kernels/electra_kernels/native/cpu_library.c"],
             # No contraction to FMA: the same sums on every kind of x86.
             extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"],
             libraries=["m"],

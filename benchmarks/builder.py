@@ -46,12 +46,12 @@ from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.build import build_corpus
-from electra_dist.corpus.console import BuildConsole
-from electra_dist.corpus.documents import decode
+from electra_dist.corpus.build_console import BuildConsole
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.readers import DocumentStream, find_inputs
-from electra_dist.corpus.request import BuildRequest
+from electra_dist.corpus.text_decoding import decode
+from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.tokenizer import MAX_WORD_CHARS, Vocabulary
 

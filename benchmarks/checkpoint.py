@@ -39,15 +39,15 @@ import torch
 import torch.distributed as dist
 from measure import REPOSITORY, TOY, ResultLine, finish, parser, print_table
 
-from electra_dist.checkpoint.manifest import RunState, committed
-from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.checkpoint.background_writer import CheckpointWriter
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config_file import load_config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.fragments import owned_fragments, parameter_shapes
-from electra_dist.model.init import build_towers
-from electra_dist.store.open import open_store
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.engine.state_fragments import owned_fragments, parameter_shapes
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.store.open_store import open_store
 
 LARGE = "configs/large_25pct_mask.yaml"
 MOST = 1.5  # Largest allowed ratio of our stall to memcpy's time.
@@ -243,7 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report(found, ratios)
     print(f"ours, in the background: hashed, written, synced and committed after {write_s:.2f} s (median)")
     is_within_limit = ratios["ours"] <= MOST
-    verdict = "good" if is_within_limit else "TOO SLOW, look for the cause in electra_dist/checkpoint/save.py"
+    verdict = (
+        "good" if is_within_limit else "TOO SLOW, look for the cause in electra_dist/checkpoint/background_writer.py"
+    )
     print(f"stall / memcpy: {ratios['ours']:.2f} (at most {MOST}): {verdict}")
     of_ours = {name: row["median_s"] / found["ours"]["median_s"] for name, row in found.items()}
     line = ResultLine(

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from electra_kernels import BackendUnavailable
-from electra_kernels.backend import resolve
+from electra_kernels.backend_choice import resolve
 from electra_kernels.native import discriminator_tail
 from gpu_parts.cases import LARGE, TOY, GpuCase, Sizes, cases, head_inputs, our_head, rival_heads
 from gpu_parts.checks import chi_square, integers, values, without_host

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from electra_dist.run.environment import cpu, versions
+from electra_dist.run.environment_record import cpu, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"

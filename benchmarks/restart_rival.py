@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
-from electra_dist.model.rows import SpecialIds
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 STEPS = 2  # Of each start.
 

@@ -3,10 +3,10 @@
     python benchmarks/scaling.py            # root, Linux: 1, 2 and 4 ranks; 1 Gb/s, 250 Mb/s and no limit, in turn
 
 How: each rank runs in network namespaces of its own, on a bridge (`tests/cluster/machines.py`); `tc` limits its link
-with a token bucket. The prediction of `planning/scaling.py` is the step time without a limit at the same number of
-ranks, plus bytes_on_wire divided by the bandwidth. The ranks share this machine's cores, so the compute time is
-measured at each number of ranks instead of divided. The table also compares the predicted bytes with those that the
-interface sent, which include TCP and Ethernet headers.
+with a token bucket. The prediction of `planning/multi_node_scaling.py` is the step time without a limit at the same
+number of ranks, plus bytes_on_wire divided by the bandwidth. The ranks share this machine's cores, so the compute
+time is measured at each number of ranks instead of divided. The table also compares the predicted bytes with those
+that the interface sent, which include TCP and Ethernet headers.
 
 Limits: all ranks share one Linux kernel; the links have no latency; the backend is gloo instead of NCCL.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table, summary
 from scaling_rank import put
 
-from electra_dist.planning.scaling import bytes_on_wire, parse_fabric, step_seconds
+from electra_dist.planning.multi_node_scaling import bytes_on_wire, parse_fabric, step_seconds
 
 sys.path.append(str(REPOSITORY / "tests" / "cluster"))
 from machines import Machines, missing

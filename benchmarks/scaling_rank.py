@@ -22,10 +22,10 @@ from measure import REPOSITORY
 from step_parts.ways import SPECIAL
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.process_group import init_distributed
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 _SENT_BYTES_COLUMN = 8  # Of the counters in /proc/net/dev.
 

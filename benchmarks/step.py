@@ -40,7 +40,7 @@ from step_parts.ways import BATCH, SPECIAL, StepVariant, autocast, hugging_face,
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.model.linear import HAS_BF16_PRODUCTS
+from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.corruption import CorruptingObjective
 

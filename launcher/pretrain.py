@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.set)
         if args.dry_run:
             if is_first_rank:
-                from electra_dist.planning.tables import print_plan
+                from electra_dist.planning.plan_tables import print_plan
 
                 print_plan(config)
             return EXIT_DONE
@@ -61,7 +61,7 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
         UserError: the config, the data or the run folder cannot be used; then no report is written.
     """
     # torch and deepspeed are imported only when there is something to run.
-    from electra_dist.train.pretrain import run
+    from electra_dist.train.pretrain_rank import run
 
     is_refused = False
     try:
@@ -73,7 +73,7 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
         run_dir = Path(config.run_dir)
         if is_first_rank and not is_refused and is_run_folder(run_dir):
             # Importing matplotlib takes half a second, which no step waits for.
-            from electra_dist.report.page import write_report
+            from electra_dist.report.report_page import write_report
 
             write_report(run_dir)
 

@@ -94,7 +94,7 @@ def one_rank() -> Iterator[None]:
     """A process group of one rank in this process, in which engines can be built one after another."""
     import torch.distributed as dist
 
-    from electra_dist.engine.distributed import init_distributed
+    from electra_dist.engine.process_group import init_distributed
 
     init_distributed()
     yield  # left in place for the session, because DeepSpeed remembers the group globally

@@ -164,9 +164,9 @@ UPWARD = {
 
 @pytest.mark.parametrize("statement", UPWARD.values(), ids=UPWARD)
 def test_a_planted_upward_import_is_found(tree: Callable[..., Graph], statement: str):
-    found = tree({"electra_dist/store/local.py": statement, "electra_dist/train/step.py": "def g(): ..."})
+    found = tree({"electra_dist/store/local_store.py": statement, "electra_dist/train/step.py": "def g(): ..."})
     assert upward_imports(found, LAYERS) == [
-        "electra_dist/store/local.py (layer 2) imports electra_dist/train/step.py (5)"
+        "electra_dist/store/local_store.py (layer 2) imports electra_dist/train/step.py (5)"
     ]
 
 
@@ -181,22 +181,24 @@ def test_the_installed_name_of_the_kernels_is_resolved(tree: Callable[..., Graph
     found = tree(
         {
             "kernels/electra_kernels/__init__.py": "class E: ...",
-            "kernels/electra_kernels/native/host.py": "",
-            "electra_dist/store/local.py": "from electra_kernels import E\nfrom electra_kernels.native import host\n",
+            "kernels/electra_kernels/native/cpu_library.py": "",
+            "electra_dist/store/local_store.py": (
+                "from electra_kernels import E\nfrom electra_kernels.native import cpu_library\n"
+            ),
         }
     )
-    assert found["electra_dist/store/local.py"] == {
+    assert found["electra_dist/store/local_store.py"] == {
         "kernels/electra_kernels/__init__.py",
-        "kernels/electra_kernels/native/host.py",
+        "kernels/electra_kernels/native/cpu_library.py",
     }
 
 
 def test_planted_cycles_are_found(tree: Callable[..., Graph]):
     found = tree(
         {
-            "electra_dist/store/local.py": "from electra_dist.train import step",
-            "electra_dist/store/files.py": "",
-            "electra_dist/train/step.py": "import electra_dist.store.files",
+            "electra_dist/store/local_store.py": "from electra_dist.train import step",
+            "electra_dist/store/atomic_files.py": "",
+            "electra_dist/train/step.py": "import electra_dist.store.atomic_files",
             "launcher/cli/main.py": "from launcher.cli import status",
             "launcher/cli/status.py": "def f():\n    from launcher.cli.main import app",
         }

@@ -21,8 +21,8 @@ from electra_kernels.discriminator_tail import rtd_loss
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
-from electra_kernels.op_types import DropoutKey
-from electra_kernels.replace import replace_and_label
+from electra_kernels.operation_types import DropoutKey
+from electra_kernels.replace_tokens import replace_and_label
 
 
 class Sizes(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from electra_kernels.replace import replace_and_label
+from electra_kernels.replace_tokens import replace_and_label
 from electra_kernels.sampling import sample
 from gpu_parts.cases import Head, Sizes, cases, head_inputs, our_head
 from scipy.stats import chisquare

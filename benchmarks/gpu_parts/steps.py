@@ -28,13 +28,13 @@ from measure import TOY
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.rows import make_rows
+from electra_dist.corpus.row_packing import make_rows
 from electra_dist.model.attention import AttentionChoice
-from electra_dist.model.compile import compile_layers
+from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.encoder import Encoder, SelfAttention
 from electra_dist.model.flops import peak_flops, token_flops
-from electra_dist.model.init import build_towers
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 

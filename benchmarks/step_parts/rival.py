@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.rows import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
-from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
 
 
 class Losses(NamedTuple):

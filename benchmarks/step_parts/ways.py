@@ -15,12 +15,12 @@ import torch
 from step_parts.rival import HuggingFace
 
 from electra_dist.config import Config
-from electra_dist.corpus.rows import make_rows
+from electra_dist.corpus.row_packing import make_rows
 from electra_dist.engine.optimizer import build_optimizer
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 BATCH = 16
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # Special token ids of the synthetic rows.

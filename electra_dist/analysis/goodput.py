@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from electra_dist.run.formats import format_duration
 from electra_dist.run.jsonl import Record
+from electra_dist.run.number_formats import format_duration
 
 STARTS = ("start", "resume")
 _PROGRESS_EVENTS = ("checkpoint", "stop", "done", "crash", "unhealthy", "rollback")  # they hold `spent_s`

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.order import RowOrder
-from electra_dist.data.receipt import Receipt, row_hash
+from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_receipt import Receipt, row_hash
 
 _CHUNK = 1 << 16  # positions located together
 _SEARCH_CHUNK = 1 << 22  # rows hashed together in a search
@@ -227,8 +227,8 @@ def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) 
 def _find_rows(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int | None, int | None] | None:
     """Find the row that is missing and the row that is too many in a wrong receipt, if there is at most one of each.
 
-    A row's hash is a bijection of its id (data/receipt.py), so the digest of a surplus of one row identifies the row.
-    With one row in the place of another, the digest is hash(extra) - hash(missing), modulo 2**64.
+    A row's hash is a bijection of its id (data/row_receipt.py), so the digest of a surplus of one row identifies the
+    row. With one row in the place of another, the digest is hash(extra) - hash(missing), modulo 2**64.
 
     Args:
         surplus: receipt of the rows that were used minus that of the rows that were due.

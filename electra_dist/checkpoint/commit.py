@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from electra_dist.checkpoint.manifest import (
+from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     READINGS,
     SET_ASIDE,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from electra_dist.checkpoint.commit import leftovers, newest_attempt, sweep
-from electra_dist.checkpoint.manifest import (
+from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
     SET_ASIDE_REASON,
@@ -24,7 +23,8 @@ from electra_dist.checkpoint.manifest import (
     read_manifest,
     set_aside,
 )
-from electra_dist.checkpoint.read import verify, verify_file
+from electra_dist.checkpoint.commit import leftovers, newest_attempt, sweep
+from electra_dist.checkpoint.file_reader import verify, verify_file
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 

@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import torch
 
-from electra_dist.checkpoint.manifest import FileEntry, Kind, TensorEntry
-from electra_dist.store.files import make_folder, sync_folder, writable
+from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Kind, TensorEntry
+from electra_dist.store.atomic_files import make_folder, sync_folder, writable
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB
 _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the processor's cache

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # a docstring with fewer new words is dropped

@@ -1,8 +1,8 @@
 """Load the batches of one rank in the order of steps, ahead of training.
 
 Guarantee: the rows of a step do not depend on restarts or on earlier steps. With G rows in a global batch, step t has
-the positions [t * G, (t + 1) * G) of the row order (`order.py`), and rank r of W gets the r-th of W equal slices. A
-batch is complete and verified, or an error is raised. Only the steps that the caller names are skipped; all other
+the positions [t * G, (t + 1) * G) of the row order (`row_order.py`), and rank r of W gets the r-th of W equal slices.
+A batch is complete and verified, or an error is raised. Only the steps that the caller names are skipped; all other
 steps keep their rows.
 
 How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (the shards whose rows are shuffled
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.cache import ShardCache
-from electra_dist.data.order import RowOrder
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_receipt import Receipt
 from electra_dist.data.shard import rows_of
+from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # Number of steps read ahead.

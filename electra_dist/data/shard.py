@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from electra_kernels.native import host
+from electra_kernels.native import cpu_library
 from numpy.typing import NDArray
 
 from electra_dist.errors import ManifestMismatch
-from electra_dist.store.files import readable
+from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 
 MEMBER_SUFFIX = ".rows.npy"
@@ -205,7 +205,7 @@ class Shard:
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
     """Return copies of rows of several shards, [k, seq_len], in the order of `which` and `rows`.
 
-    Uses the C function of `electra_kernels.native.host` if it was built, otherwise NumPy, with equal results.
+    Uses the C function of `electra_kernels.native.cpu_library` if it was built, otherwise NumPy, with equal results.
 
     Args:
         shards: At least one; all with the same row length and type.
@@ -214,8 +214,8 @@ def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)
-    if host.gather_rows:
-        host.gather_rows([shard.table for shard in shards], which, rows, out)
+    if cpu_library.gather_rows:
+        cpu_library.gather_rows([shard.table for shard in shards], which, rows, out)
         return out
     for shard_index, shard in enumerate(shards):
         positions = np.flatnonzero(which == shard_index)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
-from electra_dist.engine.distributed import local_device
 from electra_dist.engine.optimizer import build_optimizer
+from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 

@@ -28,7 +28,7 @@ from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 

@@ -1,4 +1,5 @@
-"""Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair (`agreement.py`).
+"""Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair
+(`number_agreement.py`).
 
 How: the score of a sentence depends on the pretraining head of the encoder.
 - A discriminator: minus its logit for "replaced" at the word that differs.
@@ -24,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.agreement import Pair, make_pairs
-from electra_dist.finetune.fit import Ids, Progress, predict, quiet
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.finetune.number_agreement import Pair, make_pairs
+from electra_dist.finetune.training_loop import Ids, Progress, predict, quiet
+from electra_dist.pretrained.load_encoder import Pretrained
 
 _BATCH = 128  # sentences per forward
 ALL = "all"  # name of the score over all phenomena

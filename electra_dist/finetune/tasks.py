@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.finetune.fit import Examples, Progress, predict
-from electra_dist.finetune.heads import Classifier, TaskModel
-from electra_dist.finetune.metrics import classification_metrics, degenerate, regression_metrics
-from electra_dist.finetune.texts import Column, Texts, encode_texts, find_file, read_texts
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
+from electra_dist.finetune.task_heads import Classifier, TaskModel
+from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
+from electra_dist.finetune.training_loop import Examples, Progress, predict
+from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):

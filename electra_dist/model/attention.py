@@ -33,7 +33,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.model.rows import RowLayout, attention_bias
+from electra_dist.model.row_layout import RowLayout, attention_bias
 
 AttentionMask = torch.Tensor | BlockMask  # which keys a query sees: a bias [B, 1, S, S] for sdpa, blocks for flex
 

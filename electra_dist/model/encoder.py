@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from electra_kernels import custom_ops
+from electra_kernels import compiled_dropout
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, attend
-from electra_dist.model.linear import Linear
+from electra_dist.model.matrix_products import Linear
 
 
 class DropoutKeys(NamedTuple):
@@ -103,9 +103,11 @@ class DropoutAddNorm(nn.LayerNorm):
         operands = (x_BSH, residual_BSH, self.weight, self.bias)
         key_3, row_B, backend = dropout_keys
         if torch.compiler.is_compiling():
-            outputs = custom_ops.dropout_add_norm(*operands, row_B, key_3, self.site, probability, self.eps, backend)
+            outputs = compiled_dropout.dropout_add_norm(
+                *operands, row_B, key_3, self.site, probability, self.eps, backend
+            )
             return outputs[0]  # the others are mean and variance, for the backward pass
-        key = custom_ops.dropout_key(key_3, self.site, probability)
+        key = compiled_dropout.dropout_key(key_3, self.site, probability)
         return dropout_add_norm(*operands, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
 
 
@@ -206,7 +208,7 @@ class SelfAttention(nn.Module):
         """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
         num_factors = self.num_heads * S * S
         num_drawn = (num_factors + 3) // 4 * 4  # one draw gives four numbers, so whole fours are drawn
-        drawn = custom_ops.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
+        drawn = compiled_dropout.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
         return drawn[:, :num_factors].view(B, self.num_heads, S, S)
 
 

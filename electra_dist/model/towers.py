@@ -15,7 +15,7 @@ Guarantee: a parameter exists if and only if its objective trains it, so that Ze
     copy_gate                  all_tokens_mlm: the gate between copying and predicting
 
 The token table has its rows padded to a multiple of 128. The up to 127 pad rows start at zero, are never looked up and
-are in no softmax, so they never train. `parameters.py` counts parameters without them.
+are in no softmax, so they never train. `parameter_counts.py` counts parameters without them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import Encoder, SharedEmbeddings
-from electra_dist.model.heads import DiscriminatorHead, GeneratorHead
-from electra_dist.model.rows import RowLayout
+from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
+from electra_dist.model.row_layout import RowLayout
 
 PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose large tower predicts tokens
 
@@ -50,7 +50,7 @@ def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
 
 
 class ElectraTowers(nn.Module):
-    """Embeddings, towers and heads of one objective. `electra_dist.model.init` builds and initialises it.
+    """Embeddings, towers and heads of one objective. `electra_dist.model.initial_weights` builds and initialises it.
 
     Which of the annotated submodules exist depends on the objective and on `model.sharing`; test with `hasattr`.
     """

@@ -1,1 +1,1 @@
-"""Implements masking, corruption and the pretraining objectives, one file each; start reading at `build.py`."""
+"""Implements masking, corruption and the pretraining objectives, one file each. Start at `build_objective.py`."""

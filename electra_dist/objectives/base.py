@@ -27,7 +27,7 @@ from torch import nn
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import SDPA, AttentionMask, same_example
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.rows import RowLayout, SpecialIds, derive
+from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
-from electra_kernels.replace import replace_and_label
+from electra_kernels.replace_tokens import replace_and_label
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
-from electra_dist.objectives.early_gradients import with_gradients_now
-from electra_dist.objectives.fixed_generator import FixedGenerator
+from electra_dist.objectives.frequency_generator import FixedGenerator
+from electra_dist.objectives.gradients_in_forward import with_gradients_now
 from electra_dist.objectives.masking import Masking
 
 

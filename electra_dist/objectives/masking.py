@@ -26,7 +26,7 @@ import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 
 _POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
 

@@ -2,7 +2,7 @@
 
 In steps below `generator_only_steps` the generator trains by MLM and the discriminator does not run. At that step the
 discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward pass
-records no gradient and its learning rate is 0. `engine/two_stage.py` makes the copy and sets the learning rates. In
+records no gradient and its learning rate is 0. `engine/stage_switch.py` makes the copy and sets the learning rates. In
 evaluation both towers run, whatever the step.
 
 Limits: the towers must be of one size and share nothing (`model.sharing: none`).

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.load import assemble
-from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.targets import open_targets
+from electra_dist.checkpoint.checkpoint_manifest import RunState
+from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
-from electra_dist.data.manifest import TokenizerEntry
+from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
 
 

@@ -28,7 +28,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from electra_dist.run.jsonl import Record
-from electra_dist.run.metrics import read_metrics
+from electra_dist.run.metrics_writer import read_metrics
 
 MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 SMOOTHING_SPAN = 40  # records

@@ -18,7 +18,7 @@ from typing import Any
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 
 # Written by every start before its first step.
 CONFIG_FILE = "config.yaml"

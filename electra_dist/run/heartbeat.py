@@ -1,8 +1,8 @@
 """Write and read heartbeats: each rank records its phase and step, so that a supervisor notices a hang quickly.
 
 Guarantee: a rank writes one file, RUN/heartbeats/rank-00000.json, one JSON object of fixed length. A beat overwrites
-it in place by one write and carries a checksum, so a reader gets a whole record or none. `analysis/hangs.py` decides
-from these files which ranks hang.
+it in place by one write and carries a checksum, so a reader gets a whole record or none. `analysis/hung_ranks.py`
+decides from these files which ranks hang.
 
 Cost: 10 us a beat, measured on a local disk and in memory alike; no fsync, and no disk block is allocated after the
 first beat. Imports no torch.
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra_dist.run.folder import HEARTBEAT_DIR
-from electra_dist.run.strikes import node_name
-from electra_dist.store.files import writable
+from electra_dist.run.node_strikes import node_name
+from electra_dist.store.atomic_files import writable
 
 RECORD_BYTES = 320  # length of every heartbeat file
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time

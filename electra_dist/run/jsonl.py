@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import UserError
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 
 Record = dict[str, Any]
 

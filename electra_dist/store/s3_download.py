@@ -10,7 +10,7 @@ error and not in an endless loop.
 Cost: a broken connection loses at most one chunk (128 KiB).
 
 Limits: bytes that were changed in transit have the right length and are not noticed; the readers verify digests
-(`data/cache.py`).
+(`data/verified_shards.py`).
 """
 
 from __future__ import annotations

@@ -13,23 +13,29 @@ from typing import Any
 
 import torch.distributed as dist
 
+from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.load import load_newest
-from electra_dist.checkpoint.manifest import RunState, committed
-from electra_dist.checkpoint.save import CheckpointWriter, SaveTiming
-from electra_dist.checkpoint.targets import open_targets
+from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.fragments import held_fragments, owned_fragments, parameter_shapes, publish, shared_names
-from electra_dist.model.init import build_towers
-from electra_dist.pretrained.init_from import load_source
-from electra_dist.run.environment import versions
+from electra_dist.engine.state_fragments import (
+    held_fragments,
+    owned_fragments,
+    parameter_shapes,
+    publish,
+    shared_names,
+)
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.pretrained.starting_weights import load_source
+from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
-from electra_dist.train.guard import Guard
-from electra_dist.train.skip_list import SkipList
+from electra_dist.train.loss_guard import Guard
+from electra_dist.train.skipped_steps import SkipList
 from electra_dist.train.step import StepResult
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.analysis.roc_auc import Separation, separation
-from electra_dist.data.cache import ShardCache
+from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums
-from electra_dist.run.records import EvalRecord
+from electra_dist.run.step_records import EvalRecord
 
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
 

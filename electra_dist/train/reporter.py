@@ -15,22 +15,22 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from electra_kernels.backend import resolve
+from electra_kernels.backend_choice import resolve
 
 from electra_dist.analysis.goodput import start_line
-from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.save import SaveTiming
+from electra_dist.checkpoint.background_writer import SaveTiming
+from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
-from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.model.flops import mfu, peak_flops, token_flops
-from electra_dist.run.console import Console
-from electra_dist.run.environment import write_environment
+from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
-from electra_dist.run.metrics import MetricsWriter
-from electra_dist.run.records import EvalRecord, StepRecord
+from electra_dist.run.log_console import Console
+from electra_dist.run.metrics_writer import MetricsWriter
+from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.step import StepResult
 

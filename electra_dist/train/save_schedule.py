@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from electra_dist.analysis.save_interval import automatic_steps
+from electra_dist.analysis.optimal_save_interval import automatic_steps
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import CheckpointConfig
 from electra_dist.run.ledger import read_ledger

@@ -28,9 +28,9 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out

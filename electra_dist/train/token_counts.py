@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0
-from electra_dist.data.cache import ShardCache
-from electra_dist.engine.distributed import local_device
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.engine.process_group import local_device
 from electra_dist.run.folder import token_counts_file
-from electra_dist.store.files import replacing
-from electra_dist.train.inputs import OpenCorpus
+from electra_dist.store.atomic_files import replacing
+from electra_dist.train.input_checks import OpenCorpus
 
 
 def unigram_counts(

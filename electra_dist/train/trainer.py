@@ -14,29 +14,29 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
-from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.save import SaveTiming
+from electra_dist.checkpoint.background_writer import SaveTiming
+from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.collectives import gather
 from electra_dist.config import Config
-from electra_dist.data.cache import ShardCache
 from electra_dist.data.loader import RowBatch, RowLoader
-from electra_dist.data.order import RowOrder
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.schedule import learning_rate
-from electra_dist.engine.two_stage import Stages
+from electra_dist.engine.learning_rate import learning_rate
+from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.train.checkpointer import Checkpointer, TrainState
-from electra_dist.train.clock import Clock
 from electra_dist.train.evaluator import Evaluator
-from electra_dist.train.guard import Guard, first_to_skip
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.inputs import OpenCorpus, RunInputs
+from electra_dist.train.input_checks import OpenCorpus, RunInputs
+from electra_dist.train.loss_guard import Guard, first_to_skip
 from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.save_schedule import SaveSchedule
-from electra_dist.train.skip_list import SkipList
+from electra_dist.train.skipped_steps import SkipList
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, outlier
+from electra_dist.train.time_accounting import Clock
 
 _ENDINGS: dict[int | None, Ending] = {
     EXIT_DONE: "done",

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend import resolve
+from electra_kernels.backend_choice import resolve
 
 
 class RtdOutput(NamedTuple):

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend import resolve_without_cuda
+from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid
-from electra_kernels.op_types import DropoutKey
+from electra_kernels.operation_types import DropoutKey
 
 
 def dropout_add_norm(

@@ -9,8 +9,8 @@ positions. `tl.philox` in Triton gives the same bits, so a kernel and its refere
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words are held
 in int64; the 64-bit product wraps, and its two's-complement bits are still correct. On a CPU, a grid is filled in
-slices shared among threads, by `electra_kernels.native.host` (about 1 ns a number on a core) or, where that was not
-built, by NumPy (10 ns).
+slices shared among threads, by `electra_kernels.native.cpu_library` (about 1 ns a number on a core) or, where that
+was not built, by NumPy (10 ns).
 
 Limits: dropout inside torch's own operators takes only its seed from this module (`derive_seed`), not its bits.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from electra_kernels.native import host
+from electra_kernels.native import cpu_library
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers of Philox4x32
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # increments of its key
@@ -103,7 +103,7 @@ def bits_grid(
     if rows.device.type == "cpu":
         grid = np.empty((rows.numel(), num_blocks * 4), np.int64)
         _fill_in_slices(
-            grid, host.fill_bits or _fill_bits, seed, purpose, step, rows.contiguous().numpy(), first_block
+            grid, cpu_library.fill_bits or _fill_bits, seed, purpose, step, rows.contiguous().numpy(), first_block
         )
         return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
@@ -139,9 +139,9 @@ def keep_grid(
     assert num_positions % 4 == 0
     threshold = drop_threshold(drop)
     scale = 1.0 / (1.0 - drop)
-    if rows.device.type == "cpu" and host.fill_kept:
+    if rows.device.type == "cpu" and cpu_library.fill_kept:
         grid = np.empty((rows.numel(), num_positions), np.float32)
-        fill = functools.partial(host.fill_kept, threshold=threshold, scale=scale)
+        fill = functools.partial(cpu_library.fill_kept, threshold=threshold, scale=scale)
         _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_position // 4)
         return torch.from_numpy(grid)
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
@@ -185,7 +185,7 @@ def _fill_in_slices(
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))
         fill(grid[row_slice, position_slice], seed, purpose, step, rows[row_slice], first_block + block)
 
-    host.share(fill_slice, corners)
+    cpu_library.share(fill_slice, corners)
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:

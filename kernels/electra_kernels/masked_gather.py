@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend import resolve_without_cuda
+from electra_kernels.backend_choice import resolve_without_cuda
 
 
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from electra_kernels.backend import resolve_without_cuda
+from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose
-from electra_kernels.native import host
-from electra_kernels.op_types import RowOptions, RowStats
+from electra_kernels.native import cpu_library
+from electra_kernels.operation_types import RowOptions, RowStats
 from electra_kernels.sampling import block_rows, sample_reference
 
 _LEAST_ROWS_CPU = 8  # from this number on, a row of MKL's product does not depend on the other rows
@@ -155,9 +155,9 @@ def row_pass_reference(
         row_M: int64, number of each row within the global batch.
         options: Seed, step and switches.
     """
-    if host.row_pass and logits_MV.device.type == "cpu" and logits_MV.dtype == weight_M.dtype == torch.float32:
+    if cpu_library.row_pass and logits_MV.device.type == "cpu" and logits_MV.dtype == weight_M.dtype == torch.float32:
         key = (options.seed, int(Purpose.SAMPLE), options.step)
-        stats = host.row_pass(
+        stats = cpu_library.row_pass(
             logits_MV,
             bias_V,
             target_M,

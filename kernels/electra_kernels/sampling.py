@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from electra_kernels.backend import resolve_without_cuda
-from electra_kernels.gumbel import gumbel_from_bits
+from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
 
 

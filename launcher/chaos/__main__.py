@@ -28,8 +28,8 @@ from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
 from electra_dist.run.jsonl import encode
-from electra_dist.run.metrics import read_metrics
-from electra_dist.run.processes import mark_of, marked_pids
+from electra_dist.run.marked_processes import mark_of, marked_pids
+from electra_dist.run.metrics_writer import read_metrics
 from launcher.chaos.drill import Drill, Hit, Stuck, plan
 from launcher.chaos.faults import FAULTS, SmallDisk
 

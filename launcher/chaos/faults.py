@@ -1,7 +1,8 @@
 """Inflict the faults of a drill on a run, with one function for each kind of fault.
 
 Guarantee: only processes and files of that run are touched. A process belongs to the run if its environment has the
-supervisor's mark of exactly this run folder (run/processes.py), or if it is the supervisor that the drill started.
+supervisor's mark of exactly this run folder (run/marked_processes.py), or if it is the supervisor that the drill
+started.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from electra_dist.checkpoint.manifest import committed
+from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from electra_dist.run.processes import mark_of, marked_pids
-from electra_dist.store.local import LocalStore
+from electra_dist.run.marked_processes import mark_of, marked_pids
+from electra_dist.store.local_store import LocalStore
 
 FILLER = "chaos-filler"  # the file with which the fault `disk` fills the checkpoint folder
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from electra_dist.checkpoint.manifest import KINDS, read_manifest
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
 from launcher.cli.checkpoint_paths import find_checkpoint, find_targets
 
 if TYPE_CHECKING:  # These modules import torch; only the subcommands that read tensors load them.
-    from electra_dist.checkpoint.diff import Side
     from electra_dist.checkpoint.repair import Found
+    from electra_dist.checkpoint.state_diff import Side
 
 app = typer.Typer(
     help="List, verify, compare and repair the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -82,7 +82,7 @@ def verify(
 
     Exit codes: 0 all checkpoints are good, 1 at least one is not, 78 there is none.
     """
-    from electra_dist.checkpoint.read import verify as verify_all
+    from electra_dist.checkpoint.file_reader import verify as verify_all
     from electra_dist.checkpoint.repair import survey
 
     checkpoints = [
@@ -127,7 +127,7 @@ def diff(
     Parameters are compared as master weights and both Adam moments. The state (step, ranks, ...) is shown but does not
     make checkpoints different. Exit codes: 0 equal bit for bit, 1 different, 78 one of them is damaged.
     """
-    from electra_dist.checkpoint.diff import parameter_differences, state_differences
+    from electra_dist.checkpoint.state_diff import parameter_differences, state_differences
 
     left, right = _side(a, endpoint_url), _side(b, endpoint_url)
     states = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
@@ -190,7 +190,7 @@ def _side(path: str, endpoint_url: str | None) -> Side:
     Raises:
         UserError: there is no such checkpoint, or its manifest is damaged.
     """
-    from electra_dist.checkpoint.diff import Side
+    from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
     try:

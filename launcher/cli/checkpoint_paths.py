@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from electra_dist.checkpoint.manifest import committed, parse_folder
-from electra_dist.checkpoint.targets import open_targets
+from electra_dist.checkpoint.checkpoint_manifest import committed, parse_folder
+from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:

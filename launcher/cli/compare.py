@@ -13,7 +13,7 @@ from rich.table import Table
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 
 if TYPE_CHECKING:  # torch is loaded when the command runs, not for --help
-    from electra_dist.compare.plan import Plan
+    from electra_dist.compare.comparison_plan import Plan
 
 
 def compare(
@@ -29,8 +29,8 @@ def compare(
 
     Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
     """
-    from electra_dist.compare.config import CompareConfig
-    from electra_dist.compare.run import Comparison
+    from electra_dist.compare.comparison import Comparison
+    from electra_dist.compare.comparison_config import CompareConfig
     from electra_dist.config_file import load_section
     from launcher.cli.finetune import progress_bar
 

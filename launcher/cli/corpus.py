@@ -16,14 +16,14 @@ from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.console import BuildConsole, summary
-from electra_dist.corpus.documents import SkippedDocument, decode
+from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.readers import DocumentStream, InputFile, find_inputs
+from electra_dist.corpus.text_decoding import SkippedDocument, decode
+from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
-from electra_dist.store.files import replacing
-from electra_dist.store.open import open_store
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 app = typer.Typer(
@@ -60,8 +60,8 @@ def build(
     text_field: TextField = "text",
 ) -> None:
     """Build a corpus of text files, or resume a build that was interrupted; a finished corpus is left unchanged."""
-    from electra_dist.corpus.build import build_corpus
-    from electra_dist.corpus.request import BuildRequest
+    from electra_dist.corpus.build_corpus import build_corpus
+    from electra_dist.corpus.build_request import BuildRequest
 
     settings = load_config(config, overrides or ())
     files = find_inputs(inputs)
@@ -123,7 +123,7 @@ def index(
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
     """Check shards that another WebDataset writer made, and write corpus.json and vocab.txt beside them."""
-    from electra_dist.corpus.index import index_corpus
+    from electra_dist.corpus.index_shards import index_corpus
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
     Console(highlight=False).print(

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from electra_dist.pretrained.export import export_run
-from electra_dist.report.page import write_report
+from electra_dist.pretrained.export_run import export_run
+from electra_dist.report.report_page import write_report
 from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
 from launcher.cli.options import RunFolder
 

@@ -18,11 +18,11 @@ from rich.table import Table
 from electra_dist.errors import UserError
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
-    from electra_dist.finetune.config import FinetuneConfig
-    from electra_dist.finetune.fit import Progress as Report
-    from electra_dist.finetune.result import SeedSummary
+    from electra_dist.finetune.finetune_config import FinetuneConfig
+    from electra_dist.finetune.seed_results import SeedSummary
     from electra_dist.finetune.tasks import Task
-    from electra_dist.pretrained.encoder import Pretrained
+    from electra_dist.finetune.training_loop import Progress as Report
+    from electra_dist.pretrained.load_encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
 
@@ -81,10 +81,10 @@ def finetune(
 
     Seeds that are finished in the output folder are not run again.
     """
-    from electra_dist.finetune.config import settings_for
-    from electra_dist.finetune.result import results_table, summarize
-    from electra_dist.finetune.run import run_all
-    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.finetune.finetune_and_probe import run_all
+    from electra_dist.finetune.finetune_config import settings_for
+    from electra_dist.finetune.seed_results import results_table, summarize
+    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
     task_names = list(dict.fromkeys(task.split(",")))
     tasks = [_open_task(name, data, text_a, text_b, label, kind) for name in task_names]
@@ -119,7 +119,7 @@ def minimal_pairs(
     The sentence pairs test number agreement in English and are made from templates; nothing is trained.
     """
     from electra_dist.finetune.minimal_pairs import score_minimal_pairs
-    from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
+    from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
     encoder = load_pretrained(model, tower.value, vocab)
     out = Console(highlight=False, soft_wrap=True)
@@ -147,7 +147,7 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
     Raises:
         UserError: an unknown task, a custom task without its columns, or data that are missing or not valid.
     """
-    from electra_dist.finetune.squad.task import SquadTask
+    from electra_dist.finetune.squad.squad_task import SquadTask
     from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 
     if name in GLUE:
@@ -205,7 +205,7 @@ def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
     """Write the settings (by task) and the summaries of a fine-tuning command as JSON."""
-    from electra_dist.finetune.result import glue_average
+    from electra_dist.finetune.seed_results import glue_average
 
     _write_json(
         path,

@@ -35,8 +35,8 @@ def plan(
 
     With --nodes, also estimate how the time scales with the number of nodes. Nothing is run or written.
     """
-    from electra_dist.planning.scaling import Cluster, parse_fabric
-    from electra_dist.planning.tables import print_plan
+    from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
+    from electra_dist.planning.plan_tables import print_plan
 
     cluster = None
     if nodes is not None:

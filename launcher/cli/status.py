@@ -16,19 +16,19 @@ import typer
 from rich.console import Console
 
 from electra_dist.analysis.goodput import goodput
-from electra_dist.analysis.hangs import hang_limits, hung
+from electra_dist.analysis.hung_ranks import hang_limits, hung
 from electra_dist.analysis.run_state import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
-from electra_dist.run.formats import format_duration
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.metrics import read_metrics
-from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
-from launcher.slurm.queue import NodeOut, QueuedJob, QueueView, queue_view
+from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
+from electra_dist.run.number_formats import format_duration
+from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
 _STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.

@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
-from electra_dist.checkpoint.manifest import RunState, committed, read_manifest
-from electra_dist.checkpoint.targets import open_targets
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
+from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config
-from electra_dist.data.manifest import read_manifest as read_corpus
-from electra_dist.data.order import RowOrder
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.corpus_manifest import read_manifest as read_corpus
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.metrics import read_metrics
-from electra_dist.store.open import open_store
-from electra_dist.train.skip_list import SkipList
+from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.store.open_store import open_store
+from electra_dist.train.skipped_steps import SkipList
 
 
 def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]) -> None:

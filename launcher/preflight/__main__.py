@@ -23,7 +23,7 @@ from pathlib import Path
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
-from electra_dist.run.strikes import add_strike, node_name
+from electra_dist.run.node_strikes import add_strike, node_name
 from launcher.preflight.findings import as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
-from electra_dist.run.strikes import Strike
+from electra_dist.run.node_strikes import Strike
 
 JOB = ""  # value of `Finding.node` for a finding that concerns no single node
 

@@ -2,8 +2,8 @@
 
 Guarantees: each finding names the node, the device and the next step. `check_node` imports no torch and needs no GPU.
 
-Limits: what counts as a fault is defined in gpu_checks.py, disk_checks.py and storage_checks.py. Checks that need
-several ranks or a GPU under load are in rank_checks.py.
+Limits: what counts as a fault is defined in gpu_checks.py, disk_space_checks.py and storage_access_checks.py. Checks
+that need several ranks or a GPU under load are in rank_checks.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.errors import EXIT_UNHEALTHY
 from electra_dist.nvml import GpuProbe
-from electra_dist.run.strikes import Strike, add_strike, node_name
+from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import classify_gpus
-from launcher.preflight.storage_checks import check_storage
+from launcher.preflight.storage_access_checks import check_storage
 
 
 def check_node(config: Config, node: str) -> list[Finding]:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from electra_dist.nvml import GpuProbe
 from launcher.preflight.findings import JOB, Finding, Severity
 from launcher.preflight.gpu_checks import Speed, classify_load, classify_speeds
-from launcher.preflight.measurements import peers
-from launcher.preflight.storage_checks import classify_skew
+from launcher.preflight.rank_measurements import peers
+from launcher.preflight.storage_access_checks import classify_skew
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     import torch.distributed as dist
 
     from electra_dist.collectives import gather
-    from launcher.preflight.measurements import all_reduce, exchange, meet, skew
+    from launcher.preflight.rank_measurements import all_reduce, exchange, meet, skew
 
     rank = dist.get_rank()
     nodes = gather(node)
@@ -188,7 +188,7 @@ def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> t
     Returns:
         The speeds, without devices that failed, and the findings: failed products and faults under load.
     """
-    from launcher.preflight.measurements import matmul_tflops
+    from launcher.preflight.rank_measurements import matmul_tflops
 
     findings: list[Finding] = []
     speeds = []

@@ -33,7 +33,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEAL
 from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger
-from electra_dist.run.strikes import excluded_nodes, read_strikes
+from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
 

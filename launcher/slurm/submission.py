@@ -28,8 +28,8 @@ from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.strikes import excluded_nodes, read_strikes
-from electra_dist.store.files import writable
+from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.job import note
 

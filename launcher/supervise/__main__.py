@@ -18,7 +18,7 @@ from pathlib import Path
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from launcher.supervise.placement import Placement
+from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 from launcher import pretrain
 
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.run.processes import MARK, is_alive, marked_pids, status_field
+from electra_dist.run.marked_processes import MARK, is_alive, marked_pids, status_field
 from launcher.supervise.rank_main import STACK_SIGNAL
 
 _STACK_WAIT_S = 3.0  # how long `stacks` waits for all ranks to write theirs
@@ -47,7 +47,7 @@ class RankProcesses:
 
         Args:
             mark: value of the environment variable MARK, by which `kill` recognizes processes of this run and node
-                (`electra_dist.run.processes.mark_of`).
+                (`electra_dist.run.marked_processes.mark_of`).
         """
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix="electra-dist-ranks-")

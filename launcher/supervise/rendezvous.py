@@ -29,7 +29,7 @@ from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.run.folder import MEETING_DIR
-from electra_dist.store.files import replacing
+from electra_dist.store.atomic_files import replacing
 
 _KEPT_STARTS = 3  # files of older starts are deleted
 _NUM_PORTS = 64  # consecutive starts use the ports in turn

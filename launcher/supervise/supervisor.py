@@ -3,9 +3,9 @@
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (5 learned step times), and its
 stacks are in the log before it is killed. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row
 without a new checkpoint. The exit code is one of errors.py, decided from the ledger and the exit codes that the ranks
-wrote themselves (outcome.py). SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end with
-75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's
-number.
+wrote themselves (start_outcome.py). SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and
+end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
+the node's number.
 
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
@@ -21,20 +21,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.analysis.hangs import hang_limits
+from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
-from electra_dist.run.processes import mark_of, marked_pids
-from electra_dist.run.strikes import add_strike, node_name, read_strikes
+from electra_dist.run.marked_processes import mark_of, marked_pids
+from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
-from launcher.supervise.log import Log
-from launcher.supervise.monitor import ReceivedSignals, StartMonitor
-from launcher.supervise.outcome import StartEnd, StartOutcome, awaits_ledger, outcome
-from launcher.supervise.placement import Placement
+from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous
+from launcher.supervise.start_monitor import ReceivedSignals, StartMonitor
+from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
+from launcher.supervise.supervisor_log import Log
 
 _PREFLIGHT_S = 600.0  # time limit of the preflight checks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from electra_dist.analysis import row_audit as module
 from electra_dist.analysis.row_audit import Expected, Mark, verify
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry
-from electra_dist.data.order import RowOrder
-from electra_dist.data.receipt import Receipt
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_receipt import Receipt
 
 ROWS = [70, 33, 48, 90, 15]
 BATCH = 16

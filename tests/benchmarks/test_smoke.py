@@ -12,8 +12,8 @@ import scaling
 import step
 from machines import missing
 
-from electra_dist.corpus.build import build_corpus
-from electra_dist.planning.scaling import bytes_on_wire
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.planning.multi_node_scaling import bytes_on_wire
 
 
 def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from support import checkpoints as small
 from support.s3_fixtures import bucket, open_s3, two_targets
 from support.s3_fixtures import moto as s3
 
-from electra_dist.checkpoint.manifest import folder_name
+from electra_dist.checkpoint.checkpoint_manifest import folder_name
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 __all__ = ["bucket", "one_rank", "open_s3", "s3", "saved", "target", "two_targets"]
 

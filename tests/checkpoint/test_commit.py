@@ -11,15 +11,15 @@ from support import checkpoints as small
 from support import s3_server
 
 from electra_dist.checkpoint import commit as commit_module
+from electra_dist.checkpoint.background_writer import CheckpointWriter
+from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed, folder_name, set_aside
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, retain
-from electra_dist.checkpoint.manifest import MANIFEST, committed, folder_name, set_aside
-from electra_dist.checkpoint.read import verify
-from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.checkpoint.file_reader import verify
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.local import LocalStore
-from electra_dist.store.open import open_store
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 

@@ -10,10 +10,10 @@ from support import checkpoints as small
 from support.fault_server import FaultPlan, running_faults
 from support.s3_server import S3Server
 
-from electra_dist.checkpoint import read
-from electra_dist.checkpoint.load import load_newest
+from electra_dist.checkpoint import file_reader
+from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -21,7 +21,7 @@ from electra_dist.store.open import open_store
 def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(read, "THREADS", 1)  # so that the schedule of faults is the same each time
+    monkeypatch.setattr(file_reader, "THREADS", 1)  # so that the schedule of faults is the same each time
     target = open_s3("checkpoints")
     small.save([target], tmp_path / "staging", 5)
     # Each object is flipped twice before a read of it succeeds, whatever the seed.
@@ -60,4 +60,4 @@ def test_entries_of_ranks_that_are_flipped_in_transit_are_read_again(
     with running_faults(s3.endpoint_url, plan) as proxy:
         small.save([open_store(target.url, proxy.endpoint_url)], tmp_path / "staging", 5)
     assert plan.counts["flip"] >= 2
-    assert read.verify(target, "step-00000005-a0001")[1] == []
+    assert file_reader.verify(target, "step-00000005-a0001")[1] == []

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.checkpoint.manifest import folder_name
+from electra_dist.checkpoint.checkpoint_manifest import folder_name
 from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
 from electra_dist.config import CheckpointConfig
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support import checkpoints as small
 
 from electra_dist.checkpoint import tensor_file
-from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, MANIFEST, Manifest
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 
 

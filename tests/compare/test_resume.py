@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from electra_dist.compare import pretraining, run, scoring
-from electra_dist.compare.config import CompareConfig
-from electra_dist.compare.plan import Cell, make_plan
-from electra_dist.compare.pretraining import Pretrainings
-from electra_dist.compare.run import Comparison
-from electra_dist.compare.scoring import TaskMeasure
+from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
+from electra_dist.compare.checkpoint_scores import TaskMeasure
+from electra_dist.compare.comparison import Comparison
+from electra_dist.compare.comparison_config import CompareConfig
+from electra_dist.compare.comparison_plan import Cell, make_plan
+from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config_file import load_section
 from electra_dist.finetune.tasks import TextSpec
-from electra_dist.pretrained.encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 
 MakeComparison = Callable[..., Path]
 
@@ -36,9 +36,9 @@ class Pretence:
             self._event(f"{encoder.name} {measure.name}")
             return score(measure, encoder, progress)
 
-        monkeypatch.setattr(pretraining, "pretrain", self.pretrain)
-        monkeypatch.setattr(run, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
-        monkeypatch.setattr(scoring, "load_pretrained", self.load)
+        monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
+        monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
+        monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", scored)
 
     def _event(self, what: str) -> None:
@@ -131,7 +131,7 @@ def test_one_task_in_two_ways_and_what_takes_long_only_at_the_ends(
     make_comparison: MakeComparison, words_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        scoring.GLUE, "words", TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
+        checkpoint_scores.GLUE, "words", TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
     )
     pretence = Pretence(monkeypatch)
     task: dict[str, Any] = {"task": "words", "data": str(words_task), "set": {"max_length": 16}}
@@ -171,8 +171,8 @@ def test_no_more_runs_at_a_time_than_told_and_an_interrupt_ends_them_all(
         if len(at_work) == parallel and any("seed3" in name for name in at_work):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining, "pretrain", endless)
-    monkeypatch.setattr(pretraining, "_POLL_S", 0.01)
+    monkeypatch.setattr(pretraining_runs, "pretrain", endless)
+    monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
     with pytest.raises(KeyboardInterrupt), Pretrainings(cells, 1, parallel) as runs:  # noqa: PT012
         for cell in cells:
             runs.result(cell, looked)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support.s3_fixtures import bucket, proxy, s3
 
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 __all__ = ["bucket", "build_corpus", "corpus", "proxy", "s3"]
 

@@ -25,17 +25,17 @@ from support.real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, writ
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.data import order as order_module
-from electra_dist.data.cache import ShardCache
+from electra_dist.data import row_order as order_module
+from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.manifest import CorpusManifest
-from electra_dist.data.order import NUM_ROUNDS, RowOrder
-from electra_dist.data.receipt import Receipt
-from electra_dist.model.rows import SpecialIds
+from electra_dist.data.row_order import NUM_ROUNDS, RowOrder
+from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 from electra_dist.train.step import TrainStep
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -315,7 +315,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["epochs"] += 1
         return lay_out(self, epoch)
 
-    monkeypatch.setattr(order_module.host, "permute", None)  # the C function does the same work, but cannot be counted
+    monkeypatch.setattr(
+        order_module.cpu_library, "permute", None
+    )  # the C function does the same work, but cannot be counted
     monkeypatch.setattr(order_module, "philox4x32", counting_philox)
     monkeypatch.setattr(RowOrder, "_lay_out", counting_lay_out)
     return counts

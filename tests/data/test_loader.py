@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
-from electra_dist.data.cache import ShardCache
+from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import RowOrder
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import StoreExhausted, StoreMissing, UserError
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from electra_kernels.native import host
+from electra_kernels.native import cpu_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,8 +82,8 @@ def test_rows_of_several_shards_are_read_in_the_requested_order(
     tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "numpy":
-        monkeypatch.setattr(host, "gather_rows", None)
-    elif host.gather_rows is None:
+        monkeypatch.setattr(cpu_library, "gather_rows", None)
+    elif cpu_library.gather_rows is None:
         pytest.skip("the package was built without a C compiler")
     written = [rows_of(count) for count in (1, 37, 60, 300)]
     for number, (rows, block_rows) in enumerate(zip(written, (5, 1, 7, 64))):

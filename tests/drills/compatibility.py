@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 from support.real_runs import REPOSITORY, DrillVerdict, free_port, print_verdicts
 
 from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE
-from electra_dist.run.metrics import read_metrics
+from electra_dist.run.metrics_writer import read_metrics
 
 NUM_STEPS = 40
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "lr", "receipt", "rows_seen", "auc", "mlm_accuracy")

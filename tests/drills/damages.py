@@ -34,8 +34,7 @@ from rich.progress import Progress
 from support import checkpoints as small
 from support.real_runs import DrillVerdict, print_verdicts
 
-from electra_dist.checkpoint.load import load_newest
-from electra_dist.checkpoint.manifest import (
+from electra_dist.checkpoint.checkpoint_manifest import (
     KINDS,
     MANIFEST,
     SET_ASIDE,
@@ -45,7 +44,8 @@ from electra_dist.checkpoint.manifest import (
     committed,
     folder_name,
 )
-from electra_dist.store.open import open_store
+from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.store.open_store import open_store
 
 SAVED = [(10, 1), (20, 1), (30, 1), (30, 2)]  # step, attempt: oldest first
 NEWEST = folder_name(30, 2)

@@ -43,15 +43,15 @@ from support import checkpoints as small
 from support import s3_server
 from support.real_runs import DrillVerdict, print_verdicts
 
-import electra_dist.store.s3
+import electra_dist.store.s3_store
+from electra_dist.checkpoint.background_writer import CheckpointWriter
+from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed
 from electra_dist.checkpoint.commit import begin_attempt, leftovers
-from electra_dist.checkpoint.load import load_newest
-from electra_dist.checkpoint.manifest import MANIFEST, committed
-from electra_dist.checkpoint.read import fill, verify
-from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.checkpoint.file_reader import fill, verify
+from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 POLICY = CheckpointConfig(keep_last=2, keep_best=1)
@@ -338,7 +338,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     small.SHAPES["word.weight"] = [10_000, 100]  # 12 MB of state, so that writes take long enough to be hit by a kill
-    electra_dist.store.s3._MULTIPART_FROM = electra_dist.store.s3._PART = PARTS_FROM_BYTES
+    electra_dist.store.s3_store._MULTIPART_FROM = electra_dist.store.s3_store._PART = PARTS_FROM_BYTES
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open_targets(args.target, Path(folder), args.server) as targets:
         verdicts = drill(DrillRun(targets, Path(folder) / "staging"), args.seed, args.count)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from electra_dist.config_file import load_config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.process_group import init_distributed
 
 
 def live_bytes() -> int:

@@ -12,15 +12,15 @@ from torch import nn
 
 from electra_dist.config import Config, OptimizerConfig
 from electra_dist.config_file import load_config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.fragments import held_fragments
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.engine.optimizer import build_optimizer, check_optimizer
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.engine.state_fragments import held_fragments
 from electra_dist.errors import UserError
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

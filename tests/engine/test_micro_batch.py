@@ -14,9 +14,9 @@ from electra_dist.config_file import load_config
 from electra_dist.engine import micro_batch
 from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.errors import UserError
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective, StepInput
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 from electra_dist.run.folder import MICRO_BATCH_FILE
 
 CPU = torch.device("cpu")

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from electra_dist.errors import UserError
-from electra_dist.finetune import run
-from electra_dist.finetune.config import FinetuneConfig
-from electra_dist.finetune.fit import Diverged, fit
-from electra_dist.finetune.result import summarize
-from electra_dist.finetune.run import RESULTS_FILE, finetune_task, probe_task, run_all
-from electra_dist.finetune.squad.task import SquadTask
+from electra_dist.finetune import finetune_and_probe
+from electra_dist.finetune.finetune_and_probe import RESULTS_FILE, finetune_task, probe_task, run_all
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.seed_results import summarize
+from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tasks import TextSpec, TextTask
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.finetune.training_loop import Diverged, fit
+from electra_dist.pretrained.load_encoder import Pretrained
 
 CPU = torch.device("cpu")
 SPEC = TextSpec(name="animals", text_a="text", text_b=None, label="label")
@@ -91,7 +91,7 @@ def test_an_interrupted_run_skips_finished_seeds_and_ends_in_the_same_numbers(
         return fit(*args, **kwargs)  # type: ignore[arg-type]
 
     trained: list[bool] = []
-    monkeypatch.setattr(run, "fit", until_the_second)
+    monkeypatch.setattr(finetune_and_probe, "fit", until_the_second)
     with pytest.raises(KeyboardInterrupt):
         run_all(encoder, work, range(3), tmp_path / "cut", CPU, note=lambda text: None)
     monkeypatch.undo()

@@ -12,15 +12,15 @@ from transformers import ElectraForMaskedLM
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune import minimal_pairs
-from electra_dist.finetune.agreement import NOUNS, TEMPLATES, THINGS, make_pairs
 from electra_dist.finetune.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
-from electra_dist.model.init import build_towers
-from electra_dist.model.rows import SpecialIds, derive
+from electra_dist.finetune.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.objectives.base import StepInput
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.encoder import Pretrained, load_pretrained
-from electra_dist.pretrained.hf import export_generator
+from electra_dist.pretrained.hf_conversion import export_generator
+from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.config import FinetuneConfig
+from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
-from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.pretrained.load_encoder import Pretrained
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from electra_kernels import BackendUnavailable
-from electra_kernels.backend import resolve
+from electra_kernels.backend_choice import resolve
 from electra_kernels.discriminator_tail import _RtdLosses, rtd_losses_reference
 from electra_kernels.native import discriminator_tail
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from electra_kernels.dropout_add_norm import dropout_add_norm, keep_scale
-from electra_kernels.op_types import DropoutKey
+from electra_kernels.operation_types import DropoutKey
 
 ROWS = torch.tensor([7, 2**32 - 1, 0])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from electra_kernels import keyed_random
 from electra_kernels.keyed_random import Purpose, bits_grid, derive_seed, drop_threshold, keep_grid, philox4x32
-from electra_kernels.native import host
+from electra_kernels.native import cpu_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
     assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], grids[2])
 
 
-@pytest.mark.skipif(host.fill_bits is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(cpu_library.fill_bits is None, reason="the package was built without a C compiler")
 @given(
     seed=SEED,
     step=WORD,
@@ -133,9 +133,9 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, first_block, cells, drop):
     made = []
-    for fillers in ((host.fill_bits, host.fill_kept), (None, None)):
+    for fillers in ((cpu_library.fill_bits, cpu_library.fill_kept), (None, None)):
         patch = dict(zip(("fill_bits", "fill_kept"), fillers))
-        with mock.patch.multiple(host, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
+        with mock.patch.multiple(cpu_library, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
             given_ = (seed, Purpose.DROPOUT, step, torch.tensor(rows), 4 * num_blocks, 4 * first_block)
             made.append((bits_grid(*given_), keep_grid(*given_, drop)))
     assert torch.equal(made[0][0], made[1][0])
@@ -144,11 +144,11 @@ def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, 
     assert torch.equal(made[0][1], torch.where(kept, 1 / (1 - drop), 0.0).float())
 
 
-@pytest.mark.skipif(host.fill_bits is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(cpu_library.fill_bits is None, reason="the package was built without a C compiler")
 def test_a_library_of_another_version_is_not_used(monkeypatch):
-    assert host._load() is not None
-    monkeypatch.setattr(host, "_VERSION", 0)
-    assert host._load() is None
+    assert cpu_library._load() is not None
+    monkeypatch.setattr(cpu_library, "_VERSION", 0)
+    assert cpu_library._load() is None
 
 
 def test_rows_may_be_any_view():

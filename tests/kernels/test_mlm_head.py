@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from electra_kernels.gumbel import gumbel_from_bits
+from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample, row_pass_reference
-from electra_kernels.native import host
-from electra_kernels.op_types import RowOptions
+from electra_kernels.native import cpu_library
+from electra_kernels.operation_types import RowOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,7 +165,7 @@ def test_low_precision_parameters_get_gradients_of_their_own_type(dtype):
         assert (a.double() - b.double()).abs().max() <= torch.finfo(dtype).eps * b.abs().max()
 
 
-@pytest.mark.skipif(host.row_pass is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(cpu_library.row_pass is None, reason="the package was built without a C compiler")
 @pytest.mark.parametrize("vocab", [2, 16, 33, 1000])
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_librarys_row_pass_is_the_definition(vocab, with_gradient, spread, t
     options = RowOptions(2**62 + 3, 2**32 - 1, vocab, temperature, disallow and vocab > 2, with_gradient)
     by_library, exact = logits.clone(), logits.double()
     ours = row_pass_reference(by_library, bias, target, weight, row, options)
-    monkeypatch.setattr(host, "row_pass", None)
+    monkeypatch.setattr(cpu_library, "row_pass", None)
     truth = row_pass_reference(exact, bias.double(), target, weight.double(), row, options)
     torch.testing.assert_close(ours.loss_M.double(), truth.loss_M, rtol=1e-6, atol=2e-6 * spread)
     assert torch.equal(ours.best_M, truth.best_M)
@@ -198,7 +198,7 @@ def test_the_librarys_row_pass_is_the_definition(vocab, with_gradient, spread, t
     assert (ours.sampled_M == truth.sampled_M).all()
 
 
-@pytest.mark.skipif(host.row_pass is None, reason="the package was built without a C compiler")
+@pytest.mark.skipif(cpu_library.row_pass is None, reason="the package was built without a C compiler")
 def test_a_logit_that_is_no_number_makes_a_loss_that_is_none():
     for poison in (math.nan, math.inf):
         logits, one = torch.zeros(2, 40), torch.ones(2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels import sampling
-from electra_kernels.gumbel import gumbel_from_bits
+from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.sampling import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st

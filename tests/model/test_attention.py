@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from electra_kernels.custom_ops import keep_attention
+from electra_kernels.compiled_dropout import keep_attention
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -15,9 +15,9 @@ from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.model import attention
 from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
-from electra_dist.model.rows import RowLayout, SpecialIds, derive
+from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.objectives.base import StepInput
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"

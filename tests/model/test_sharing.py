@@ -12,10 +12,10 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.init import build_towers
-from electra_dist.model.parameters import parameter_counts
-from electra_dist.model.rows import attention_bias, derive
-from electra_dist.pretrained.hf import export_towers
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.row_layout import attention_bias, derive
+from electra_dist.pretrained.hf_conversion import export_towers
 
 SHARING = [
     pytest.param({"sharing": "embeddings"}, id="embeddings"),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from electra_kernels import custom_ops
+from electra_kernels import compiled_dropout
 from torch._dynamo.utils import counters
 
 from electra_dist.config import EngineConfig, ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.compile import compile_layers
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
@@ -80,11 +80,11 @@ def test_the_operators_keep_torchs_rules() -> None:
     key, rows = torch.tensor([2**62, 5, 1]), torch.tensor([3, 9])
     for probability in (0.0, 0.3):
         how = (rows, key, 1, probability, 1e-12, "reference")
-        torch.library.opcheck(custom_ops.dropout_add_norm, (x, residual, weight, bias, *how))
+        torch.library.opcheck(compiled_dropout.dropout_add_norm, (x, residual, weight, bias, *how))
         exact = [each.detach().double().requires_grad_() for each in (x, residual, weight, bias)]
-        normed = functools.partial(lambda how, *four: custom_ops.dropout_add_norm(*four, *how)[0], how)
+        normed = functools.partial(lambda how, *four: compiled_dropout.dropout_add_norm(*four, *how)[0], how)
         torch.autograd.gradcheck(normed, exact)
-    torch.library.opcheck(custom_ops.keep_attention, (key, rows, 64, 0.3))
+    torch.library.opcheck(compiled_dropout.keep_attention, (key, rows, 64, 0.3))
 
 
 def test_compiled_layers_need_whole_parameters() -> None:

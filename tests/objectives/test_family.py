@@ -14,9 +14,9 @@ import torch
 from support.float64_truth import Truth, shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 SEED, STEP, VOCAB, SEQ_LEN = 99, 1234, 300, 48

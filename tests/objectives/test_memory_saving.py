@@ -11,9 +11,9 @@ import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.encoder import Encoder
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 STEP, SEED = 5, 3
 

@@ -11,10 +11,15 @@ import torch
 import torch.nn.functional as F
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
-from electra_dist.model.rows import derive
+from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
-from electra_dist.pretrained.hf import export_discriminator, export_generator, from_hf_discriminator, from_hf_generator
+from electra_dist.pretrained.hf_conversion import (
+    export_discriminator,
+    export_generator,
+    from_hf_discriminator,
+    from_hf_generator,
+)
 
 SAMPLE = 5
 SEED, STEP = 99, 1234

@@ -10,13 +10,13 @@ import torch
 from support.real_runs import tiny_tree
 
 from electra_dist.config import Config
-from electra_dist.engine.distributed import init_distributed
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.fragments import held_fragments
-from electra_dist.engine.two_stage import Stages
-from electra_dist.model.rows import SpecialIds
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.engine.stage_switch import Stages
+from electra_dist.engine.state_fragments import held_fragments
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 FIRST, LAST = 3, 6

@@ -14,11 +14,11 @@ from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.errors import UserError
-from electra_dist.model.rows import SpecialIds, derive
+from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.base import StepInput
-from electra_dist.objectives.build import build_objective, check_objective
-from electra_dist.objectives.fixed_generator import FixedGenerator, uniform_weights, unigram_weights
+from electra_dist.objectives.build_objective import build_objective, check_objective
+from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights
 from electra_dist.objectives.masking import mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)

@@ -10,10 +10,10 @@ import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
-from electra_dist.engine.distributed import init_distributed
+from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build import build_objective
+from electra_dist.objectives.build_objective import build_objective
 
 NUM_STEPS = 4
 

@@ -45,8 +45,8 @@ for collective in WHOLE:
 
 # DeepSpeed keeps the functions that it finds when it is imported.
 from electra_dist.config_file import load_config  # noqa: E402
-from electra_dist.engine.distributed import init_distributed  # noqa: E402
 from electra_dist.engine.engine import Engine  # noqa: E402
+from electra_dist.engine.process_group import init_distributed  # noqa: E402
 
 MICRO_BATCHES = 2
 WIDTHS = [(400, 400), (400, 400), (400, 50)]  # two tensors that stage 3 cuts up, and one that it does not

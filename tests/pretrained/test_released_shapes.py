@@ -11,10 +11,10 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config_file import load_config
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.rows import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf import export_towers
-from electra_dist.pretrained.hf_load import load_pretrained
+from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.load_towers import load_pretrained
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)  # where BERT's uncased vocabulary has them

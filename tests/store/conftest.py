@@ -10,7 +10,7 @@ from support.fault_server import FaultPlan, FaultProxy
 from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
 
 __all__ = ["bucket", "faulty", "proxy", "s3", "store"]

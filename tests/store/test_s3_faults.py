@@ -19,7 +19,7 @@ from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultP
 
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
 
 DATA = os.urandom(1 << 20)
@@ -145,10 +145,10 @@ def test_exactly_one_of_eight_concurrent_write_new_calls_wins_behind_faults(faul
 def test_multipart_upload_survives_faults(
     faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3
+    from electra_dist.store import s3_store
 
-    monkeypatch.setattr(s3, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(s3, "_PART", 5 << 20)  # the smallest part that S3 allows
+    monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
+    monkeypatch.setattr(s3_store, "_PART", 5 << 20)  # the smallest part that S3 allows
     path = tmp_path / "big"
     path.write_bytes(os.urandom(12 << 20))
     for kinds in (("slowdown", "reset"), ("lost",)):
@@ -261,11 +261,11 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3
+    from electra_dist.store import s3_store
 
     made = itertools.count()
-    make = s3._make_client
-    monkeypatch.setattr(s3, "_make_client", lambda *a: (next(made), make(*a))[1])
+    make = s3_store._make_client
+    monkeypatch.setattr(s3_store, "_make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
@@ -295,7 +295,7 @@ def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
 
 
 def test_without_boto3_the_error_names_the_package_to_install() -> None:
-    script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open import open_store; open_store('s3://b/c')"
+    script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open_store import open_store; open_store('s3://b/c')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "UserError: s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'" in done.stderr
 

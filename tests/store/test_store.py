@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.store.files import writable
+from electra_dist.store.atomic_files import writable
 from electra_dist.store.interface import Store, check_key
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]
 
@@ -127,7 +127,8 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "readonly"
     folder.mkdir(mode=0o555)
     script = (
-        "import os, sys; from electra_dist.store.open import open_store; from electra_dist.errors import StoreError\n"
+        "import os, sys; from electra_dist.store.open_store import open_store\n"
+        "from electra_dist.errors import StoreError\n"
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         f"try: open_store({str(folder)!r}).write('a', b'')\n"
         "except StoreError as error: sys.exit(str(error))"
@@ -142,7 +143,7 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_an_object_whose_writer_was_killed_has_its_old_or_new_bytes(tmp_path: Path) -> None:
     """The writer is killed at several moments; listings show no unfinished file."""
     script = (
-        "import sys; from electra_dist.store.open import open_store\n"
+        "import sys; from electra_dist.store.open_store import open_store\n"
         "store = open_store(sys.argv[1]); n = 0\n"
         "while True: n += 1; store.write('k', bytes([n % 251]) * 400_000); print(n, flush=True)"
     )

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from electra_dist.checkpoint.manifest import KINDS, Kind, RunState
-from electra_dist.checkpoint.save import CheckpointWriter
+from electra_dist.checkpoint.background_writer import CheckpointWriter
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, Kind, RunState
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store

@@ -13,10 +13,10 @@ from electra_kernels.keyed_random import Purpose, bits_grid
 from transformers import ElectraConfig, ElectraModel
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.rows import RowLayout, derive
+from electra_dist.model.row_layout import RowLayout, derive
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows
-from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
 
 
 class Corrupted(NamedTuple):

@@ -6,9 +6,9 @@ Guarantee: no source is executed. Every import statement counts, wherever it sta
 function, or under TYPE_CHECKING. `from package import name` is an import of the module `package.name` if that exists,
 otherwise of `package/__init__.py`.
 
-How: a file is identified by its path below the root, for example `electra_dist/store/local.py`. Packages are those
-that `docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single module of
-one of the two, electra_kernels, or the benchmarks.
+How: a file is identified by its path below the root, for example `electra_dist/store/local_store.py`. Packages are
+those that `docs/architecture.md` lists: a folder of electra_dist or of launcher with all its subfolders, a single
+module of one of the two, electra_kernels, or the benchmarks.
 
 Cost: half a second. Limits: modules that are imported by a name in a string, and processes that are started with
 `python -m`, are not counted.

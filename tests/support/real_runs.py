@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
 from electra_dist.data.shard import write_shard
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

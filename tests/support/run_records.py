@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.run.records import EvalRecord, StepRecord
+from electra_dist.run.step_records import EvalRecord, StepRecord
 
 STEP = StepRecord(
     step=12340,

@@ -15,7 +15,7 @@ from support.fault_server import FaultPlan, FaultProxy, running_faults
 from support.s3_server import S3Server, make_bucket, running_s3
 
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import torch
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.rows import SpecialIds
+from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf import to_hf_discriminator, to_hf_generator
+from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
 
 SIZES = [  # embedding width, discriminator width, generator width, layers
     pytest.param((32, 32, 32, 2), id="no-projection"),

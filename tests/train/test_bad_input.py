@@ -14,8 +14,8 @@ import pytest
 from support.real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus
 from support.s3_server import running_s3
 
-from electra_dist.data.manifest import MANIFEST_KEY
-from electra_dist.data.order import RowOrder
+from electra_dist.data.corpus_manifest import MANIFEST_KEY
+from electra_dist.data.row_order import RowOrder
 
 MakeConfig = Callable[..., Path]
 

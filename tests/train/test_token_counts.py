@@ -10,9 +10,9 @@ import pytest
 from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpus
 
 from electra_dist.config import Config
-from electra_dist.engine.distributed import init_distributed
-from electra_dist.store.open import open_store
-from electra_dist.train.inputs import OpenCorpus
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import OpenCorpus
 from electra_dist.train.token_counts import unigram_counts
 
 

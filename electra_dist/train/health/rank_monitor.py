@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from electra_dist.analysis.hangs import hang_limits
+from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import Heartbeat, Phase
-from electra_dist.run.strikes import Strike, add_strike, node_name
+from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow

@@ -1,1 +1,1 @@
-"""Holds code in C and CUDA: the host library (`host.c`) and the discriminator tail (`discriminator_tail.cu`)."""
+"""Holds code in C and CUDA: the CPU library (`cpu_library.c`) and the discriminator's tail (`.cu`)."""

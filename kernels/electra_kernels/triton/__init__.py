@@ -1,1 +1,1 @@
-"""Holds the Triton kernels, one file per operation, and their compilation without a GPU (`ahead_of_time.py`)."""
+"""Holds the Triton kernels, one file per operation, and their compilation without a GPU (`compile_without_gpu.py`)."""

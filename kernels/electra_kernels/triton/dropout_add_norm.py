@@ -9,8 +9,9 @@ again and computes the sum before the norm from both inputs, as forward does: a 
 traffic and add its rounding to every gradient. A program of the backward pass handles every P-th token (a strip) and
 keeps the strip's gradients of the parameters in registers.
 
-Exactness (`rounding.py`): products are fused with the sums that follow. The inverse deviation is a sum of two numbers,
-computed from the stored variance; it costs six instructions a token and avoids the error of `sqrt.approx`.
+Exactness (`compensated_arithmetic.py`): products are fused with the sums that follow. The inverse deviation is a sum
+of two numbers, computed from the stored variance; it costs six instructions a token and avoids the error of
+`sqrt.approx`.
 
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 8 MB of partial sums.
 
@@ -29,10 +30,10 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose, drop_threshold
-from electra_kernels.op_types import DropoutKey
+from electra_kernels.operation_types import DropoutKey
 from electra_kernels.partial_sums import sum_of_strips
+from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
 from electra_kernels.triton.philox import as_int32, four_way_bits
-from electra_kernels.triton.rounding import precise_inverse_root
 
 NUM_PROGRAMS = 1024
 NUM_WARPS = 4

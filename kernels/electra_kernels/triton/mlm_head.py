@@ -9,10 +9,10 @@ reduction and one exponential a token. The second pass reads from L2 and writes 
 logits. One Philox call gives the bits of the four tokens 4q .. 4q + 3, neighbours in a lane, so that loads stay 16
 bytes wide. There is no `tl.dot`.
 
-Exactness, all in registers (`rounding.py`): the merge, the logarithm and weight / sum are sums of two numbers, so the
-loss and each gradient are rounded about once, where the plain formula rounds five times. The exponential of the second
-pass is a polynomial that includes the scale (16 instructions; an approximate one has 7). logit + bias is kept as two
-numbers as well, except for bf16 logits, where fp32 almost always holds the sum exactly.
+Exactness, all in registers (`compensated_arithmetic.py`): the merge, the logarithm and weight / sum are sums of two
+numbers, so the loss and each gradient are rounded about once, where the plain formula rounds five times. The
+exponential of the second pass is a polynomial that includes the scale (16 instructions; an approximate one has 7).
+logit + bias is kept as two numbers as well, except for bf16 logits, where fp32 almost always holds the sum exactly.
 
 Cost at 8192 rows of 30592 bf16: 1.5 GB of HBM traffic with the product's write, if the second read hits L2. Registers
 and shared memory are in the compile snapshot (tests/kernels). The time has not been measured.
@@ -35,11 +35,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from electra_kernels.gumbel import SERIES_BELOW
+from electra_kernels.gumbel_noise import SERIES_BELOW
 from electra_kernels.keyed_random import Purpose
-from electra_kernels.op_types import RowOptions, RowStats
+from electra_kernels.operation_types import RowOptions, RowStats
+from electra_kernels.triton.compensated_arithmetic import (
+    fits_fp32,
+    precise_log,
+    precise_ratio,
+    precise_sum,
+    scaled_exp,
+    two_sum,
+)
 from electra_kernels.triton.philox import as_int32, four_way_bits
-from electra_kernels.triton.rounding import fits_fp32, precise_log, precise_ratio, precise_sum, scaled_exp, two_sum
 
 BLOCK = 2048
 NUM_WARPS = 8

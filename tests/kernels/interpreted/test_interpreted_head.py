@@ -7,17 +7,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from electra_kernels.gumbel import gumbel_from_bits
+from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import mlm_head_loss_and_sample, row_pass_reference
-from electra_kernels.native import host
-from electra_kernels.op_types import RowOptions
+from electra_kernels.native import cpu_library
+from electra_kernels.operation_types import RowOptions
 from electra_kernels.sampling import sample
 from electra_kernels.triton import mlm_head
+from electra_kernels.triton.compensated_arithmetic import fits_fp32
 from electra_kernels.triton.mlm_head import exponential, row_pass
-from electra_kernels.triton.rounding import fits_fp32
 
-host.row_pass = None  # kernels are held against the definition in torch; this process is theirs alone
+cpu_library.row_pass = None  # kernels are held against the definition in torch; this process is theirs alone
 
 # rows, tokens, padded tokens, tokens at a time, draws
 CASES = [

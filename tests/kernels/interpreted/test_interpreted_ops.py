@@ -5,12 +5,12 @@ import torch
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.masked_gather import gather_masked
-from electra_kernels.op_types import DropoutKey
-from electra_kernels.replace import replace_and_label
+from electra_kernels.operation_types import DropoutKey
+from electra_kernels.replace_tokens import replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
 from electra_kernels.triton import dropout_add_norm as norm_kernels
+from electra_kernels.triton.compensated_arithmetic import fits_fp32
 from electra_kernels.triton.discriminator_tail import forward_pass
-from electra_kernels.triton.rounding import fits_fp32
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED
 
 from electra_dist.errors import UserError
-from electra_dist.run.processes import MARK, mark_of
+from electra_dist.run.marked_processes import MARK, mark_of
 from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences
 from launcher.chaos.drill import Drill, Planned, plan

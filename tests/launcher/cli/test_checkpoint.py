@@ -10,13 +10,13 @@ from support import checkpoints as small
 from support import s3_server
 from typer.testing import CliRunner, Result
 
+from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
-from electra_dist.checkpoint.read import verify
+from electra_dist.checkpoint.file_reader import verify
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.open import open_store
+from electra_dist.store.open_store import open_store
 from launcher.cli.main import app
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.strikes import Strike, add_strike
+from electra_dist.run.node_strikes import Strike, add_strike
 from launcher.cli import status
 from launcher.cli.main import app
-from launcher.slurm.queue import NodeOut, QueuedJob, QueueView
+from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()

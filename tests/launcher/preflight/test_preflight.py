@@ -14,8 +14,8 @@ import pytest
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
 
-from electra_dist.run.strikes import read_strikes
-from electra_dist.store.open import open_store
+from electra_dist.run.node_strikes import read_strikes
+from electra_dist.store.open_store import open_store
 from launcher.preflight import node_check
 
 STUB = REPOSITORY / "tests" / "support" / "fake_nvml"

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from electra_dist.run.processes import MARK, is_alive, mark_of, marked_pids
+from electra_dist.run.marked_processes import MARK, is_alive, mark_of, marked_pids
 from launcher.supervise.rank_processes import RankProcesses, condensed
 
 STACKS = """\

@@ -13,7 +13,7 @@ import pytest
 from support.real_runs import read_losses
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
-from electra_dist.run.strikes import node_name, read_strikes
+from electra_dist.run.node_strikes import node_name, read_strikes
 from launcher.preflight.node_check import preflight
 
 MakeConfig = Callable[..., Path]

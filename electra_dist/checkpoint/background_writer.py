@@ -1,0 +1,175 @@
+"""Save checkpoints in the background: a training step waits only for a copy to host memory; a thread writes it.
+
+Guarantee: if any process is killed at any moment, the newest committed checkpoint of every target (a store that
+receives all checkpoints) is whole (`commit.py`). Each rank writes its file once, then uploads it to the other
+targets. `on_commit` is called after the last target has the checkpoint.
+
+Cost: one fp32 copy of the rank's state in host memory, pinned and reused. `reserve` touches its pages before the first
+save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for it, and
+reports how long it waited.
+
+Limits: a target that cannot be written ends the run, because a copy that is silently missing protects nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState, folder_name
+from electra_dist.checkpoint.commit import commit, is_older, retain, submit
+from electra_dist.checkpoint.tensor_file import Fragment, Tensor, write_tensor_file
+from electra_dist.config import CheckpointConfig
+from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTiming:
+    """How long one save held up the training loop, in seconds."""
+
+    wait_s: float  # until the previous save was finished
+    stall_s: float  # for the copy to host memory
+
+
+class CheckpointWriter:
+    """Background writer of checkpoints, one per rank, with a buffer in host memory and at most one writing thread.
+
+    Not thread-safe: all methods are for the training thread. Call `close` at the end, which waits for the last save.
+    """
+
+    def __init__(
+        self, targets: Sequence[Store], staging: Path, rank: int, attempt: int, policy: CheckpointConfig
+    ) -> None:
+        """Create the writer, and delete the files of earlier attempts from `staging`.
+
+        Args:
+            targets: the stores that every checkpoint is written to.
+            staging: local folder for files on their way to the targets, if no target is a local folder.
+            attempt: number of this start of the run, from `begin_attempt`.
+            policy: which checkpoints rank 0 keeps after each commit.
+        """
+        self._targets = targets
+        self._staging = LocalStore(staging)
+        self._rank = rank
+        self._policy = policy
+        self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
+        """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
+        self._buffer: torch.Tensor | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
+        self._losses: list[dict[str, float | None]] = [{} for _ in targets]  # held-out losses, for `retain`
+        for key in self._staging.list("step-"):
+            if is_older(key, attempt):
+                self._staging.delete(key)
+
+    def reserve(self, fragments: Sequence[Fragment]) -> None:
+        """Allocate the host buffer for these fragments and touch its pages, so that the first save is not slower.
+
+        Does nothing if the buffer has the right size already. Call it while no save is in flight. The buffer takes 12
+        bytes for each element: three fp32 values.
+        """
+        total = sum(fragment.numel for fragment in fragments) * len(KINDS)
+        if self._buffer is None or self._buffer.numel() != total:
+            self._buffer = None  # frees the old buffer before the new one is allocated
+            self._buffer = torch.empty(total, dtype=torch.float32, pin_memory=torch.cuda.is_available()).fill_(0)
+
+    def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
+        """Copy the fragments to host memory and start writing them in the background.
+
+        Every rank calls it at the same step. It first waits for the previous save. The caller may change the fragments
+        as soon as it returns; the checkpoint exists later, when `on_commit` is called.
+
+        Returns:
+            How long the call waited and copied.
+
+        Raises:
+            Exception: whatever the previous save raised in its thread, for example StoreError or Fenced.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        copied = time.perf_counter()
+        tensors = self._copy_to_host(fragments)
+        timing = SaveTiming(wait_s=copied - begin, stall_s=time.perf_counter() - copied)
+        self._thread = threading.Thread(target=self._run, args=(state, tensors, timing), name="checkpoint")
+        self._thread.start()
+        return timing
+
+    def wait(self) -> None:
+        """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
+
+        An error is raised once. If there was none, rank 0 has committed the checkpoint. On another
+        rank it only means that the rank's own file is stored.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error = self._error
+            self._error = None
+            raise error
+
+    def close(self) -> None:
+        """Wait for the last save, raise its error if there was one, and free the host buffer."""
+        self.wait()
+        self._buffer = None
+
+    def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
+        """Copy the fragments into the host buffer, one kind after the other; return when the copies are complete."""
+        self.reserve(fragments)
+        assert self._buffer is not None
+        tensors = []
+        offset = 0
+        for kind in KINDS:
+            for fragment in fragments:
+                host = self._buffer.narrow(0, offset, fragment.numel)
+                host.copy_(fragment.views[kind], non_blocking=True)
+                tensors.append(Tensor(kind=kind, name=fragment.name, start=fragment.start, values=host))
+                offset += fragment.numel
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return tensors
+
+    def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
+        """Write this rank's file; on rank 0 commit on every target, then delete old checkpoints. Runs in the thread.
+
+        `wait` raises an error of this method in the training thread. Rank 0 deletes nothing on any target before all
+        targets have the new checkpoint.
+        """
+        try:
+            begin = time.perf_counter()
+            self._write(state, tensors)
+            if self._rank == 0:
+                saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+                for target in self._targets:
+                    commit(target, state, saved_at)
+                self.on_commit(state, timing, time.perf_counter() - begin)
+                for target, losses in zip(self._targets, self._losses):
+                    retain(target, self._policy, state.attempt, losses)
+        except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
+            self._error = error
+
+    def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
+        """Store this rank's tensor file and its manifest entry in every target.
+
+        The file is written once: to the first target that is a local folder or, if there is none, to the staging
+        folder. From there it is uploaded to the other targets.
+        """
+        folder = folder_name(state.step, state.attempt)
+        key = f"{folder}/rank-{self._rank:05d}.safetensors"
+        path_in_target = [target.local_path(key) for target in self._targets]
+        first_local_path = next((path for path in path_in_target if path is not None), None)
+        written_path = first_local_path or self._staging.local_path(key)
+        entry = write_tensor_file(written_path, tensors)
+        for target, path in zip(self._targets, path_in_target):
+            if path is None or path != first_local_path:
+                target.upload(written_path, key)
+            submit(target, folder, self._rank, entry)
+        if first_local_path is None:
+            self._staging.delete(key)

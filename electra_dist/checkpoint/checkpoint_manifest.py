@@ -1,0 +1,268 @@
+"""Define the manifest of a checkpoint, a JSON document written last: a checkpoint exists exactly if its manifest does.
+
+Guarantee: every byte of a checkpoint is covered by a digest. A tensor file consists of a header (length and digest are
+in the manifest) and, without a gap up to the end of the file, tensors (offset and digest are in the manifest). The
+manifest contains its own digest, and is accepted only in the exact bytes that `Manifest.dump` writes.
+
+How: the layout below a target is
+    attempts/0003.json                  identity of the run; one file for each start of it
+    step-00000400-a0003/                steps done, attempt that wrote it (an attempt writes only to its own folders)
+        rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
+        rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
+        manifest.json                   the commit: conditional create, by rank 0, after all entries were there
+        manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
+
+Cost: 150 bytes for each tensor. ZeRO-3 has ranks x parameters x 3 tensors: 23 MB for ELECTRA-Large on 64 ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from electra_dist.config import canonical_json
+from electra_dist.errors import TornCheckpoint
+from electra_dist.store.interface import Store
+
+MANIFEST = "manifest.json"
+SET_ASIDE = "manifest.set-aside.json"
+SET_ASIDE_REASON = "set-aside.txt"
+Kind = Literal["master", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+READINGS = 5  # wrong readings in a row that count as damage in the store; fewer may be bits flipped in transit
+_FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
+
+
+class _Frozen(BaseModel):
+    """Base class of the models that a manifest consists of: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorEntry(_Frozen):
+    """Manifest entry of one fp32 tensor in a rank's file: elements [start, start + numel) of a flattened parameter."""
+
+    kind: Kind  # master weight, or first or second moment of the optimizer
+    name: str  # of the parameter
+    start: int  # element
+    numel: int
+    offset: int  # byte in the file
+    sha256: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes that the tensor takes in its file."""
+        return 4 * self.numel
+
+
+class FileEntry(_Frozen):
+    """Manifest entry of one rank's safetensors file: a header, then `tensors` without a gap up to its end."""
+
+    name: str
+    size_bytes: int
+    header_bytes: int
+    header_sha256: str
+    tensors: tuple[TensorEntry, ...]
+
+    def check_layout(self) -> None:
+        """Verify that header and tensors cover every byte of the tensor file exactly once.
+
+        Only the numbers in this entry are compared; the tensor file is not read.
+
+        Raises:
+            TornCheckpoint: there is a gap or an overlap, or the tensors do not end where the file ends.
+        """
+        end = self.header_bytes
+        for tensor in self.tensors:
+            if tensor.offset != end:
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: a tensor of {self.name} should begin at byte {end}, but begins at "
+                    f"byte {tensor.offset}"
+                )
+            end += tensor.size_bytes
+        if end != self.size_bytes:
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: the tensors of {self.name} end at byte {end}, but its size is "
+                f"{self.size_bytes} bytes"
+            )
+
+
+class RunState(_Frozen):
+    """What a checkpoint records of its run beside tensors: identity, progress, and the rows that it was trained on."""
+
+    step: int  # steps done or skipped; the next one has this number
+    attempt: int  # start of the run that wrote the checkpoint, from 1
+    identity_sha256: str
+    corpus_fingerprint: str
+    world_size: int  # of the run that saved; a load may have another
+    zero_stage: int
+    shapes: dict[str, list[int]]  # parameter -> shape
+    shared: dict[str, str]  # second name of a shared parameter -> the name in `shapes`
+    versions: dict[str, str]  # package -> version, of the process that saved
+    rows_seen: int = 0  # rows trained on since step 0
+    rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
+    skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending
+    recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
+    eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
+
+
+class Manifest(_Frozen):
+    """Manifest of one checkpoint: its run state and every file, with a digest for each range of bytes."""
+
+    format: Literal[2] = 2
+    saved_at: str  # UTC, ISO 8601; the same in all targets
+    state: RunState
+    files: tuple[FileEntry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all tensor files together, headers included; the manifest is not counted."""
+        return sum(file.size_bytes for file in self.files)
+
+    def dump(self) -> bytes:
+        """Return the manifest as bytes: canonical JSON that ends with a newline.
+
+        The key `sha256` holds the digest of the manifest without that key. A loss that is not finite becomes null.
+        """
+        tree = json.loads(self.model_dump_json())  # through JSON, which turns a NaN into null
+        return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Return the manifest in the bytes that `dump` wrote; verify its digest and that it covers every parameter.
+
+        Raises:
+            TornCheckpoint: a byte was changed, the format is not known, or a part of a parameter is not covered.
+        """
+        try:
+            tree = json.loads(data)
+            if not isinstance(tree, dict) or canonical_json(tree).encode() + b"\n" != data:
+                raise TornCheckpoint(f"{MANIFEST} is not in the canonical form (a byte was changed)")
+            if tree.pop("sha256", None) != _sha256(tree):
+                raise TornCheckpoint(f"{MANIFEST} does not match the digest in its key sha256 (a byte was changed)")
+            manifest = cls.model_validate(tree)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise TornCheckpoint(
+                f"{MANIFEST} has a format that this version of electra-dist cannot read ({reason}); use the version "
+                f"that wrote it"
+            ) from None
+        except (ValueError, RecursionError):
+            raise TornCheckpoint(f"{MANIFEST} is not valid JSON (a byte was changed)") from None
+        manifest.check_coverage()
+        return manifest
+
+    def check_coverage(self) -> None:
+        """Verify that the manifest lists every element of every parameter, and of both its moments, exactly once.
+
+        Every byte of each tensor file must also be covered by exactly one digest. The tensor files are not read.
+
+        Raises:
+            TornCheckpoint: names the first file or parameter for which this does not hold.
+        """
+        ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        for file in self.files:
+            file.check_layout()
+            for tensor in file.tensors:
+                ranges[tensor.kind, tensor.name].append((tensor.start, tensor.start + tensor.numel))
+        unknown = {name for _, name in ranges} - set(self.state.shapes)
+        if unknown:
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: it lists tensors of unknown parameters {sorted(unknown)[:3]}"
+            )
+        for kind, (name, shape) in itertools.product(KINDS, self.state.shapes.items()):
+            numel = math.prod(shape)
+            covered = 0  # elements [0, covered) are there exactly once
+            for start, end in sorted(ranges[kind, name]):
+                if start != covered:
+                    where = f"elements {min(start, covered)} to {max(start, covered)}"
+                    raise TornCheckpoint(
+                        f"{MANIFEST} is inconsistent: {where} of {kind} of {name} are missing or stored twice"
+                    )
+                covered = end
+            if covered != numel:
+                raise TornCheckpoint(
+                    f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {kind} of {name}"
+                )
+
+
+def folder_name(step: int, attempt: int) -> str:
+    """Return the folder name of the checkpoint that start number `attempt` of a run writes after `step` steps."""
+    return f"step-{step:08d}-a{attempt:04d}"
+
+
+def parse_folder(folder: str) -> tuple[int, int] | None:
+    """Return (step, number of the start that wrote it) from a checkpoint folder's name; None for any other name."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])
+
+
+def committed(store: Store) -> list[tuple[int, int, str]]:
+    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted, the newest last.
+
+    The attempt is the number of the start of the run that wrote the checkpoint.
+    Costs one listing; no manifest is read, so a damaged checkpoint is included.
+    """
+    checkpoints = []
+    for key in store.list("step-"):
+        folder, _, name = key.partition("/")
+        step_and_attempt = parse_folder(folder)
+        if name == MANIFEST and step_and_attempt is not None:
+            checkpoints.append((*step_and_attempt, folder))
+    return sorted(checkpoints)
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """Read the manifest of a committed checkpoint and verify it; the tensor files are not read.
+
+    A manifest that does not parse is read again, up to `READINGS` times, because a bit may be flipped in transit.
+
+    Raises:
+        TornCheckpoint: the manifest is damaged, or is that of another folder.
+        StoreMissing: there is no manifest.
+        StoreError: the store cannot be read.
+    """
+    for reading in range(1, READINGS + 1):
+        try:
+            manifest = Manifest.parse(store.read(f"{folder}/{MANIFEST}"))
+            break
+        except TornCheckpoint:
+            if reading == READINGS:
+                raise
+    if folder_name(manifest.state.step, manifest.state.attempt) != folder:
+        raise TornCheckpoint(
+            f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, attempt "
+            f"{manifest.state.attempt}"
+        )
+    return manifest
+
+
+def set_aside(store: Store, folder: str, reason: str) -> None:
+    """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it.
+
+    The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from another target.
+
+    Args:
+        reason: what is wrong; stored beside the manifest, in set-aside.txt.
+
+    Raises:
+        StoreMissing: there is no manifest.
+    """
+    data = store.read(f"{folder}/{MANIFEST}")
+    store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())
+    store.write(f"{folder}/{SET_ASIDE}", data)
+    store.delete(f"{folder}/{MANIFEST}")
+
+
+def _sha256(tree: dict[str, object]) -> str:
+    """Return the SHA-256 of a JSON tree in its canonical form, as hexadecimal."""
+    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,0 +1,20 @@
+"""Open the stores that a run writes its checkpoints to. Every one of these targets receives all checkpoints."""
+
+from __future__ import annotations
+
+from electra_dist.config import Config
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+
+
+def open_targets(config: Config) -> list[Store]:
+    """Open the stores that every checkpoint is written to, the preferred one for loading first.
+
+    Their URLs are in `checkpoint.targets`; without it, the only store is the folder `checkpoints` in the run folder.
+
+    Nothing is read or written until a store is first used.
+
+    Raises:
+        UserError: a URL is malformed or has an unknown scheme, or S3 is named without boto3 being installed.
+    """
+    return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]

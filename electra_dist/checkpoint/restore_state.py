@@ -1,0 +1,229 @@
+"""Load the newest committed checkpoint that is good, at any world size and any ZeRO stage.
+
+Guarantee: each rank reads only the ranges that it holds and verifies them while it reads, so that all ranks together
+have verified every byte before training goes on. A checkpoint that is torn, has flipped bits, is too short or comes
+from another run is reported and set aside (renamed, not deleted). The same checkpoint in another target is tried next,
+then the next older one. All ranks take the same one. No pickle is read from a checkpoint.
+
+A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
+copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
+
+Cost: at stages 1 to 3 the ranks together read the checkpoint once (a tensor of which two ranks hold parts, twice); at
+stage 0 every rank reads all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest, set_aside
+from electra_dist.checkpoint.file_reader import fill
+from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.collectives import from_rank_0, gather
+from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.store.interface import Store
+
+
+class _Candidate(NamedTuple):
+    """A committed checkpoint that might be loaded; it is not verified yet."""
+
+    step: int
+    attempt: int
+    target_index: int
+    folder: str
+
+
+def load_newest(
+    targets: Sequence[Store], fragments: Sequence[Fragment], expected: RunState
+) -> tuple[RunState | None, list[str]]:
+    """Load the newest good checkpoint into this rank's part of the training state. Collective.
+
+    Damaged checkpoints are set aside: their manifest is renamed, so that no later load takes them.
+
+    Args:
+        targets: the stores that hold checkpoints, the preferred one first.
+        fragments: views of the ranges of master weights and moments that this rank holds; written in place.
+        expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
+
+    Returns:
+        The state of the loaded checkpoint, None if there is no good one; and one line for each checkpoint that was set
+        aside. If the state is None and there are lines, the fragments are partly overwritten: the caller must
+        initialise them again.
+
+    Raises:
+        StoreError: a checkpoint cannot be read, and no other target has it.
+    """
+    damaged: list[tuple[int, str]] = []  # step, line about it
+    unreadable: _Candidate | None = None
+    unreadable_reason = ""
+    for candidate in from_rank_0(lambda: _newest_first(targets)):
+        if unreadable is not None and unreadable[:2] != candidate[:2]:
+            break  # no other target has that step and attempt; an older checkpoint would lose steps
+        target = targets[candidate.target_index]
+        state, own_fault, own_readable = _try(target, candidate.folder, fragments, expected)
+        faults = [(fault, readable) for fault, readable in gather((own_fault, own_readable)) if fault]
+        if not faults:
+            assert state is not None
+            return state, [_note(line, step, state.step, target) for step, line in damaged]
+        damage = next((fault for fault, readable in faults if readable), "")
+        if damage:
+            line = f"checkpoint {target.url}/{candidate.folder} is set aside: {damage}"
+            damaged.append((candidate.step, line))
+            _set_aside_on_rank_0(target, candidate.folder, damage)
+        else:
+            unreadable = candidate
+            unreadable_reason = faults[0][0]
+    if unreadable is not None:
+        raise StoreError(unreadable_reason)
+    return None, [
+        f"{line}; no other one is left, so training starts at step 0; if there is a copy elsewhere, stop the run and "
+        f"run `electra-dist checkpoint repair --from URL`"
+        for _, line in damaged
+    ]
+
+
+def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+    """Read the whole fp32 master weights of the newest good checkpoint, verified. Needs no process group.
+
+    Export, fine-tuning and `train.init_from` use it. Nothing is set aside and nothing is written.
+
+    Args:
+        targets: the stores that hold checkpoints, the preferred one first.
+        step: take only a checkpoint after this many steps; None: the newest good one.
+
+    Returns:
+        The checkpoint's state; parameter name -> fp32 CPU tensor; one line for each newer checkpoint that is damaged.
+
+    Raises:
+        UserError: there is no checkpoint, or none is good.
+        StoreError: a checkpoint cannot be read.
+    """
+    damaged: list[str] = []
+    for candidate in _newest_first(targets):
+        if step not in (None, candidate.step):
+            continue
+        target = targets[candidate.target_index]
+        try:
+            state, weights = _read_weights(target, candidate.folder)
+        except (TornCheckpoint, StoreMissing) as error:
+            damaged.append(f"checkpoint {target.url}/{candidate.folder} is damaged: {error}")
+            continue
+        return state, weights, damaged
+    where = " and ".join(target.url for target in targets)
+    if damaged:
+        reason = f"none is good ({'; '.join(damaged)}); run `electra-dist checkpoint repair`, or name another run"
+    elif step is not None:
+        reason = f"there is none of step {step:,}; choose a step that `electra-dist checkpoint list` shows"
+    else:
+        reason = "there is none yet; train until the first checkpoint, or name another run"
+    raise UserError(f"{where}: no checkpoint to read: {reason}")
+
+
+def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
+    """Read and verify the fp32 master weights of one checkpoint.
+
+    Raises:
+        TornCheckpoint: the manifest or a file is damaged.
+        StoreMissing: the manifest is not there.
+    """
+    manifest = read_manifest(target, folder)
+    weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
+    fragments = [
+        Fragment(name=name, start=0, numel=weight.numel(), views={"master": weight.view(-1)})
+        for name, weight in weights.items()
+    ]
+    faults = fill(target, folder, manifest, fragments, manifest.files)
+    if faults:
+        raise TornCheckpoint(faults[0])
+    return manifest.state, weights
+
+
+def check_belongs(found: RunState, expected: RunState) -> None:
+    """Refuse a checkpoint that another run wrote, or that skipped other steps than the run skips now.
+
+    Args:
+        found: state of the checkpoint.
+        expected: state of the run; its step and world size are not compared.
+
+    Raises:
+        TornCheckpoint: names the first thing that differs.
+    """
+    for field, description in (
+        ("identity_sha256", "another config (model, objective, optimizer, seed, steps, batch)"),
+        ("corpus_fingerprint", "another corpus"),
+        ("shapes", "other parameter shapes"),
+        ("shared", "other shared parameters"),
+    ):
+        if getattr(found, field) != getattr(expected, field):
+            raise TornCheckpoint(f"the checkpoint comes from a run of {description}")
+    expected_skips = tuple(step for step in expected.skipped if step < found.step)
+    if found.skipped != expected_skips:
+        raise TornCheckpoint(
+            "the checkpoint skips other steps than the run does now (train.skip_steps, and skipped_steps.json in "
+            "the run folder)"
+        )
+
+
+def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
+    """Return the committed checkpoints of all targets, sorted: the newest step first, then the newest attempt.
+
+    Copies of the same checkpoint come in the order of the targets. Nothing is verified.
+    """
+    candidates = [
+        _Candidate(step, attempt, target_index, folder)
+        for target_index, target in enumerate(targets)
+        for step, attempt, folder in committed(target)
+    ]
+    return sorted(candidates, key=lambda candidate: (-candidate.step, -candidate.attempt, candidate.target_index))
+
+
+def _try(
+    target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
+) -> tuple[RunState | None, str, bool]:
+    """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
+
+    Each rank also checks the sizes and headers of its share of the checkpoint's files.
+
+    Returns:
+        The checkpoint's state, None if it was refused; the first fault, "" if there is none; whether the checkpoint
+        could be read at all (False: the fault is the store's error, and proves no damage).
+    """
+    try:
+        manifest = read_manifest(target, folder)
+        check_belongs(manifest.state, expected)
+        files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
+        faults = fill(target, folder, manifest, fragments, files_to_check)
+    except (TornCheckpoint, StoreMissing) as error:
+        return None, str(error), True
+    except StoreError as error:
+        return None, str(error), False
+    return manifest.state, faults[0] if faults else "", True
+
+
+def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
+    """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective."""
+    from_rank_0(lambda: set_aside(target, folder, reason))
+
+
+def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:
+    """Return the log line about a damaged checkpoint, with what is used in its place and what the user may do.
+
+    Args:
+        line: which checkpoint is damaged and why.
+        damaged_step: step of the damaged checkpoint.
+        used_step: step of the good checkpoint that was loaded.
+        used_target: the store that it was loaded from.
+    """
+    if damaged_step == used_step:
+        return (
+            f"{line}; the same step is good in {used_target.url}; "
+            f"run `electra-dist checkpoint repair` to restore the other copy"
+        )
+    return (
+        f"{line}; step {used_step:,} is used instead, so {damaged_step - used_step:,} steps are repeated; check the "
+        f"disk or the storage service if this happens again"
+    )

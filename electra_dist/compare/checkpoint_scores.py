@@ -1,0 +1,277 @@
+"""Scores checkpoints, and keeps each score in a JSON file of its own, so that nothing is scored twice.
+
+Guarantee: a score is stored with the digest of everything that it depends on, and is used only under the same one: the
+identity of the run, the corpus, the step, and the data and settings of the task. Another config, other data or another
+limit gives another score, which is never confused with this one. The encoder that is scored is the one that the run is
+made for: the large tower, with the pretraining head that the objective gives it.
+
+Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depending on the task).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from electra_dist.compare.comparison_config import CompareConfig, TaskEntry
+from electra_dist.compare.comparison_plan import Cell
+from electra_dist.config import canonical_json
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
+from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
+from electra_dist.finetune.minimal_pairs import ALL, score_minimal_pairs
+from electra_dist.finetune.seed_results import summarize
+from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
+from electra_dist.finetune.training_loop import Progress
+from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.store.atomic_files import replacing
+
+MINIMAL_PAIRS = "minimal-pairs"
+_NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so changing it makes all scores new
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """Score of one checkpoint on one task; the fields are the keys of its JSON file."""
+
+    entry: str  # name of the objective's entry, or "random" for the initial weights
+    seed: int  # seed of the pretraining run
+    step: int  # step of the checkpoint; 0 for the initial weights
+    flops: float  # training FLOPs up to that step
+    task: str
+    metric: str
+    score: float | None  # a fraction; None if every fine-tuning run diverged
+    failures: tuple[str, ...]  # why seeds of fine-tuning count as failed, one line each
+    seconds: float  # time that scoring took
+
+
+class Measure(abc.ABC):
+    """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences."""
+
+    name: str  # the column of the table
+    metric: str  # name of the score
+    digest: str  # of the data and of how they are used; part of the identity of a score
+    at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
+
+    @abc.abstractmethod
+    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
+        """Score an encoder.
+
+        Returns:
+            (score, failures): the score as a fraction, None if there is none, and one line for each failure.
+
+        Raises:
+            UserError: the encoder cannot be scored in this way.
+        """
+
+
+class TaskMeasure(Measure):
+    """A task on texts, scored by a linear probe or by fine-tuning."""
+
+    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
+        """Store a task and the way in which encoders are scored on it.
+
+        Args:
+            name: name of the entry in the comparison's `tasks`.
+            task: the task with its data.
+            entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
+            settings: settings of the probe's examples or of fine-tuning.
+        """
+        self.name = name
+        self.metric = task.metric
+        self.at = entry.at
+        self._task = task
+        self._entry = entry
+        self._settings = settings
+        self.digest = _digest(
+            {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
+        )
+
+    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
+        """Return the score of the probe, or the median over the seeds of fine-tuning; see `Measure.score`."""
+        device = device_of_choice()
+        if self._entry.how == "probe":
+            results = [probe_task(encoder, self._task, self._settings, device, progress)]
+        else:
+            results = [
+                finetune_task(encoder, self._task, self._settings, seed, device, progress)
+                for seed in range(self._entry.seeds)
+            ]
+        summary = summarize(results)
+        return summary.median, tuple(summary.failed.values())
+
+
+class PairsMeasure(Measure):
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a minimal pair."""
+
+    name = MINIMAL_PAIRS
+    metric = "accuracy"
+    digest = f"{MINIMAL_PAIRS} {_NUM_PAIRS}"
+
+    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
+        """Return the accuracy over the pairs of all phenomena, and no failures."""
+        scores = score_minimal_pairs(encoder, _NUM_PAIRS, device_of_choice(), progress)
+        return next(score.accuracy for score in scores if score.phenomenon == ALL), ()
+
+
+def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
+    """Read the data of all tasks of a comparison, and return everything on which its encoders are scored.
+
+    Args:
+        compare: the config of the comparison.
+        file: the file from which it was read, for error messages.
+        glue: folder of the GLUE tasks; None if every task has its own `data`.
+        cell: any run of the comparison; the width and the positions of its encoder determine the default settings.
+
+    Raises:
+        UserError: data are missing or not valid; the message names the task and the file.
+    """
+    measures: list[Measure] = []
+    model = cell.config.model
+    for name, entry in compare.tasks.items():
+        try:
+            task = _open_task(name, entry, glue)
+            overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
+            width = model.discriminator.hidden_size
+            settings = settings_for(entry.task or name, width, model.max_positions, overrides)
+            measures.append(TaskMeasure(name, task, entry, settings))
+        except UserError as error:
+            raise UserError(f"{file}: tasks.{name}: {error}") from None
+    if compare.minimal_pairs:
+        measures.append(PairsMeasure())
+    return measures
+
+
+def with_prefix(progress: Progress, prefix: str) -> Progress:
+    """Return a progress callback that puts `prefix` before the name of the activity."""
+
+    def report(activity: str, done: int, total: int) -> None:
+        """Report progress with the prefix before the name of the activity."""
+        progress(f"{prefix}{activity}", done, total)
+
+    return report
+
+
+def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
+    """Read the data of a task: one of GLUE if its name is known, otherwise a custom task with columns of its own.
+
+    Raises:
+        UserError: there is no folder with data, the columns of a custom task are not set, or the data are not valid.
+    """
+    folder = Path(entry.data) if entry.data else glue
+    if folder is None:
+        raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
+    task_name = entry.task or name
+    if task_name in GLUE:
+        return TextTask(GLUE[task_name], folder, entry.max_train)
+    if entry.text_a is None or entry.label is None:
+        raise UserError(
+            f"not a GLUE task ({', '.join(GLUE)}), and a custom task needs `text_a` and `label`; "
+            f"correct the name, or set both keys"
+        )
+    metric = "accuracy" if entry.kind == "classification" else "spearman"
+    spec = TextSpec(
+        name=name, text_a=entry.text_a, text_b=entry.text_b, label=entry.label, kind=entry.kind, metric=metric
+    )
+    return TextTask(spec, folder, entry.max_train)
+
+
+class Scores:
+    """Store of a comparison's scores: a folder with one JSON file per checkpoint and measure."""
+
+    def __init__(self, folder: Path, vocab_file: Path, fingerprint: str) -> None:
+        """Use a folder as the store; it is created with the first score.
+
+        Args:
+            folder: folder of the scores.
+            vocab_file: vocabulary of the corpus, with which encoders are loaded.
+            fingerprint: fingerprint of the corpus, part of the identity of every score.
+        """
+        self._folder = folder
+        self._vocab_file = vocab_file
+        self._fingerprint = fingerprint
+
+    def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
+        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no score yet."""
+        return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
+
+    def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
+        """Return the score of a checkpoint, or None if it does not exist or depends on another config or other data.
+
+        Args:
+            entry: name of the run's entry, or "random" for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            measure: what is scored.
+
+        Raises:
+            ValueError: the file of the score is not valid JSON; delete it, and the checkpoint is scored again.
+        """
+        path = self._path(entry, cell, step, measure)
+        if not path.exists():
+            return None
+        record: dict[str, Any] = json.loads(path.read_text())
+        if record.pop("identity") != self._identity(cell, step, measure):
+            return None
+        return Score(**{**record, "failures": tuple(record["failures"])})
+
+    def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
+        """Score a checkpoint on each of `measures`, and write each score as soon as it is complete.
+
+        Args:
+            entry: name of the run's entry, or "random" for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            measures: what is scored.
+            progress: called while scores are computed.
+
+        Raises:
+            UserError: the checkpoint cannot be read, or the encoder cannot be scored.
+        """
+        if step == 0:
+            encoder = load_pretrained(f"random:{cell.file}", vocab=self._vocab_file, step=None)
+        else:
+            encoder = load_pretrained(cell.config.run_dir, vocab=self._vocab_file, step=step)
+        for measure in measures:
+            begin = time.monotonic()
+            value, failures = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+            score = Score(
+                entry=entry,
+                seed=cell.seed,
+                step=step,
+                flops=cell.flops(step),
+                task=measure.name,
+                metric=measure.metric,
+                score=value,
+                failures=failures,
+                seconds=time.monotonic() - begin,
+            )
+            record = dataclasses.asdict(score) | {"identity": self._identity(cell, step, measure)}
+            with replacing(self._path(entry, cell, step, measure)) as file:
+                file.write(json.dumps(record, indent=1).encode() + b"\n")
+
+    def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
+        """Return the path of the JSON file of a score."""
+        return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
+
+    def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
+        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task."""
+        return _digest(
+            {
+                "run": cell.config.identity_sha256(),
+                "corpus": self._fingerprint,
+                "step": step,
+                "measure": measure.digest,
+            }
+        )
+
+
+def _digest(tree: dict[str, Any]) -> str:
+    """Return the sha256 of nested dicts and lists, written as canonical JSON, as hexadecimal digits."""
+    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

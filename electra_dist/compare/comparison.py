@@ -1,0 +1,212 @@
+"""Makes a whole comparison, from its first run to its picture; started again after an interrupt, it continues.
+
+Guarantee: configs, corpus and tasks are checked completely before the first run starts. A run that fails, or a
+checkpoint that cannot be scored, does not stop the rest: it is listed in all results, and the next start tries it
+again. Table and picture are written after each run, from the scores that exist by then.
+
+How: the order is seed by seed. For each seed, the initial weights are scored first; then, for every objective, the run
+is made and its checkpoints are scored, while up to `parallel - 1` of the next runs train beside it.
+
+Cost: that of the runs and scores; a start with nothing left to do takes the seconds of reading the tasks.
+
+Limits: one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the first device
+while runs train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.table import Table
+
+from electra_dist.compare.checkpoint_scores import Measure, Score, Scores, open_measures, with_prefix
+from electra_dist.compare.comparison_config import RANDOM, CompareConfig
+from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
+from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
+from electra_dist.compare.score_plot import panel_titles, write_picture
+from electra_dist.compare.score_tables import (
+    Failure,
+    ScoreRow,
+    console_table,
+    markdown,
+    score_failures,
+    summarize_rows,
+)
+from electra_dist.config_file import dump_yaml
+from electra_dist.errors import UserError
+from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.store.atomic_files import replacing
+from electra_dist.train.input_checks import check_inputs
+
+Note = Callable[[str], None]  # called with one line of text for the user
+_RESULTS = ("compare.json", "compare.md", "compare.png")
+
+
+class Comparison:
+    """A comparison whose config, corpus and tasks are opened and checked; `run` makes the runs and scores them."""
+
+    def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
+        """Check everything, and write the vocabulary and the configs of the runs to the output folder.
+
+        Args:
+            compare: the config of the comparison.
+            file: the file from which `compare` was read.
+            glue: folder of the GLUE tasks; None if every task has its own `data`.
+
+        Raises:
+            UserError: a config, the corpus or a task is not valid; the message names the file and the key.
+        """
+        self._compare = compare
+        self._file = file
+        self._glue = glue
+        self.plan: Plan = make_plan(compare, file)
+        self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
+        self.folder = Path(compare.output)
+        for cell in self.plan.cells:
+            inputs = check_inputs(cell.config, compare.ranks)
+        corpus = inputs.corpus  # all runs have the same corpus
+        tokenizer = corpus.manifest.tokenizer
+        vocab_file = self.folder / tokenizer.vocab_file
+        _replace_file(vocab_file, corpus.store.read(tokenizer.vocab_file))
+        for cell in self.plan.cells:
+            _replace_file(cell.file, dump_yaml(cell.config).encode())
+        self._scores = Scores(self.folder / "scores", vocab_file, corpus.manifest.fingerprint)
+        # Keyed by the name of the run, or by name and step of a checkpoint that cannot be scored.
+        self._failures: dict[str, Failure] = {}
+
+    def run(self, progress: Progress, note: Note) -> bool:
+        """Make the runs and the scores that are missing, and write the results after each run.
+
+        Args:
+            progress: called while a run trains and while a checkpoint is scored.
+            note: called with one line after each run.
+
+        Returns:
+            Whether every run is finished and every checkpoint could be scored.
+        """
+        num_runs = len(self.plan.cells)
+        baseline_entry = self._compare.objectives[0].name
+        with Pretrainings(self.plan.cells, self._compare.ranks, self._compare.parallel) as runs:
+            for number, cell in enumerate(self.plan.cells, start=1):
+                title = f"[{number}/{num_runs}] {cell.name}"
+                report = with_prefix(progress, f"{title} ")
+                if cell.entry == baseline_entry:
+                    self._score(RANDOM, cell, 0, report)
+                failure = runs.result(cell, report)
+                if failure:
+                    self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
+                saved = saved_steps(cell)
+                for step in cell.marks:
+                    if step in saved:
+                        self._score(cell.entry, cell, step, report)
+                self.write()
+                outcome = failure or f"{cell.marks[-1]:,} steps, scored at {len(cell.marks)}"
+                note(f"{title}: {outcome}")
+        return not self._failures
+
+    def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
+        """Score a checkpoint on every task that it has no score of; record a failure if it cannot be scored.
+
+        Args:
+            entry: name of the objective's entry, or `RANDOM` for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            progress: called while the checkpoint is scored.
+        """
+        is_end = step in (0, cell.marks[-1])
+        due = [measure for measure in self._measures if measure.at == "all" or is_end]
+        missing = self._scores.missing(entry, cell, step, due)
+        if not missing:
+            return
+        try:
+            self._scores.make(entry, cell, step, missing, progress)
+        except UserError as error:
+            key = f"{entry}-seed{cell.seed} {step}"
+            self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
+
+    def scores(self) -> list[Score]:
+        """Read all scores that exist: those of the initial weights, then those of each objective by seed and step."""
+        checkpoints = [(RANDOM, cell, 0) for cell in self.plan.of(self._compare.objectives[0].name)]
+        for objective in self._compare.objectives:
+            checkpoints += [
+                (objective.name, cell, step) for cell in self.plan.of(objective.name) for step in cell.marks
+            ]
+        scores = []
+        for entry, cell, step in checkpoints:
+            for measure in self._measures:
+                score = self._scores.find(entry, cell, step, measure)
+                if score is not None:
+                    scores.append(score)
+        return scores
+
+    def failures(self) -> list[Failure]:
+        """Return what has failed: runs and checkpoints since this start, then failures that scores contain."""
+        return [*self._failures.values(), *score_failures(self.scores())]
+
+    def table(self) -> Table:
+        """Return the scores that exist as a table for the terminal."""
+        return console_table(self._title, self._rows(), len(self._compare.seeds))
+
+    def write(self) -> list[Path]:
+        """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths."""
+        rows = self._rows()
+        failures = self.failures()
+        tree = {
+            "command": self._command,
+            "budget_flops": self.plan.budget_flops,
+            "config": self._compare.model_dump(mode="json"),
+            "runs": [self._describe_run(cell) for cell in self.plan.cells],
+            "table": [dataclasses.asdict(row) for row in rows],
+            "scores": [dataclasses.asdict(score) for score in self.scores()],
+            "failures": [dataclasses.asdict(failure) for failure in failures],
+        }
+        seeds = ", ".join(map(str, self._compare.seeds))
+        remark = (
+            f"`{self._command}`: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
+            f"Per cent: median (lowest to highest seed)."
+        )
+        page = markdown(self._title, rows, failures, len(self._compare.seeds), [remark])
+        titles = panel_titles({measure.name: measure.metric for measure in self._measures}, rows)
+
+        json_file, page_file, picture_file = (self.folder / name for name in _RESULTS)
+        _replace_file(json_file, (json.dumps(tree, indent=1) + "\n").encode())
+        _replace_file(page_file, page.encode())
+        write_picture(rows, titles, picture_file)
+        return [json_file, page_file, picture_file]
+
+    @property
+    def _title(self) -> str:
+        """Title of the comparison's table and Markdown page."""
+        return f"{self._file.stem}: objectives at equal FLOPs"
+
+    @property
+    def _command(self) -> str:
+        """Shell command that makes or continues this comparison."""
+        glue = f" --glue {shlex.quote(str(self._glue))}" if self._glue else ""
+        return f"electra-dist compare {shlex.quote(str(self._file))}{glue}"
+
+    def _rows(self) -> list[ScoreRow]:
+        """Return the rows of the table; only tasks that are scored at all checkpoints count in the average."""
+        is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
+        return summarize_rows(self.scores(), is_averaged)
+
+    def _describe_run(self, cell: Cell) -> dict[str, object]:
+        """Return the entry of a run in compare.json."""
+        return {
+            "objective": cell.entry,
+            "seed": cell.seed,
+            "run": cell.config.run_dir,
+            "steps": cell.marks[-1],
+            "flops": cell.flops(cell.marks[-1]),
+            "parameters": parameter_counts(cell.config.model, cell.config.objective)._asdict(),
+        }
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Write a whole file at once: readers see the old content or the new one."""
+    with replacing(path) as file:
+        file.write(data)

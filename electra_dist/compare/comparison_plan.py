@@ -1,0 +1,138 @@
+"""Plans a comparison: determines its runs, which have equal training FLOPs and one complete config each.
+
+Guarantee: the budget is the number of training FLOPs of the first objective's `steps` (or `flops`), by the count that
+MFU uses (model/flops.py). Every run has the number of steps whose FLOPs are nearest to the budget, so no run is
+further from it than half a step. Warm-up is the same share of the steps in every run as in the base config, and the
+decay ends with the last step. For one seed, all objectives read the same rows and start with the same weights in the
+parts that they have in common. Nothing is written; the base config is the only file that is read.
+
+Limits: the count contains matrix products of full rows; look-ups, evaluation and tokenizing are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from electra_dist.compare.comparison_config import CompareConfig, Entry
+from electra_dist.config import Config
+from electra_dist.config_file import load_config
+from electra_dist.errors import UserError
+from electra_dist.model.flops import run_flops, steps_of_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a comparison: an objective and a seed, with its complete config."""
+
+    entry: str  # name of the objective's entry
+    seed: int
+    config: Config  # the complete config with which the run is started
+    marks: tuple[int, ...]  # steps whose checkpoints are scored, ascending; the last one ends the run
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run and of its folder, as in `rtd-seed1`."""
+        return _run_name(self.entry, self.seed)
+
+    @property
+    def file(self) -> Path:
+        """Return the path of the run's config as YAML, beside the run's folder."""
+        return Path(f"{self.config.run_dir}.yaml")
+
+    def flops(self, step: int) -> float:
+        """Return the training FLOPs of the run's first `step` steps."""
+        return run_flops(self.config, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All runs of a comparison, in the order in which they are made.
+
+    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
+    after each seed.
+    """
+
+    budget_flops: float  # training FLOPs of every run, up to half a step
+    cells: tuple[Cell, ...]
+
+    def of(self, entry: str) -> list[Cell]:
+        """Return the runs of one objective, in the order of the seeds."""
+        return [cell for cell in self.cells if cell.entry == entry]
+
+
+def make_plan(compare: CompareConfig, file: Path) -> Plan:
+    """Determine the runs of a comparison, each with its complete config and the steps at which it is scored.
+
+    Args:
+        compare: the config of the comparison.
+        file: the file from which it was read; the base config is relative to its folder.
+
+    Raises:
+        UserError: the base config or an entry's `set` is not valid, or the budget is too small for distinct
+            checkpoints at `evaluate_at`; the message names file and key.
+    """
+    base = file.parent / compare.base
+    objective_configs = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
+    first_config = objective_configs[compare.objectives[0].name]
+    budget = compare.flops or run_flops(first_config, compare.steps)
+    cells = []
+    for seed in compare.seeds:
+        for entry in compare.objectives:
+            objective_config = objective_configs[entry.name]
+            num_steps = steps_of_flops(objective_config, budget)
+            marks = _scored_steps(compare, file, entry, num_steps)
+            warmup_share = objective_config.optimizer.warmup_steps / objective_config.train.num_steps
+            run_keys = {
+                "run_dir": str(Path(compare.output) / "runs" / _run_name(entry.name, seed)),
+                "seed": seed,
+                "train.num_steps": num_steps,
+                "optimizer.warmup_steps": round(warmup_share * num_steps),
+                "checkpoint.keep_steps": marks,
+                "checkpoint.targets": [],
+            }
+            config = _load(file, base, entry, run_keys)
+            cells.append(Cell(entry=entry.name, seed=seed, config=config, marks=marks))
+    return Plan(budget_flops=budget, cells=tuple(cells))
+
+
+def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
+    """Return the steps of a run at which its checkpoints are scored, one for each share of `evaluate_at`.
+
+    Raises:
+        UserError: two shares of `evaluate_at` give the same step.
+    """
+    rounded = [max(1, round(share * num_steps)) for share in compare.evaluate_at]
+    distinct = tuple(dict.fromkeys(rounded))
+    if len(distinct) < len(compare.evaluate_at):
+        raise UserError(
+            f"{file}: {num_steps} steps of {entry.name} are too few for {len(compare.evaluate_at)} different "
+            f"checkpoints at {', '.join(map(str, compare.evaluate_at))}; raise steps or flops"
+        )
+    return distinct
+
+
+def _run_name(entry: str, seed: int) -> str:
+    """Return the name of the run of one objective with one seed, as in `rtd-seed1`."""
+    return f"{entry}-seed{seed}"
+
+
+def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) -> Config:
+    """Load the base config with the changes of an entry and, applied last, the dotted keys of one run.
+
+    Raises:
+        UserError: the base config or a change is not valid; the message names the comparison's file and the entry.
+    """
+    changes = {"objective.name": entry.objective, **entry.set}
+    overrides = [_override(key, value) for key, value in (*changes.items(), *run_keys.items())]
+    try:
+        return load_config(base, overrides)
+    except UserError as error:
+        raise UserError(f"{file}: objectives.{entry.name}: {error}") from None
+
+
+def _override(key: str, value: object) -> str:
+    """Return the `key=value` text of an override; the value is written as JSON, which is also YAML."""
+    return f"{key}={json.dumps(value)}"

@@ -1,0 +1,117 @@
+"""Show the progress of a corpus build as a bar or as lines of text, and its result as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+
+_LINE_EVERY_S = 10.0
+
+
+class BuildConsole:
+    """Display of the progress of a corpus build. Use it as a context manager, which starts and stops the bar."""
+
+    def __init__(self, total_bytes: int, console: Console | None = None) -> None:
+        """Prepare the display; nothing is printed yet.
+
+        Args:
+            total_bytes: size of all input files, as they are on disk; progress is measured against it.
+            console: where to print; the default is stdout.
+        """
+        self._console = console or Console()
+        self._total_bytes = max(total_bytes, 1)
+        self._resumed_bytes = 0
+        self._documents = 0
+        self._tokens = 0
+        self._started = self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> BuildConsole:
+        """Start the progress bar if the console is a terminal."""
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("corpus"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[counts]}"),
+                TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("corpus", total=self._total_bytes, counts="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        """Stop the progress bar; an exception of the block is not suppressed."""
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line; on a terminal it appears above the progress bar."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def resume_at(self, bytes_done: int) -> None:
+        """Restart the clock of a resumed build after it has skipped the input of finished shards.
+
+        Args:
+            bytes_done: input bytes read so far. They are left out of the estimate of the remaining time, because
+                skipping input is faster than building rows from it.
+        """
+        self._resumed_bytes = bytes_done
+        self._started = time.monotonic()
+
+    def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
+        """Show the progress after another chunk; without a terminal at most one line every ten seconds is printed.
+
+        Args:
+            bytes_done: input bytes read in all.
+            num_documents: documents of this chunk; they are added to the count.
+            num_tokens: text tokens of this chunk; they are added to the count.
+        """
+        self._documents += num_documents
+        self._tokens += num_tokens
+        now = time.monotonic()
+        elapsed = max(now - self._started, 1e-9)
+        counts = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens, "
+        counts += f"{self._tokens / elapsed / 1e3:,.0f} k tokens/s"
+        if self._bar:
+            self._bar.update(self._task, completed=bytes_done, counts=counts)
+        elif now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            bytes_since_start = max(bytes_done - self._resumed_bytes, 1)
+            remaining_s = elapsed * (self._total_bytes - bytes_done) / bytes_since_start
+            percent = 100 * bytes_done / self._total_bytes
+            self.say(f"corpus: {percent:.0f} % of the input read, {counts}, {remaining_s:.0f} s left")
+
+
+def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
+    """Return the table that closes a build: documents by outcome, then text, tokens, examples, rows and padding.
+
+    Args:
+        totals: counts of the training corpus, the key `totals` of its corpus.json.
+        heldout: the same counts of the held-out corpus; None if there is none.
+        seq_len: tokens of a row, from which the share of padding is computed.
+    """
+    table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("documents in", f"{totals['documents_in']:,}")
+    table.add_row("  used", f"{totals['documents_used']:,}")
+    table.add_row("  held out", f"{totals['documents_heldout']:,}")
+    for kind, count in totals["documents_skipped"].items():
+        if count:
+            table.add_row(f"  skipped: {kind} ({SKIPPED_KINDS[kind]})", f"{count:,}")
+    table.add_section()
+    for name, part in (("", totals), ("held-out ", heldout)):
+        if part is not None:
+            padding = 1 - part["tokens"] / max(part["rows"] * seq_len, 1)
+            table.add_row(f"{name}text, MB", f"{part['text_bytes'] / 1e6:,.1f}")
+            table.add_row(f"{name}tokens of text", f"{part['text_tokens']:,}")
+            table.add_row(f"{name}tokens with [CLS] and [SEP]", f"{part['tokens']:,}")
+            table.add_row(f"{name}examples", f"{part['examples']:,}")
+            table.add_row(f"{name}rows", f"{part['rows']:,}")
+            table.add_row(f"{name}padding", f"{100 * padding:.2f} %")
+    return table

@@ -1,0 +1,105 @@
+"""Describe a corpus to build, and list the parameters that determine its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from electra_kernels.keyed_random import Purpose, derive_seed
+
+from electra_dist.config import CorpusConfig, canonical_json
+from electra_dist.corpus.chunk_processor import Rules
+from electra_dist.corpus.text_readers import InputFile
+from electra_dist.data.corpus_manifest import TokenizerEntry
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
+_CHUNK_BYTES = (1 << 16, 1 << 22)  # smallest and largest chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """Description of a corpus to build: its inputs, vocabulary, parameters and output.
+
+    All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus.
+    """
+
+    inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
+    vocabulary: Vocabulary
+    output: str  # folder or s3://bucket/prefix
+    seq_len: int  # tokens of a row
+    seed: int  # of the examples' random draws and of the choice of held-out documents
+    corpus: CorpusConfig
+    text_field: str = "text"  # field of a JSON line, or parquet column, that holds the text
+    num_workers: int = 1  # processes; 1: the calling process does the work
+    endpoint_url: str | None = None  # S3 endpoint; None: AWS
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return the size in bytes at which a shard is complete; a shard exceeds it by less than one chunk's rows."""
+        return int(self.corpus.shard_size_mb * 1e6)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Return the size of a chunk, the unit of work of a worker process, in bytes of undecoded documents.
+
+        It is a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB. A shard holds the rows of about
+        eight chunks, because rows take half as many bytes as their text.
+        """
+        smallest, largest = _CHUNK_BYTES
+        return min(max(self.shard_bytes // 4, smallest), largest)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
+
+        They are stored in corpus.json, and a build with other values in the same folder is refused.
+        """
+        return {
+            "version": BUILDER_VERSION,
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "text_field": self.text_field,
+            "chunk_bytes": self.chunk_bytes,
+            **self.corpus.model_dump(mode="json"),
+        }
+
+    def input_names(self) -> dict[str, Any]:
+        """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
+
+        With these a finished corpus recognizes its inputs without reading them. Names are those below the input
+        paths, so moving the inputs to another folder changes nothing.
+        """
+        names = canonical_json([[file.name, file.size] for file in self.inputs])
+        return {"num_inputs": len(self.inputs), "inputs_sha256": hashlib.sha256(names.encode()).hexdigest()}
+
+    def rules(self) -> Rules:
+        """Return the part of the request that a worker process needs to turn a chunk into rows."""
+        return Rules(
+            vocabulary_text=self.vocabulary.text,
+            lowercase=self.corpus.lowercase,
+            seq_len=self.seq_len,
+            packing=self.corpus.packing,
+            single_segment_prob=self.corpus.single_segment_prob,
+            short_target_prob=self.corpus.short_target_prob,
+            heldout_fraction=self.corpus.heldout_fraction,
+            heldout_key=derive_seed(self.seed, Purpose.HELDOUT),
+            text_field=self.text_field,
+        )
+
+
+def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
+    """Return the entry of corpus.json that describes the vocab.txt beside it.
+
+    Args:
+        vocabulary: the vocabulary of the ids in the rows.
+        lowercase: whether the text was lower-cased and stripped of accents.
+    """
+    return TokenizerEntry(
+        sha256=vocabulary.sha256,
+        vocab_size=vocabulary.size,
+        vocab_file=VOCAB_FILE,
+        lowercase=lowercase,
+        special=vocabulary.special,
+    )

@@ -1,0 +1,212 @@
+"""Turn a chunk of documents into rows of token ids; any process may process any chunk, in any order.
+
+Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
+out or one kind of skipped. Every token of a used document is in exactly one row.
+
+How: the main process cuts the stream of documents into chunks of about `chunk_bytes` and derives a chunk's seeds from
+its number (`keyed_random`, purpose CORPUS), so the number of workers cannot change the rows. Examples of different
+chunks never share a row.
+
+Cost: tokenization takes most of the time. A worker process imports this module, which does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from electra_dist.corpus.row_packing import make_rows, row_dtype
+from electra_dist.corpus.sentence_pairs import ExampleBuilder
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument, SkippedDocument, decode
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+
+_LINES_PER_CALL = 2048  # lines in one call of the tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Parameters that, together with a chunk, determine its rows. The main process sends them to every worker."""
+
+    vocabulary_text: str  # the text of vocab.txt
+    lowercase: bool  # lower-case the text and strip its accents
+    seq_len: int  # tokens of a row
+    packing: Literal["rows", "none"]  # several examples in a row, or one
+    single_segment_prob: float  # of an example that has one segment only
+    short_target_prob: float  # of an example with a target length below seq_len
+    heldout_fraction: float  # of documents that go to the held-out corpus
+    heldout_key: int  # 64-bit key of the hash that chooses held-out documents
+    text_field: str  # field of a JSON line that holds the text
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive documents of the input stream: the unit of work of a worker process."""
+
+    number: int  # position in the stream, from 0
+    documents: list[RawDocument]
+    seed: int  # of the example builder of the training part
+    heldout_seed: int  # of the example builder of the held-out part
+    bytes_done: int  # input bytes read when this chunk was complete, for the progress bar
+    stream_digest: str  # of all documents of the stream up to the end of this chunk
+
+
+@dataclass
+class Rows:
+    """Rows that a chunk gives to one corpus (training or held-out), and the counts that go into corpus.json."""
+
+    block: np.ndarray  # [rows, seq_len], uint16 or uint32
+    counts: Counter[str] = field(default_factory=Counter)  # text_bytes, text_tokens, examples, rows, tokens
+
+
+@dataclass
+class ChunkRows:
+    """Result of processing one chunk: training rows, held-out rows, and the number of documents by outcome."""
+
+    train: Rows
+    heldout: Rows
+    documents: Counter[str]  # in, used, heldout and each kind of SKIPPED_KINDS
+
+
+class ChunkProcessor:
+    """Converter of chunks of documents to rows of token ids.
+
+    It holds the tokenizer, so one instance serves all chunks of a process.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        """Build the tokenizer of `rules`.
+
+        Raises:
+            UserError: `rules.vocabulary_text` is not a vocabulary.
+        """
+        self._rules = rules
+        self._vocabulary = Vocabulary(rules.vocabulary_text, "vocab.txt")
+        self._tokenizer = WordPieceTokenizer(self._vocabulary, rules.lowercase)
+        self._heldout_key = rules.heldout_key.to_bytes(8, "little")
+
+    def process(self, chunk: Chunk) -> ChunkRows:
+        """Return the rows of a chunk of documents, separately for training and held-out documents.
+
+        The result depends on the rules and the chunk alone, not on chunks that were processed before.
+        """
+        documents: Counter[str] = Counter()
+        train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
+        heldout = _RowCollector(self._rules, self._vocabulary, chunk.heldout_seed)
+        texts = self._decoded(chunk.documents, documents)
+        for text, sentences in self._tokenized(texts, documents):
+            if self._is_heldout(text):
+                documents["heldout"] += 1
+                heldout.add(text, sentences)
+            else:
+                documents["used"] += 1
+                train.add(text, sentences)
+        num_skipped = sum(documents[kind] for kind in SKIPPED_KINDS)
+        assert documents["in"] == documents["used"] + documents["heldout"] + num_skipped == len(chunk.documents)
+        return ChunkRows(train.finish(), heldout.finish(), documents)
+
+    def _decoded(self, raw: Iterable[RawDocument], documents: Counter[str]) -> Iterator[str]:
+        """Decode documents, and yield the text of each one that no rule skips.
+
+        Args:
+            raw: undecoded documents.
+            documents: counter to increase: "in" for each document, and the kind of each skipped one.
+        """
+        for document in raw:
+            documents["in"] += 1
+            try:
+                yield decode(document, self._rules.text_field)
+            except SkippedDocument as skipped:
+                documents[skipped.kind] += 1
+
+    def _tokenized(self, texts: Iterable[str], documents: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
+        """Tokenize texts, and yield each text with the token ids of its lines, lines without tokens left out.
+
+        Args:
+            texts: decoded documents.
+            documents: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
+        """
+        for batch in _batches(texts):
+            lines_of_texts = [text.splitlines() for text in batch]
+            all_lines = [line for lines in lines_of_texts for line in lines]
+            ids_of_lines = iter(self._tokenizer.encode(all_lines))
+            for text, lines in zip(batch, lines_of_texts):
+                sentences = [ids for ids in itertools.islice(ids_of_lines, len(lines)) if ids]
+                if sentences:
+                    yield text, sentences
+                else:
+                    documents["no_tokens"] += 1
+
+    def _is_heldout(self, text: str) -> bool:
+        """Return whether a document goes to the held-out corpus.
+
+        A keyed hash of its text decides, so all copies of a text are held out together.
+        """
+        if not self._rules.heldout_fraction:
+            return False
+        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
+        return int.from_bytes(digest, "little") < self._rules.heldout_fraction * 2**64
+
+
+class _RowCollector:
+    """Collector of the examples that one chunk gives to one corpus (training or held-out)."""
+
+    def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
+        """Start without examples; `seed` seeds the random draws of the example builder."""
+        self._rules = rules
+        self._special = vocabulary.special
+        self._dtype = row_dtype(vocabulary.size)
+        self._builder = ExampleBuilder(
+            rules.seq_len,
+            self._special["[CLS]"],
+            self._special["[SEP]"],
+            rules.single_segment_prob,
+            rules.short_target_prob,
+            seed,
+        )
+        self._examples: list[list[int]] = []
+        self._counts: Counter[str] = Counter()
+
+    def add(self, text: str, sentences: list[list[int]]) -> None:
+        """Build the examples of one document, given its text (to count bytes) and the ids of its lines."""
+        self._counts["text_bytes"] += len(text.encode())
+        self._counts["text_tokens"] += sum(map(len, sentences))
+        self._examples.extend(self._builder.document(sentences))
+
+    def finish(self) -> Rows:
+        """Pack the examples into rows, and assert that no token was lost and no special token came from text."""
+        rules = self._rules
+        special = self._special
+        counts = self._counts
+        block = make_rows(self._examples, rules.seq_len, special["[PAD]"], self._dtype, rules.packing)
+        counts["examples"] = len(self._examples)
+        counts["rows"] = len(block)
+        counts["tokens"] = int(np.count_nonzero(block != special["[PAD]"]))
+        num_sep = int(np.count_nonzero(block == special["[SEP]"]))
+        assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or added"
+        assert np.count_nonzero(block == special["[CLS]"]) == counts["examples"], "text was encoded as [CLS]"
+        assert not (block == special["[MASK]"]).any(), "text was encoded as [MASK]"
+        return Rows(block, counts)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last.
+
+    One call of the tokenizer encodes one group: larger groups need fewer calls, smaller ones less memory.
+    """
+    batch: list[str] = []
+    num_lines = 0
+    for text in texts:
+        batch.append(text)
+        num_lines += text.count("\n") + 1
+        if num_lines >= _LINES_PER_CALL:
+            yield batch
+            batch = []
+            num_lines = 0
+    if batch:
+        yield batch

@@ -1,0 +1,180 @@
+"""Record which shards of a corpus build are finished, so that a killed build can resume.
+
+Guarantee: a shard is finished if its record, the note `progress/NNNNNN.json`, exists. The note is written after the
+shard and its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of
+the build: a folder that is half built from other parameters, text or vocabulary is refused, never mixed.
+
+How: a note records the chunk after which the shard ends and the digest of all documents up to that point. A build
+that resumes reads the inputs again, which it must do to find the place, and compares the digest. Input after that
+point may have changed, so a damaged file can be replaced and the build resumed. The notes are deleted after
+corpus.json has been written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from electra_dist.config import Section, canonical_json
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.interface import Store
+
+_FOLDER = "progress/"
+_BUILD_KEY = _FOLDER + "build.json"
+
+
+class FinishedShard(Section):
+    """Record of one finished shard of a corpus build, stored as progress/NNNNNN.json until the corpus is complete.
+
+    Other docstrings of the corpus builder call it a note.
+    """
+
+    number: int = Field(description="position of the shard in the corpus, from 0")
+    entry: ShardEntry | None = Field(
+        description="entry of the shard for corpus.json; null if its documents gave no training row"
+    )
+    end_chunk: int = Field(description="number of the first chunk after this shard")
+    stream_digest: str = Field(description="BLAKE2b digest of all documents before end_chunk, in hexadecimal")
+    heldout_rows: int = Field(description="rows in progress/NNNNNN.heldout.npy; 0: the file does not exist")
+    documents: dict[str, int] = Field(
+        description="documents read (in), used, held out (heldout), and skipped, by kind"
+    )
+    train: dict[str, int] = Field(description="counts of the shard: text_bytes, text_tokens, examples, rows, tokens")
+    heldout: dict[str, int] = Field(description="the same counts of the held-out rows")
+
+
+class BuildProgress:
+    """Reader and writer of the files in progress/ that record how far a corpus build has come.
+
+    They are the build's parameters, and for each finished shard a note (`FinishedShard`) and its held-out rows. One
+    build at a time may write to a store.
+    """
+
+    def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
+        """Prepare to read and write the records of a build; the store is not touched yet.
+
+        Args:
+            store: output of the build.
+            parameters: JSON values that, with the text, determine the corpus. A store with a build or a corpus of
+                other parameters is refused.
+            inputs: JSON values that identify the inputs of a finished corpus without reading them.
+        """
+        self._store = store
+        self._parameters = json.loads(canonical_json(parameters))
+        self._inputs = json.loads(canonical_json(inputs))
+
+    def finished_corpus(self) -> CorpusManifest | None:
+        """Return the manifest of the corpus if it is finished, otherwise None.
+
+        If it is finished, the records in progress/ that a killed build did not delete are deleted.
+
+        Raises:
+            ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
+        """
+        if not self._store.exists(MANIFEST_KEY):
+            return None
+        manifest = read_manifest(self._store)
+        stored = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
+        self._refuse_other_parameters(stored, "a finished corpus")
+        if any(stored.get(key) != value for key, value in self._inputs.items()):
+            raise ManifestMismatch(
+                f"{self._store.url}: holds a finished corpus that was built from other inputs; delete that corpus or "
+                "choose another --output"
+            )
+        self.clear()
+        return manifest
+
+    def finished_shards(self) -> list[FinishedShard]:
+        """Return the records of the finished shards, in order from shard 0.
+
+        The list ends before the first shard that has no record, is missing, or has another size than its record.
+
+        Raises:
+            ManifestMismatch: the store holds an unfinished build with other parameters.
+            UserError: the store holds shards, but neither records of a build nor a corpus.json.
+        """
+        if not self._store.exists(_BUILD_KEY):
+            if any(key.endswith(".tar") for key in self._store.list("shard-")):
+                raise UserError(
+                    f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write "
+                    "one, or choose another --output"
+                )
+            return []
+        self._refuse_other_parameters(json.loads(self._store.read(_BUILD_KEY)), "a half-built corpus")
+        notes: list[FinishedShard] = []
+        while True:
+            key = _note_key(len(notes))
+            if not self._store.exists(key):
+                return notes
+            note = FinishedShard.model_validate_json(self._store.read(key))
+            if note.entry and not self._has_shard(note.entry):
+                return notes
+            notes.append(note)
+
+    def begin(self) -> None:
+        """Write the build's parameters to progress/build.json; a later build with other parameters is then refused."""
+        self._store.write(_BUILD_KEY, (canonical_json(self._parameters) + "\n").encode())
+
+    def record(self, note: FinishedShard, heldout_rows: np.ndarray) -> None:
+        """Record that a shard is finished. The caller must have written the shard to the store before.
+
+        Args:
+            note: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
+            heldout_rows: rows of the shard's held-out documents, [rows, seq_len]; may be empty.
+        """
+        if len(heldout_rows):
+            buffer = io.BytesIO()
+            np.save(buffer, heldout_rows, allow_pickle=False)
+            self._store.write(_heldout_key(note.number), buffer.getvalue())
+        self._store.write(_note_key(note.number), (note.model_dump_json() + "\n").encode())
+
+    def heldout_rows(self, note: FinishedShard) -> np.ndarray:
+        """Return the held-out rows of the shard that `note` records, [rows, seq_len].
+
+        Call it only if `note.heldout_rows` is not 0: no file exists for an empty array.
+        """
+        return np.load(io.BytesIO(self._store.read(_heldout_key(note.number))), allow_pickle=False)
+
+    def clear(self) -> None:
+        """Delete all files in progress/; shards and corpus.json stay.
+
+        The files are the build's parameters, the records of finished shards, and the held-out rows of these shards.
+        """
+        for key in self._store.list(_FOLDER):
+            self._store.delete(key)
+
+    def _has_shard(self, entry: ShardEntry) -> bool:
+        """Return whether the shard of `entry` is in the store with the recorded size; its digest is not checked."""
+        return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
+
+    def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
+        """Raise an error if the parameters in the store differ from those of this build.
+
+        Args:
+            stored: parameters in the store.
+            description: what the store holds, for the error.
+
+        Raises:
+            ManifestMismatch: a parameter differs; the message names the first one.
+        """
+        for key, value in self._parameters.items():
+            if stored.get(key) != value:
+                raise ManifestMismatch(
+                    f"{self._store.url}: holds {description} with {key} = {stored.get(key)}, but this build has "
+                    f"{key} = {value}; delete that corpus or choose another --output"
+                )
+
+
+def _note_key(number: int) -> str:
+    """Return the key of the file that records shard `number` as finished."""
+    return f"{_FOLDER}{number:06d}.json"
+
+
+def _heldout_key(number: int) -> str:
+    """Return the key of the file with the held-out rows of shard `number`."""
+    return f"{_FOLDER}{number:06d}.heldout.npy"

@@ -1,0 +1,148 @@
+"""Write corpus.json for shards of rows that another WebDataset writer made.
+
+Guarantee: an indexed corpus can be trained on. Every row begins with [CLS], has [PAD] only at its end and holds no id
+outside the vocabulary; all shards have rows of one length and type. Anything different is an error that names the
+shard.
+
+Cost: every shard is read once (from S3 through a temporary file), about 1 GB/s from memory.
+
+Limits: only the top folder is indexed; shards in sub-folders, for example of a held-out corpus, are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from electra_dist.corpus.build_request import tokenizer_entry
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
+from electra_dist.data.shard import MEMBER_SUFFIX, Shard
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.interface import Store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+
+def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
+    """Check all shards (`*.tar`) in the top folder of `store`, and write vocab.txt and corpus.json for them.
+
+    The corpus has the shards in the order of their names. Nothing is written if a shard is refused.
+
+    Args:
+        store: folder or S3 prefix with the shards.
+        vocabulary: the vocabulary whose line numbers are the ids in the rows.
+        lowercase: whether the text was lower-cased and stripped of accents; recorded, not checked.
+
+    Raises:
+        UserError: a corpus.json exists already, or there is no shard.
+        ManifestMismatch: a shard is not a tar of rows, or its rows do not fit the vocabulary or the other shards.
+    """
+    if store.exists(MANIFEST_KEY):
+        raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
+    names = [key for key in store.list() if key.endswith(".tar") and "/" not in key]
+    if not names:
+        raise UserError(f"{store.url}: has no *.tar to index; give the folder or s3:// prefix that holds the shards")
+    entries = []
+    row_shape: tuple[int, np.dtype[Any]] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            path = store.local_path(name)
+            if path is None:
+                path = Path(folder) / "shard.tar"
+                store.fetch(name, path)
+            if row_shape is None:
+                row_shape = _row_shape(path, name)
+            seq_len, dtype = row_shape
+            entries.append(_index_shard(path, name, seq_len, dtype, vocabulary))
+    manifest = CorpusManifest(
+        seq_len=seq_len,
+        dtype="uint16" if dtype == np.uint16 else "uint32",
+        tokenizer=tokenizer_entry(vocabulary, lowercase),
+        builder={"indexed": True},
+        totals={"rows": sum(entry.rows for entry in entries), "tokens": sum(entry.tokens for entry in entries)},
+        shards=tuple(entries),
+    )
+    store.write(VOCAB_FILE, vocabulary.text.encode())
+    write_manifest(store, manifest)
+    return manifest
+
+
+def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
+    """Return the row length and the type of the first block in the shard at `path`; `name` is for errors.
+
+    Raises:
+        ManifestMismatch: the file is not a tar, has no block, or its first block is not rows of uint16 or uint32.
+    """
+    try:
+        member_name, block = _first_block(path)
+    except (tarfile.TarError, ValueError) as error:
+        raise ManifestMismatch(
+            f"{name}: not a tar of *{MEMBER_SUFFIX} blocks ({error}); remove the file or write it again"
+        ) from None
+    if block is None:
+        raise ManifestMismatch(f"{name}: has no *{MEMBER_SUFFIX} member; remove the file or write it again")
+    if block.ndim != 2 or block.dtype not in (np.uint16, np.uint32):
+        raise ManifestMismatch(
+            f"{name}: {member_name} holds {block.dtype} {block.shape}; write rows as [n, seq_len] uint16 or uint32"
+        )
+    return block.shape[1], block.dtype
+
+
+def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
+    """Return the name and the array of the first member of a tar that is a block of rows; ("", None) without one."""
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            if not member.name.endswith(MEMBER_SUFFIX):
+                continue
+            stream = tar.extractfile(member)
+            if stream is not None:  # None for a member that is not a file
+                return member.name, np.load(io.BytesIO(stream.read()), allow_pickle=False)
+    return "", None
+
+
+def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
+    """Check all rows of the shard at `path`, and return its entry for corpus.json.
+
+    Raises:
+        ManifestMismatch: a block does not hold rows of `seq_len` ids of `dtype`, or a row cannot be trained on.
+    """
+    shard = Shard(path, seq_len, dtype)
+    try:
+        rows = shard.rows(np.arange(shard.num_rows))
+    finally:
+        shard.close()
+    is_pad = rows == vocabulary.special["[PAD]"]
+    fault = _fault_of_rows(rows, is_pad, vocabulary)
+    if fault is not None:
+        raise ManifestMismatch(f"{name}: {fault}; give the --vocab of these rows, or write this shard again")
+    return ShardEntry(
+        name=name,
+        rows=len(rows),
+        tokens=int(np.count_nonzero(~is_pad)),
+        bytes=path.stat().st_size,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
+    """Return why the rows of a shard cannot be trained on; None if they can.
+
+    Args:
+        rows: ids, [rows, seq_len].
+        is_pad: where `rows` is [PAD], same shape.
+        vocabulary: the vocabulary of the ids.
+    """
+    if not len(rows):
+        return "has no rows"
+    if rows.max() >= vocabulary.size:
+        return f"holds id {rows.max()}, but the vocabulary has {vocabulary.size} entries"
+    if (rows[:, 0] != vocabulary.special["[CLS]"]).any():
+        return "has a row that does not begin with [CLS]"
+    if (is_pad[:, :-1] & ~is_pad[:, 1:]).any():
+        return "has a row with [PAD] before its end"
+    return None

@@ -1,0 +1,99 @@
+"""Process chunks in worker processes, and return the results in the order of the chunks.
+
+Guarantee: results come in the order of the chunks; at most two chunks per worker are in memory; the workers end with
+the main process, even if that is killed with SIGKILL.
+
+How: a `ProcessPoolExecutor` of spawned processes, which inherit no locks or threads, and a window of futures. With one
+worker the calling process does the work itself. Each worker tokenizes in one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rules
+from electra_dist.errors import UserError
+
+_processor: ChunkProcessor | None = None  # one per worker process, created by _start_worker
+
+
+def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
+    """Turn chunks of documents into rows, and yield each chunk with its rows, in the order of `chunks`.
+
+    The yielded chunks have no documents, to save memory. `chunks` is read only as far as the workers need it. Close
+    the generator if you do not exhaust it, which ends the workers.
+
+    Args:
+        chunks: the chunks, read in the calling process.
+        rules: parameters of the rows.
+        num_workers: processes; 1 means that the calling process does the work.
+
+    Raises:
+        UserError: a worker process was killed, for example because memory ran out.
+    """
+    if num_workers == 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        processor = ChunkProcessor(rules)
+        for chunk in chunks:
+            yield _without_documents(chunk), processor.process(chunk)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules,)
+    )
+    window: deque[tuple[Chunk, Future[ChunkRows]]] = deque()
+    try:
+        for chunk in chunks:
+            window.append((_without_documents(chunk), pool.submit(_process, chunk)))
+            if len(window) >= 2 * num_workers:
+                oldest, future = window.popleft()
+                yield oldest, future.result()
+        while window:
+            oldest, future = window.popleft()
+            yield oldest, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a corpus worker was killed (out of memory?); run the command again with fewer --workers: finished "
+            "shards are kept"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _without_documents(chunk: Chunk) -> Chunk:
+    """Return a copy of a chunk without its documents, whose text need not stay in memory until the rows are ready."""
+    return dataclasses.replace(chunk, documents=[])
+
+
+def _start_worker(rules: Rules) -> None:
+    """Set up a worker process before its first chunk.
+
+    It builds the tokenizer, ignores SIGINT (the main process handles Ctrl-C), and starts a thread that ends the worker
+    when the main process has ended, even if that was killed.
+    """
+    global _processor
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _processor = ChunkProcessor(rules)
+
+
+def _exit_with_parent() -> None:
+    """Wait until the main process has ended, then end this worker process at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _process(chunk: Chunk) -> ChunkRows:
+    """Return the rows of a chunk of documents. Runs in a worker process that `_start_worker` has set up."""
+    assert _processor is not None
+    return _processor.process(chunk)

@@ -1,0 +1,185 @@
+"""Cache shards in a folder of the node, so that each is fetched at most once for all ranks and jobs of the node.
+
+Guarantee: a file `<sha256>.tar` in the folder is complete and had that digest when it received its name. Every other
+file is unfinished, and the next process that needs the shard deletes it; a process killed at any byte does no harm.
+Because names are digests, the shards of several corpora can share a folder, and a corpus that was built again never
+reads an old shard.
+
+How: one flock per shard. The process that holds it fetches the shard under another name (`store.fetch` resumes and
+retries), verifies the digest and renames the file. Wrong bytes are fetched again a few times; after that the run ends
+with an error that names the object. Deleting the shards that were not used for longest keeps the folder below
+`limit_bytes` and the disk from filling up. A shard that any process has open, and on which it holds a shared flock, is
+not deleted.
+
+Cost: one SHA-256 per fetch, and a listing of the folder when the limit or the end of the disk is near.
+
+Limits: the file system must support flock, as every local disk does. The limit is exceeded rather than a shard in use
+deleted, and it does not count bytes that other downloads are about to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
+from electra_dist.store.atomic_files import file_sha256, readable, writable
+from electra_dist.store.interface import Store
+
+_FETCHES = 5  # Attempts at a shard whose bytes come out wrong.
+_SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
+_SHARD_SUFFIX = ".tar"
+_UNVERIFIED_SUFFIX = ".unverified"
+
+
+class NodeCache:
+    """Cache folder of a node for the shards of any corpora; threads, processes and jobs can share the folder."""
+
+    def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
+        """Remember the folder; nothing is touched until the first fetch.
+
+        Args:
+            directory: Folder on a disk of this node; created when needed.
+            limit_bytes: Limit on the size of the folder; None for the free space of the disk.
+        """
+        self.refetches = 0  # shards fetched again because their bytes were wrong
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+
+    def path(self, entry: ShardEntry) -> Path:
+        """Return the path of a shard in the folder, where `ensure` puts it."""
+        return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
+
+    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
+        """Fetch a shard into the folder unless it is already there; waits while another process fetches it.
+
+        Args:
+            store: Store of the corpus.
+            entry: The shard's entry in the manifest.
+            verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
+
+        Raises:
+            StoreError: The store or the folder refuses access, or the disk is full.
+            StoreExhausted: The correct bytes could not be fetched.
+        """
+        path = self.path(entry)
+        if _is_good(path, entry, verify):  # Without the lock, so that the ranks of a node verify at the same time.
+            return
+        with self._locked(entry.sha256):
+            if _is_good(path, entry, verify):
+                return
+            for leftover in self._directory.glob(f"*{entry.sha256}.*"):
+                leftover.unlink(missing_ok=True)
+            self._fetch(store, entry)
+
+    def _fetch(self, store: Store, entry: ShardEntry) -> None:
+        """Fetch a shard, verify its digest, then rename it to its final name. The caller must hold the shard's lock.
+
+        Raises:
+            StoreExhausted: The bytes were wrong `_FETCHES` times.
+        """
+        unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
+        for _ in range(_FETCHES):
+            self._make_room(entry.bytes)
+            store.fetch(entry.name, unverified, must_exist=True)
+            if file_sha256(unverified) == entry.sha256:
+                unverified.replace(self.path(entry))
+                return
+            unverified.unlink()
+            self.refetches += 1
+        raise StoreExhausted(
+            f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times in a row: their sha256 is not "
+            f"{entry.sha256[:12]}..., which corpus.json lists; restore this shard or build the corpus again"
+        )
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Delete the least recently used shards until `needed_bytes` more fit into the folder and on its disk.
+
+        Raises:
+            StoreError: The disk is full although nothing is left to delete.
+        """
+        if self._excess_bytes(needed_bytes) <= 0:
+            return
+        with self._locked("eviction"):
+            shards = sorted(self._directory.glob(f"*{_SHARD_SUFFIX}"), key=_last_used)
+            for path in shards:
+                if self._excess_bytes(needed_bytes) <= 0:
+                    return
+                _delete_unless_in_use(path)
+        free_bytes = shutil.disk_usage(self._directory).free
+        if free_bytes < needed_bytes:
+            raise StoreError(
+                f"{self._directory}: disk full: {free_bytes} bytes free, {needed_bytes} needed for the next shard, "
+                "nothing left to evict; free space there, or set data.cache_dir to a larger disk"
+            )
+
+    def _excess_bytes(self, needed_bytes: int) -> int:
+        """Return how many bytes must be deleted before `needed_bytes` more fit; 0 or less if they fit now."""
+        excess_bytes = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self._directory).free
+        if self._limit_bytes is not None:
+            stats = [_stat(path) for path in self._directory.iterdir()]
+            used_bytes = sum(stat.st_size for stat in stats if stat is not None)
+            excess_bytes = max(excess_bytes, used_bytes + needed_bytes - self._limit_bytes)
+        return excess_bytes
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold an exclusive lock of this folder during the `with` block.
+
+        The lock is between processes and between threads. It is released when the block or the process ends.
+
+        Args:
+            name: Name of the lock, which is a file in locks/.
+
+        Raises:
+            StoreError: The folder is not writable, or its file system has no locks.
+        """
+        path = self._directory / "locks" / name
+        with writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                raise StoreError(
+                    f"{self._directory}: no file locks in this folder ({error.strerror}); set data.cache_dir to a "
+                    "local disk"
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return the file's status, or None if another process has just deleted or renamed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat()
+    return None
+
+
+def _is_good(path: Path, entry: ShardEntry, verify: bool) -> bool:
+    """Return whether the file exists and has the size of the shard and, if `verify` is set, its digest."""
+    try:
+        with readable(path):
+            return path.stat().st_size == entry.bytes and (not verify or file_sha256(path) == entry.sha256)
+    except StoreMissing:
+        return False
+
+
+def _last_used(path: Path) -> float:
+    """Return the Unix time at which a shard was last opened, which is its modification time; 0 if it is gone."""
+    stat = _stat(path)
+    return stat.st_mtime if stat else 0.0
+
+
+def _delete_unless_in_use(path: Path) -> None:
+    """Delete a shard unless a process holds a shared flock on it, as every process does that has it open."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()

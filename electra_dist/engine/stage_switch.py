@@ -1,0 +1,105 @@
+"""Train in two stages: first the generator alone, then the discriminator, which starts as a copy of it.
+
+Guarantee: at the step `objective.generator_only_steps`, before its forward, every fp32 master of the discriminator and
+its embeddings equals the generator's, bit for bit, with moments of zero, at any ZeRO stage and number of ranks. The
+inactive tower has learning rate 0, so neither momentum nor decay moves it. A run that is stopped and started again
+before, at or after the switch repeats an uninterrupted one: a checkpoint of that step holds the state before the copy.
+
+Cost: one all-reduce of each copied parameter, once per run.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from electra_dist.config import ObjectiveConfig
+from electra_dist.engine.engine import Engine
+from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
+
+# Name prefixes: parameters of the generator, and what they are copied to.
+_COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "towers.discriminator_embeddings."}
+
+
+class Stages:
+    """The schedule of two-stage training: first only the generator learns, then only the discriminator.
+
+    The discriminator begins as a copy of the generator. Call `enter` before every step. For a run without two-stage
+    training it does nothing.
+    """
+
+    def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
+        """Store the engine and the length of the first stage; nothing changes before the first call of `enter`.
+
+        Args:
+            engine: its parameter groups must be those of `parameter_groups` for a `TwoStageDetection`.
+            objective: gives `generator_only_steps`; 0 means that both towers learn together.
+        """
+        self._engine = engine
+        self._first_steps = objective.generator_only_steps
+        self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
+
+    def enter(self, step: int) -> bool:
+        """Set the learning rates for `step` and, if the second stage begins at it, copy the generator. Collective.
+
+        Call it before every step, also before a step that is skipped. After a restart the first call restores the
+        learning rates of the stage.
+
+        Args:
+            step: number of the step that is about to run, from 0.
+
+        Returns:
+            True if the second stage begins at `step`: the loss is another one from now on.
+        """
+        if not self._first_steps:
+            return False
+        in_first = step < self._first_steps
+        if in_first != self._in_first:
+            self._in_first = in_first
+            self._activate_tower(is_generator=in_first)
+        is_switch = step == self._first_steps
+        if is_switch:
+            copy_generator(self._engine)
+        return is_switch
+
+    def _activate_tower(self, *, is_generator: bool) -> None:
+        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for the other tower's."""
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr_scale"] = float(group["is_generators"] == is_generator)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            # Stage 3 keeps the last gradient of a parameter that has none now, and counts it in the norm.
+            optimizer.grad_partitions_flat_buffer.zero_()
+
+
+def copy_generator(engine: Engine) -> None:
+    """Copy the generator and its embeddings over the discriminator's, and set the copies' moments to zero. Collective.
+
+    The copied values are the fp32 masters, so the copy is exact at every ZeRO stage. Each parameter is assembled on
+    all ranks by one all-reduce over a buffer of its whole size. Parameters of the discriminator that the generator
+    does not have (its head) stay as they are.
+    """
+    module = engine.deepspeed.module
+    optimizer = engine.optimizer
+    held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
+    owned = {fragment.name: fragment for fragment in owned_fragments(module, optimizer)}
+    for name, shape in parameter_shapes(module).items():
+        prefix = next((prefix for prefix in _COPIES if name.startswith(prefix)), None)
+        if prefix is None:
+            continue
+        # Each element is owned by exactly one rank and zero on the others, so that the sum is the master itself.
+        whole = torch.zeros(torch.Size(shape).numel(), device=engine.device)
+        if name in owned:
+            source = owned[name]
+            whole[source.start : source.start + source.numel] = source.views["master"]
+        dist.all_reduce(whole)
+        target = held.get(_COPIES[prefix] + name.removeprefix(prefix))
+        if target is None:
+            continue  # this rank holds no part of it
+        for kind, view in target.views.items():
+            if kind == "master":
+                view.copy_(whole[target.start : target.start + target.numel])
+            else:
+                view.zero_()
+    publish(optimizer)

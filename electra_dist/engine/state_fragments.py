@@ -1,0 +1,289 @@
+"""Locate each rank's share of the training state as named ranges ("fragments"), at every ZeRO stage.
+
+Guarantee: over all ranks the fragments cover every element of every parameter exactly once, with its fp32 master and
+both moments as writable 1-D views. Saving copies out of the views; loading copies into them and calls `publish`.
+Fragments do not depend on the number of ranks that a checkpoint was written with, so any number may load it.
+
+How: through the partition maps that DeepSpeed's own universal checkpoint uses: `param._hp_mapping` at stages 1 and 2
+and for BF16_Optimizer, `grad_position` at stage 3. At stage 0 every rank holds all; the ranks share the writing.
+
+Limits: tested with DeepSpeed 0.19.8. An unknown layout is refused with `RuntimeError`, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from electra_dist.checkpoint.checkpoint_manifest import KINDS
+from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
+
+assert ("master", *MOMENTS) == KINDS
+
+_TESTED_VERSION = "0.19.8"  # of DeepSpeed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MasterSlice:
+    """The part of one parameter's fp32 master that this rank keeps.
+
+    `flat[offset : offset + numel]` holds the elements [start, start + numel) of the flattened parameter.
+    """
+
+    name: str
+    start: int
+    numel: int
+    flat: torch.Tensor  # what the optimizer updates: a partition of many parameters, or at stage 0 the parameter
+    offset: int
+
+
+# Returns the slice of a parameter (given its name and itself), or None if this rank keeps nothing of it.
+_Locator = Callable[[str, nn.Parameter], _MasterSlice | None]
+
+
+def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
+    """Return the ranges of parameters ("fragments") that this rank writes into a checkpoint.
+
+    Every element of every parameter is in exactly one fragment of exactly one rank. At ZeRO stages 1 to 3 they are the
+    partitions of this rank. At stage 0, where every rank holds everything, each parameter is cut into one part per
+    rank. Not collective, but it needs the process group.
+
+    Args:
+        module: the module under the engine (`engine.deepspeed.module`).
+        optimizer: the optimizer that deepspeed.initialize returned (`engine.optimizer`).
+
+    Returns:
+        Fragments in the module's parameter order, whose fp32 views alias the live state.
+
+    Raises:
+        RuntimeError: the layout of DeepSpeed's state is unknown.
+    """
+    return _fragments(module, optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
+    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint.
+
+    At ZeRO stage 0 they cover every parameter whole; at stages 1 to 3 they are the fragments that this rank owns.
+    After overwriting their views call `publish`, so that the forward pass uses the new values.
+
+    Args:
+        module: the module under the engine (`engine.deepspeed.module`).
+        optimizer: the optimizer that deepspeed.initialize returned (`engine.optimizer`).
+
+    Returns:
+        Fragments in the module's parameter order, whose fp32 views alias the live state.
+
+    Raises:
+        RuntimeError: the layout of DeepSpeed's state is unknown.
+    """
+    return _fragments(module, optimizer, 0, 1)
+
+
+def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
+    """Return this rank's ranges of all parameters ("fragments"), with views of their fp32 masters and moments.
+
+    Moments that do not exist yet, as before the first step, are created with zeros.
+
+    Args:
+        module: the module under the engine.
+        optimizer: the optimizer that deepspeed.initialize returned.
+        share: at ZeRO stage 0, the number of the part that is returned of each parameter.
+        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into.
+
+    Raises:
+        RuntimeError: the layout of DeepSpeed's state is unknown, or a tensor of it is not fp32.
+    """
+    base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
+    fragments = []
+    for master in _master_slices(module, optimizer, share, num_shares):
+        (exp_avg,), (exp_avg_sq,) = moments_of(base, [master.flat])
+        if not isinstance(base, ForeachAdamW):
+            # Fused Adams count steps; without bias correction they never use the count.
+            base.state[master.flat].setdefault("step", 0)
+        views = {}
+        for kind, tensor in zip(KINDS, (master.flat, exp_avg, exp_avg_sq)):
+            view = tensor.detach().reshape(-1).narrow(0, master.offset, master.numel)
+            if view.dtype != torch.float32:
+                raise RuntimeError(
+                    f"{kind} of parameter {master.name} is {view.dtype}, but checkpoints hold float32; install "
+                    f"deepspeed=={_TESTED_VERSION}"
+                )
+            views[kind] = view
+        fragments.append(Fragment(name=master.name, start=master.start, numel=master.numel, views=views))
+    return fragments
+
+
+def publish(optimizer: Any) -> None:
+    """Copy overwritten fp32 masters to the parameters that the forward pass reads, on all ranks. Collective.
+
+    Call it after the views of the fragments were overwritten. At ZeRO stage 0 it does nothing, because the masters
+    are the parameters.
+
+    Args:
+        optimizer: the optimizer that deepspeed.initialize returned.
+    """
+    if isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _publish_stage3(optimizer)
+
+
+def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Copy the fp32 masters of ZeRO stage 3 to the partitioned parameters. Collective.
+
+    Small parameters, which DeepSpeed keeps gathered on every rank ("persistent"), are partitioned first and gathered
+    again at the end, because their gathered copies hold the old values.
+    """
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+    for master_group, low_precision_group, partitions in zip(
+        optimizer.fp32_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups,
+    ):
+        low_precision_group.data.copy_(master_group.data)
+        updated_partitions = optimizer.unflatten(low_precision_group, partitions)
+        for partition, updated in zip(partitions, updated_partitions):
+            partition.data = updated.data
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Return the aliases of shared parameters: each alias with the name under which the parameter is stored.
+
+    The stored name is the first one in the module's order. Parameters with one name only are left out.
+    """
+    stored_names: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        stored_name = stored_names.setdefault(id(parameter), name)
+        if stored_name != name:
+            aliases[name] = stored_name
+    return aliases
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Return the whole shape of every parameter by its name; a shared parameter is listed once.
+
+    Under ZeRO stage 3, where the tensors themselves are partitioned, it is the shape before partitioning.
+    """
+    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> Iterator[_MasterSlice]:
+    """Yield this rank's slice of each parameter's fp32 master, in the module's order; empty slices are left out.
+
+    Args:
+        module: the module under the engine.
+        optimizer: the optimizer that deepspeed.initialize returned; its class identifies the layout.
+        share: at ZeRO stage 0, the number of the part that is yielded of each parameter.
+        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into.
+
+    Raises:
+        RuntimeError: the layout of DeepSpeed's state is unknown.
+    """
+    locate: _Locator
+    if isinstance(optimizer, BF16_Optimizer):
+        locate = _linked_locator(optimizer.fp32_groups_flat_partition)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        locate = _linked_locator(optimizer.single_partition_of_fp32_groups)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        locate = _stage3_locator(optimizer)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        locate = _replicated_locator(share, num_shares)
+    else:
+        raise RuntimeError(
+            f"checkpoints do not support DeepSpeed's {type(optimizer).__name__}; install deepspeed=={_TESTED_VERSION}"
+        )
+    for name, parameter in module.named_parameters():
+        master = locate(name, parameter)
+        if master is not None and master.numel > 0:
+            yield master
+
+
+def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
+    """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2.
+
+    DeepSpeed records the place of each parameter in this rank's flat partitions in `parameter._hp_mapping`, which is
+    None for a parameter that lies wholly on other ranks.
+
+    Args:
+        flat_partitions: this rank's fp32 partition of each parameter group, 1-D.
+    """
+
+    def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
+        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks."""
+        if not hasattr(parameter, "_hp_mapping"):
+            raise RuntimeError(
+                f"DeepSpeed has not linked parameter {name} to its fp32 partition; install "
+                f"deepspeed=={_TESTED_VERSION}"
+            )
+        link = parameter._hp_mapping
+        if link is None:
+            return None
+        in_parameter = link.lp_fragment_address
+        in_partition = link.hp_fragment_address
+        return _MasterSlice(
+            name=name,
+            start=in_parameter.start,
+            numel=in_parameter.numel,
+            flat=flat_partitions[link.param_group_index],
+            offset=in_partition.start,
+        )
+
+    return locate
+
+
+def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
+    """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3.
+
+    Every parameter is cut into one equal partition per rank. The last partitions may be padding in part or as a whole;
+    padding is not part of a slice.
+    """
+    rank = dist.get_rank()
+
+    def locate(name: str, parameter: Any) -> _MasterSlice | None:
+        """Return this rank's partition of a parameter without the padding at its end; the slice may be empty."""
+        group, offset, partition_numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = rank * partition_numel
+        numel_without_padding = max(0, min(partition_numel, parameter.ds_numel - start))
+        return _MasterSlice(
+            name=name,
+            start=start,
+            numel=numel_without_padding,
+            flat=optimizer.fp32_partitioned_groups_flat[group],
+            offset=offset,
+        )
+
+    return locate
+
+
+def _replicated_locator(share: int, num_shares: int) -> _Locator:
+    """Return a function that finds one part of a parameter, for ZeRO stage 0.
+
+    Every rank holds every parameter whole and in fp32, so each rank can take any part of it.
+
+    Args:
+        share: number of the part of each parameter that is located, from 0.
+        num_shares: number of nearly equal parts that each parameter is cut into.
+    """
+
+    def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
+        """Return part number `share` of `num_shares` nearly equal parts of a parameter; the part may be empty."""
+        start = parameter.numel() * share // num_shares
+        end = parameter.numel() * (share + 1) // num_shares
+        return _MasterSlice(name=name, start=start, numel=end - start, flat=parameter, offset=start)
+
+    return locate

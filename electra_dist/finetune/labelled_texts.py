@@ -1,0 +1,196 @@
+"""Reads examples (texts and labels) from TSV and JSONL files, and encodes them as token ids.
+
+Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped. A
+column is given by its name in the header, or by its number in a file without a header (CoLA). Lines with too few
+columns (QQP has some) are left out and counted, as in the reference. Pairs that are too long lose the last token of
+the longer text until they fit, as in BERT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from electra_dist.errors import UserError
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.tokenizer import WordPieceTokenizer
+
+Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
+
+
+class Texts(NamedTuple):
+    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers."""
+
+    a: list[str]
+    b: list[str] | None  # None for a task on single texts
+    label: list[str]  # as written in the file, without surrounding white space
+    line: list[int]  # line of each example in the file, counted from 1
+    skipped: int  # number of lines that were left out because they have too few columns
+    file: Path
+    sha256: str  # of the bytes of the file
+
+    def sample(self, size: int) -> Texts:
+        """Return a random sample of `size` examples, always the same ones, in the order of the file.
+
+        If there are no more than `size` examples, all are returned.
+        """
+        if size >= len(self.a):
+            return self
+        rows = np.sort(np.random.default_rng(0).permutation(len(self.a))[:size]).tolist()
+        return self._replace(
+            a=[self.a[row] for row in rows],
+            b=None if self.b is None else [self.b[row] for row in rows],
+            label=[self.label[row] for row in rows],
+            line=[self.line[row] for row in rows],
+        )
+
+
+def find_file(places: Sequence[Path]) -> Path:
+    """Return the first of `places` that is a file.
+
+    Raises:
+        UserError: none of them is; the message lists all.
+    """
+    for place in places:
+        if place.is_file():
+            return place
+    others = f" (nor {', '.join(map(str, places[1:]))})" if places[1:] else ""
+    raise UserError(
+        f"{places[0]}: no such file{others}; pass the folder that contains it (--data, or --glue of a comparison)"
+    )
+
+
+def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
+    """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
+
+    Args:
+        file: UTF-8 text; blank lines are ignored.
+        text_a: column of the first text.
+        text_b: column of the second text; None for a task on single texts.
+        label: column of the label.
+
+    Raises:
+        UserError: the file is not UTF-8, has no examples, a column is missing, or a line is not a JSON object.
+    """
+    raw = file.read_bytes()
+    try:
+        lines = raw.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+    columns = [text_a, label] if text_b is None else [text_a, text_b, label]
+    numbered_lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if file.suffix == ".jsonl":
+        rows = _jsonl_rows(file, numbered_lines, columns)
+    else:
+        rows = _tsv_rows(file, numbered_lines, columns)
+    complete_rows = [(number, cells) for number, cells in rows if cells is not None]
+    if not complete_rows:
+        raise UserError(f"{file}: no examples; add at least one line with all columns")
+    return Texts(
+        a=[cells[0] for _, cells in complete_rows],
+        b=None if text_b is None else [cells[1] for _, cells in complete_rows],
+        label=[cells[-1].strip() for _, cells in complete_rows],
+        line=[number for number, _ in complete_rows],
+        skipped=len(rows) - len(complete_rows),
+        file=file,
+        sha256=hashlib.sha256(raw).hexdigest(),
+    )
+
+
+def encode_texts(
+    a: Sequence[str], b: Sequence[str] | None, tokenizer: WordPieceTokenizer, special: SpecialIds, max_length: int
+) -> list[list[int]]:
+    """Encode each example as `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`.
+
+    Args:
+        a: first texts.
+        b: second texts, as many as in `a`; None for single texts. An empty second text is left out with its [SEP].
+        tokenizer: the model's tokenizer.
+        special: ids of [CLS] and [SEP].
+        max_length: longest row in tokens, with the special tokens; longer examples are truncated.
+    """
+    first_texts = tokenizer.encode(a)
+    if b is None:
+        return [[special.cls, *ids[: max_length - 2], special.sep] for ids in first_texts]
+    rows = []
+    for first, second in zip(first_texts, tokenizer.encode(b), strict=True):
+        first, second = truncate_pair(first, second, max_length - 3)
+        row = [special.cls, *first, special.sep]
+        if second:
+            row += [*second, special.sep]
+        rows.append(row)
+    return rows
+
+
+def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
+    """Cut two rows of ids so that together they have at most `max_total`.
+
+    The longer one loses its last id until both fit; of two equally long ones, the second does.
+    """
+    first_length = len(first)
+    second_length = len(second)
+    while first_length + second_length > max_total:
+        if first_length > second_length:
+            first_length -= 1
+        else:
+            second_length -= 1
+    return first[:first_length], second[:second_length]
+
+
+Row = tuple[int, list[str] | None]  # line number, and the requested columns; None if the line has too few columns
+
+
+def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
+    """Split numbered lines at tabs and select columns; if columns are given by name, the first line is the header.
+
+    Raises:
+        UserError: the header lacks a column.
+    """
+    indices = [column for column in columns if isinstance(column, int)]
+    if not indices:
+        header = [name.strip() for name in lines[0][1].split("\t")] if lines else []
+        missing = [column for column in columns if column not in header]
+        if missing:
+            raise UserError(
+                f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}: "
+                f"name one of these, or correct the header"
+            )
+        indices = [header.index(str(column)) for column in columns]
+        lines = lines[1:]
+    rows: list[Row] = []
+    for number, line in lines:
+        cells = line.split("\t")
+        if len(cells) > max(indices):
+            rows.append((number, [cells[index] for index in indices]))
+        else:
+            rows.append((number, None))
+    return rows
+
+
+def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
+    """Parse numbered lines as JSON objects and select keys; values that are not strings are converted with `str`.
+
+    Raises:
+        UserError: a line is not a JSON object, or lacks a key.
+    """
+    rows: list[Row] = []
+    for number, line in lines:
+        try:
+            record: Any = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
+        missing = [column for column in columns if column not in record]
+        if missing:
+            raise UserError(
+                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(record)}: "
+                f"name one of these, or add the key"
+            )
+        rows.append((number, [str(record[str(column)]) for column in columns]))
+    return rows

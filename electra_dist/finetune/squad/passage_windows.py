@@ -1,0 +1,254 @@
+"""Turns SQuAD files into windows of token ids, and spans of tokens back into text of the passage.
+
+Guarantee: the windows of a passage together cover every token, and neighbouring windows start `doc_stride` tokens
+apart. Each token is owned by one window: the one in which the smaller of its contexts to the left and to the right is
+largest (the reference's `max context`). An answer is the text of the passage from the first character of its first
+token to the last character of its last token, so a prediction is text of the file, not of the vocabulary.
+
+Training uses the first gold answer. If the text at `answer_start` differs from it, the nearest occurrence in the
+passage is used; a question whose answer does not occur in the passage is left out of training and counted.
+
+Source: google-research/electra, finetune/qa/qa_tasks.py, which aligns answers by words and a heuristic; the character
+offsets of tokens are used instead, which are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.tokenizer import WordPieceTokenizer
+
+
+class Question(NamedTuple):
+    """One question of a SQuAD file, with its gold answers."""
+
+    id: str
+    text: str
+    passage: int  # number of its passage in the file, counted from 0
+    answers: tuple[str, ...]  # gold answers; empty for a question without an answer
+    start: int  # index in the passage of the first character of answers[0]; -1 if it does not occur there
+
+
+class SquadFile(NamedTuple):
+    """Contents of a SQuAD file: all passages, and all questions with the numbers of their passages."""
+
+    passages: list[str]
+    questions: list[Question]
+
+
+class Passage(NamedTuple):
+    """Passage of a SQuAD file, as text and as tokens with their positions in the text."""
+
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]  # [start, end) of each token, in characters of the text
+
+    def answer(self, first: int, last: int) -> str:
+        """Return the text from token `first` to token `last`, both included.
+
+        Combining marks that follow the last token are included: the tokenizer strips them, so no token covers them.
+        """
+        start = self.offsets[first][0]
+        end = self.offsets[last][1]
+        while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":
+            end += 1
+        return self.text[start:end]
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first and the last token that overlap the characters [start, end); (0, -1) if none does."""
+        overlapping = [
+            number
+            for number, (token_start, token_end) in enumerate(self.offsets)
+            if token_start < end and token_end > start
+        ]
+        if not overlapping:
+            return 0, -1
+        return overlapping[0], overlapping[-1]
+
+
+class AnswerWindow(NamedTuple):
+    """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`."""
+
+    question: int  # number of the question within the file
+    ids: list[int]
+    offset: int  # position in `ids` of the first passage token of the window
+    first: int  # number of that token within the passage
+    owned: list[bool]  # for each passage token of the window: whether this window has the most context for it
+
+
+def read_squad(file: Path, version: int) -> SquadFile:
+    """Read all passages and questions of a SQuAD JSON file.
+
+    Args:
+        file: JSON in the official format, UTF-8.
+        version: 1 or 2; version 2 files have `is_impossible` for every question.
+
+    Raises:
+        UserError: the file is not a SQuAD file of that version, or has no questions.
+    """
+    try:
+        articles = json.loads(file.read_text("utf-8"))["data"]
+        passages: list[str] = []
+        questions: list[Question] = []
+        for article in articles:
+            for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
+                for entry in paragraph["qas"]:
+                    questions.append(_parse_question(entry, len(passages), context, version))
+                passages.append(context)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
+        ) from None
+    if not questions:
+        raise UserError(f"{file}: no questions; replace it with a SQuAD {version} file that has some")
+    return SquadFile(passages, questions)
+
+
+def _parse_question(entry: dict[str, Any], passage: int, context: str, version: int) -> Question:
+    """Convert one entry of the list `qas` of a SQuAD file; `passage` is the number of its passage, `context` the text.
+
+    Raises:
+        ValueError: the question should have an answer and has none.
+        KeyError: the entry lacks a key of this version's format.
+    """
+    is_impossible = version == 2 and entry["is_impossible"]
+    if is_impossible:
+        return Question(entry["id"], entry["question"], passage, answers=(), start=-1)
+    if not entry["answers"]:
+        raise ValueError(f"question {entry['id']} has no answer")
+    answers = tuple(answer["text"] for answer in entry["answers"])
+    start = _nearest_occurrence(context, answers[0], entry["answers"][0]["answer_start"])
+    return Question(entry["id"], entry["question"], passage, answers, start)
+
+
+def _nearest_occurrence(context: str, answer: str, start: int) -> int:
+    """Return where `answer` occurs in `context` nearest to index `start`, as a character index; -1 if nowhere."""
+    if context.startswith(answer, start):
+        return start
+    before = context.rfind(answer, 0, start + len(answer))
+    after = context.find(answer, start)
+    occurrences = [index for index in (before, after) if index >= 0]
+    return min(occurrences, key=lambda index: abs(index - start), default=-1)
+
+
+def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list[Passage]:
+    """Tokenize each passage, without special tokens and without truncation, with the offsets of its tokens."""
+    return [Passage(text, *tokenizer.encode_with_offsets(text)) for text in texts]
+
+
+def make_windows(
+    number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
+) -> list[AnswerWindow]:
+    """Build the windows of one question: rows with the question and consecutive, overlapping parts of its passage.
+
+    Args:
+        number: number of the question within the file.
+        query: ids of the question, without special tokens; truncated to `settings.max_query`.
+        passage: the passage in tokens.
+        special: ids of [CLS] and [SEP].
+        settings: `max_length` and `doc_stride` determine the windows, in tokens.
+
+    Returns:
+        The windows in the order of the passage; none for a passage without tokens.
+
+    Raises:
+        UserError: `max_length` leaves no room for the passage beside the question.
+    """
+    query = query[: settings.max_query]
+    num_special = 3  # [CLS] and two [SEP]
+    room = settings.max_length - len(query) - num_special
+    if room < 1:
+        raise UserError(
+            f"max_length {settings.max_length} leaves no room for the passage beside a question of {len(query)} "
+            f"tokens; raise max_length or lower max_query"
+        )
+    spans = window_spans(len(passage.ids), room, settings.doc_stride)
+    owners = _owners(spans, len(passage.ids))
+    head = [special.cls, *query, special.sep]
+    return [
+        AnswerWindow(
+            question=number,
+            ids=[*head, *passage.ids[start:end], special.sep],
+            offset=len(head),
+            first=start,
+            owned=[owners[token] == window for token in range(start, end)],
+        )
+        for window, (start, end) in enumerate(spans)
+    ]
+
+
+def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
+    """Return the range [start, end) of passage tokens in each of the windows that cover a passage.
+
+    Args:
+        num_tokens: tokens of the passage; 0 gives no window.
+        room: most passage tokens in a window.
+        stride: distance between the starts of neighbouring windows; it is lowered to `room`, so no token is skipped.
+    """
+    spans = []
+    start = 0
+    while start < num_tokens:
+        end = min(start + room, num_tokens)
+        spans.append((start, end))
+        if end == num_tokens:
+            break
+        start += min(end - start, stride)
+    return spans
+
+
+def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
+    """Return the training target of a window: (start position, end position, 1 if the question has no answer).
+
+    Positions are indices into the window's ids. Both are 0, the position of [CLS], if the window does not contain the
+    whole answer.
+
+    Args:
+        window: the window.
+        first: first token of the answer, numbered within the passage.
+        last: last token of the answer; below `first` for an empty answer.
+        impossible: whether the question has no answer.
+    """
+    end = window.first + len(window.owned)
+    if impossible or not window.first <= first <= last < end:
+        return 0, 0, int(impossible)
+    shift = window.offset - window.first
+    return first + shift, last + shift, 0
+
+
+def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
+    """Return for each token of a passage the number of the window that owns it, the one with the most context.
+
+    `spans` are the ranges [start, end) of passage tokens in each window; see `_owner` for the context.
+    """
+    if len(spans) <= 1:
+        return [0] * num_tokens
+    return [_owner(spans, token) for token in range(num_tokens)]
+
+
+def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
+    """Return the number of the window in which `token` has the most context, the first of equally good ones.
+
+    The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
+    token of the window, which favors the longer of two windows.
+
+    Source: `max context` of the reference, finetune/qa/qa_tasks.py.
+    """
+
+    def context(window: int) -> float:
+        """Return the context that `token` has in one window."""
+        start, end = spans[window]
+        left = token - start
+        right = end - 1 - token
+        return min(left, right) + 0.01 * (end - start)
+
+    containing = [window for window, (start, end) in enumerate(spans) if start <= token < end]
+    return max(containing, key=context)

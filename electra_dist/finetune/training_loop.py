@@ -1,0 +1,186 @@
+"""Runs the training and prediction loops of fine-tuning in one process on one device.
+
+Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A seed that was interrupted
+and is started again therefore ends with the same numbers: bit for bit on a CPU with the same number of threads. Rows
+come from one infinite sequence, a new keyed permutation in each pass; step t takes its rows
+[t * batch, (t + 1) * batch). There are int(examples * epochs / batch) steps, at least one.
+
+How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
+multiple of 8. Prediction processes the rows in order of length.
+
+Cost: one forward and backward of the encoder per step; losses are copied to the host every 16 steps, so the device is
+rarely synchronized.
+
+Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from electra_kernels.keyed_random import Purpose, derive_seed
+
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
+from electra_dist.finetune.task_heads import TaskModel
+from electra_dist.model.encoder import DropoutKeys
+
+T = TypeVar("T")
+Ids = Sequence[Sequence[int]]
+Progress = Callable[[str, int, int], None]  # called with (activity, parts done, parts in total)
+
+# The seed of the keyed dropout is derived with this number where torch's dropout uses the step. No step reaches it,
+# so the two kinds of dropout never share a seed.
+_KEYED_DROPOUT = 2**32 - 1
+_PAD_TO = 8  # padded lengths are multiples of this, in tokens
+_CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronizes with the device
+
+
+class Examples(NamedTuple):
+    """Training examples of a task: one row of token ids without padding and one target per example."""
+
+    ids: Ids
+    target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
+
+
+class Diverged(Exception):
+    """Error: the training loss became NaN or infinite; the message names the step."""
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Ignore a progress report. This is the default callback of functions that have a parameter `progress`."""
+
+
+def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
+    """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1."""
+    return max(1, int(num_examples * settings.epochs / settings.batch))
+
+
+def fit(
+    model: TaskModel,
+    num_layers: int,
+    examples: Examples,
+    settings: FinetuneConfig,
+    seed: int,
+    progress: Progress = quiet,
+) -> float:
+    """Train `model` in place, on the device where its parameters are.
+
+    Args:
+        model: an encoder with a task head; left in training mode.
+        num_layers: transformer layers of the encoder, for the layer-wise learning rates.
+        examples: the training rows and their targets, on the host.
+        settings: schedule, batch size and optimizer settings.
+        seed: determines the order of the rows and the dropout. Torch's global generator is restored at the end.
+        progress: called every 16 steps, and after the last, with ("train", steps done, steps in total).
+
+    Returns:
+        The mean training loss of the last tenth of the steps (of the last step if there are fewer than 20).
+
+    Raises:
+        Diverged: the loss became NaN or infinite; the message names the step.
+    """
+    device = next(model.parameters()).device
+    num_steps = count_steps(len(examples.ids), settings)
+    optimizer = layerwise_adamw(model, num_layers, settings)
+    row_numbers = row_sequence(len(examples.ids), seed)
+    losses: list[torch.Tensor] = []
+    model.train()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for step in range(num_steps):
+            batch_rows = [next(row_numbers) for _ in range(settings.batch)]
+            loss = _batch_loss(model, examples, batch_rows, seed, step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm, foreach=True)
+            set_step(optimizer, schedule(step, num_steps, settings))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            is_last = step == num_steps - 1
+            if step % _CHECK_EVERY == 0 or is_last:
+                _check_finite(losses)
+                progress("train", step + 1, num_steps)
+    last_losses = losses[-max(1, num_steps // 10) :]
+    return float(torch.stack(last_losses).mean())
+
+
+@torch.no_grad()
+def predict(
+    function: Callable[[torch.Tensor], T],
+    ids: Ids,
+    pad: int,
+    batch: int,
+    device: torch.device,
+    progress: Progress = quiet,
+) -> Iterator[tuple[list[int], T]]:
+    """Apply `function` to all rows in batches, longest rows first, without gradients.
+
+    Args:
+        function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast.
+        ids: rows of token ids without padding.
+        pad: id of the padding token.
+        batch: rows per batch; the last batch may have fewer.
+        device: where the ids are copied to.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Yields:
+        (row numbers, output of `function`) for each batch. Every row occurs exactly once, but not in the order of
+        `ids`: the caller uses the row numbers to put the outputs back in order.
+    """
+    by_length = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
+    for start in range(0, len(ids), batch):
+        rows = by_length[start : start + batch]
+        with autocast(device):
+            output = function(padded([ids[row] for row in rows], pad).to(device))
+        progress("predict", start + len(rows), len(ids))
+        yield rows, output
+
+
+def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
+    """Yield row numbers without end: a new permutation of all rows in each pass, keyed by (seed, pass)."""
+    epoch = 0
+    while True:
+        generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
+        yield from generator.permutation(num_examples).tolist()
+        epoch += 1
+
+
+def padded(rows: Ids, pad: int) -> torch.Tensor:
+    """Return the rows as one int64 tensor [B, S], filled with `pad`; S is the longest row, rounded up to 8."""
+    longest = max(len(row) for row in rows)
+    length = math.ceil(longest / _PAD_TO) * _PAD_TO
+    return torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Return a context that runs in bf16 autocast on a GPU and changes nothing on a CPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
+    """Return the mean loss of the given rows as a scalar with gradient.
+
+    Dropout depends on (seed, step) only: both torch's generator and the encoder's dropout keys are set from them.
+    """
+    device = next(model.parameters()).device
+    ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
+    target_BK = examples.target_NK[list(rows)].to(device)
+    torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
+    row_B = torch.arange(len(rows), device=device)
+    dropout_keys = DropoutKeys(derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT), step, row_B, "auto")
+    with autocast(device):
+        loss: torch.Tensor = model(ids_BS, target_BK, dropout_keys)
+    return loss
+
+
+def _check_finite(losses: Sequence[torch.Tensor]) -> None:
+    """Raise `Diverged` for the first non-finite loss among the last 16; `losses` holds one scalar for every step."""
+    recent = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
+    first_step = len(losses) - len(recent)
+    for step, loss in enumerate(recent, start=first_step):
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss is {loss} at step {step}; lower lr or raise warmup_fraction")

@@ -1,0 +1,111 @@
+"""Builds the objective that a config names, and checks the config's sections `model` and `objective` together.
+
+`check_objective` needs only the config and runs before a run writes anything. `build_objective` runs on every rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.errors import UserError
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import has_generator
+from electra_dist.objectives.adversarial import AdversarialGenerator
+from electra_dist.objectives.all_tokens_mlm import AllTokensMlm
+from electra_dist.objectives.base import Objective
+from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.objectives.electric import Electric
+from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights
+from electra_dist.objectives.mlm import MaskedLanguageModel
+from electra_dist.objectives.replace_mlm import ReplaceMlm
+from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.objectives.rtd_masked_only import MaskedOnlyDetection
+from electra_dist.objectives.two_stage import TwoStageDetection
+
+_CORRUPTING: dict[str, type[CorruptingObjective]] = {
+    "rtd": ReplacedTokenDetection,
+    "rtd_masked_only": MaskedOnlyDetection,
+    "replace_mlm": ReplaceMlm,
+    "all_tokens_mlm": AllTokensMlm,
+    "electric": Electric,
+    "adversarial": AdversarialGenerator,
+}
+
+
+def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    """Raise if the sections `model` and `objective` contradict each other.
+
+    The config has already checked each section by itself.
+
+    Raises:
+        UserError: two-stage training with towers of different sizes or with shared parameters; `model.sharing` set
+            for an objective with one tower; `electric` with fully shared towers.
+    """
+    if objective.generator_only_steps:
+        if model.generator != model.discriminator or model.generator_embedding_width != model.embedding_size:
+            raise UserError(
+                "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+                "of one size; set model.generator to the sizes of model.discriminator and remove "
+                "model.generator_embedding_size"
+            )
+        if model.sharing != "none":
+            raise UserError(
+                f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+                f"but model.sharing is {model.sharing}; set model.sharing: none"
+            )
+    if not has_generator(objective) and model.sharing != "embeddings":
+        raise UserError(
+            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
+            f"{objective.generator} has one tower only; remove model.sharing from the config"
+        )
+    if objective.name == "electric" and model.sharing == "all":
+        raise UserError(
+            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
+            "the discriminator; set model.sharing: embeddings"
+        )
+
+
+def build_objective(
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    special: SpecialIds,
+    seed: int,
+    backend: str = "auto",
+    count_V: np.ndarray | None = None,
+) -> Objective:
+    """Return the initialised module of an objective, in fp32 on the host.
+
+    Args:
+        model: the config's section `model`.
+        objective: the config's section `objective`.
+        special: ids of the special tokens.
+        seed: the run's seed, which keys the initialisation.
+        backend: `kernels.backend` of the config.
+        count_V: how often each token occurs in the corpus; needed for `objective.generator: unigram` only.
+
+    Raises:
+        UserError: the sections contradict each other; see `check_objective`.
+    """
+    check_objective(model, objective)
+    towers = build_towers(model, seed, objective)
+    if objective.name == "mlm":
+        return MaskedLanguageModel(towers, objective, special, backend)
+    objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
+    fixed_generator = _fixed_generator(model, objective, special, count_V)
+    return objective_class(towers, objective, special, backend, fixed_generator)
+
+
+def _fixed_generator(
+    model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
+) -> FixedGenerator | None:
+    """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network."""
+    if objective.generator == "trained":
+        return None
+    if objective.generator == "uniform":
+        return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)
+    assert count_V is not None, "generator `unigram` needs the corpus's token counts"
+    never_drawn = (special.pad, special.cls, special.sep, special.mask)
+    weight_V = unigram_weights(count_V, never_drawn, objective.temperature)
+    return FixedGenerator(weight_V, objective.disallow_correct)

@@ -1,0 +1,231 @@
+"""Predicts the time of a step on N nodes from the compute of one GPU, the bytes sent and the links' bandwidth.
+
+Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test
+compares it with the collectives of real steps; `benchmarks/scaling.py` compares the step time with times measured at
+limited bandwidth.
+
+How: a step is compute, followed by communication. Neither is hidden behind the other, so the step time is an upper
+bound where DeepSpeed overlaps them. Collectives are rings, whose slowest link decides. Within a node that is the link
+of a GPU; between nodes it is all links of a node together, because only one edge of the ring leaves each node.
+
+Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted. `ASSUMPTIONS` states this and
+the model in the printed plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+from electra_dist.planning.budget import make_budget
+
+Precision = Literal["bf16", "fp32"]
+
+ASSUMPTIONS = (
+    "compute, then communication: nothing of one is hidden behind the other",
+    "ring collectives; --fabric is the bandwidth of all of a node's links together",
+    "latency, stragglers, checkpoints, evaluation and data stalls are not counted",
+)
+
+# Bytes per second that a GPU sends to others of its node: half of the vendors' two-way NVLink figures.
+_NODE_LINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "GB200": 900e9}
+_PERSISTENT = 100_000  # DeepSpeed's stage3_param_persistence_threshold
+
+
+def bytes_on_wire(
+    parameters: int,
+    stage: int,
+    dtype: Precision,
+    ranks: int,
+    *,
+    micro_batches: int = 1,
+    persistent: int = 0,
+) -> float:
+    """Return the bytes that each rank sends in one optimizer step, with ring collectives.
+
+    Gradients and parameters are sent in 2 bytes in bf16 and in 4 in fp32; at stage 0 bf16 is autocast, so gradients
+    are fp32. With n bytes and W ranks a ring all-reduce sends 2 n (W - 1) / W from each rank, a reduce-scatter or an
+    all-gather half of that (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
+
+        stage 0  all-reduce of the gradients, once per step
+        stage 1  the same, then all-gather of the parameters
+        stage 2  all-reduce in every micro-batch (DeepSpeed reduces buckets of many ranks by all-reduce), all-gather
+        stage 3  reduce-scatter in every micro-batch; all-gather of large tensors in every micro-batch, of persistent
+                 ones once per step. DeepSpeed gathers models of more than 1e9 parameters twice as often, which this
+                 function does not count.
+
+    Source: tests/planning/test_multi_node_scaling.py, which counts the bytes of real steps.
+
+    Args:
+        parameters: number of trained parameters.
+        stage: ZeRO stage, 0 to 3.
+        dtype: precision of the training.
+        ranks: number of ranks; 1 sends nothing.
+        micro_batches: forward passes of a rank in a step.
+        persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
+    """
+    element_size = 2 if dtype == "bf16" and stage else 4
+    one_way = parameters * element_size * (ranks - 1) / ranks  # of a reduce-scatter or an all-gather
+    if stage == 0:
+        return 2 * one_way
+    if stage == 1:
+        return 3 * one_way
+    if stage == 2:
+        return (2 * micro_batches + 1) * one_way
+    gathered = micro_batches * (parameters - persistent) + persistent
+    return micro_batches * one_way + gathered * element_size * (ranks - 1) / ranks
+
+
+def persistent_parameters(sizes: Sequence[int]) -> int:
+    """Return how many parameters are in tensors that ZeRO stage 3 does not partition: those below 100,000 elements.
+
+    Args:
+        sizes: elements of each tensor of the model.
+    """
+    return sum(size for size in sizes if size < _PERSISTENT)
+
+
+def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
+    """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`."""
+    return compute_s + wire_bytes / bytes_per_s
+
+
+def parse_fabric(text: str) -> float:
+    """Return the bandwidth of a node in bytes per second.
+
+    Args:
+        text: `400Gb` (gigabits per second), `8x400Gb` (eight links of a node) or `50GB` (gigabytes per second); the
+            prefixes are M, G and T, powers of 1000.
+
+    Raises:
+        UserError: the text has another form.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(M|G|T)(b|B)(?:/s|it)?", text)
+    if match is None:
+        raise UserError(
+            f"--fabric {text}: not a bandwidth of a node; write it as 400Gb, 8x400Gb (eight links) or 50GB"
+        )
+    num_links, number, prefix, unit = match.groups()
+    factor = {"M": 1e6, "G": 1e9, "T": 1e12}[prefix]
+    units_per_byte = 8 if unit == "b" else 1  # bits or bytes
+    link_bytes_per_s = float(number) * factor / units_per_byte
+    return int(num_links or 1) * link_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Cluster for which a run is planned."""
+
+    nodes: int  # the largest number of nodes to plan for
+    gpu: str  # one of A100, H100, H200, B200, GB200, in upper or lower case
+    gpus_per_node: int
+    fabric_bytes_per_s: float  # bandwidth of one node to the others
+    gpu_tokens_per_s: float | None  # measured on one GPU; None: the peak times plan.utilisation
+    gpu_hour_price: float | None  # in any currency; None: no cost is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Prediction for a run on one number of nodes."""
+
+    nodes: int
+    ranks: int
+    micro_batches: int  # per rank and step
+    wire_bytes: float  # sent per rank and step
+    compute_s: float  # per step
+    communication_s: float  # per step
+    tokens_per_s: float  # of all GPUs
+    days: float  # of the whole run
+    gpu_hours: float  # of the whole run
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: those of compute plus those of communication, which does not overlap it."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step that is compute, from 0 to 1; it is 1 on one GPU."""
+        return self.compute_s / self.step_s
+
+
+def scale(config: Config, cluster: Cluster) -> list[Scaled]:
+    """Return predictions of the run on 1, 2, 4, ... and `cluster.nodes` nodes.
+
+    Numbers of nodes whose GPUs cannot share the global batch evenly are left out.
+
+    Raises:
+        UserError: the links or the peak of the GPU are not known, or the GPUs of `cluster.nodes` nodes cannot share
+            the global batch.
+    """
+    powers_of_two = [2**exponent for exponent in range(cluster.nodes.bit_length())]
+    node_counts = [count for count in powers_of_two if count < cluster.nodes] + [cluster.nodes]
+    fitting = [count for count in node_counts if config.train.micro_batches(count * cluster.gpus_per_node)]
+    if cluster.nodes not in fitting:
+        raise UserError(
+            f"--nodes {cluster.nodes}: {cluster.nodes * cluster.gpus_per_node} GPUs do not share "
+            f"train.global_batch {config.train.global_batch} evenly in micro-batches of {config.train.micro_batch}; "
+            "choose other values of --nodes, --gpus-per-node or train.micro_batch"
+        )
+    gpu_tokens_per_s = cluster.gpu_tokens_per_s or _assumed_tokens_per_s(config, cluster.gpu)
+    return [_scaled(config, cluster, count, gpu_tokens_per_s) for count in fitting]
+
+
+def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
+    """Return the tokens per second of one `gpu`, from its peak and `plan.utilisation`.
+
+    Raises:
+        UserError: the peak is not known for the GPU, or not in fp32.
+    """
+    plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
+    compute = make_budget(config.model_copy(update={"plan": plan})).compute
+    if compute is None:
+        raise UserError(
+            "train.precision is fp32, but only bf16 peaks of GPUs are known; pass --step-tokens-per-s as measured on "
+            "one GPU, or set train.precision to bf16"
+        )
+    return compute.tokens_per_s
+
+
+def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
+    """Predict the run on `nodes` nodes, each GPU of which computes `gpu_tokens_per_s` tokens per second.
+
+    Raises:
+        UserError: the links of `cluster.gpu` are not known.
+    """
+    if cluster.gpu.upper() not in _NODE_LINK:
+        raise UserError(
+            f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
+            f"set --gpu to one of {', '.join(_NODE_LINK)}"
+        )
+    budget = make_budget(config)
+    ranks = nodes * cluster.gpus_per_node
+    micro_batches = config.train.micro_batches(ranks)
+    wire_bytes = bytes_on_wire(
+        budget.parameters.total,
+        config.engine.zero_stage,
+        config.train.precision,
+        ranks,
+        micro_batches=micro_batches,
+    )
+    bytes_per_s = _NODE_LINK[cluster.gpu.upper()]
+    if nodes > 1:
+        bytes_per_s = min(bytes_per_s, cluster.fabric_bytes_per_s)
+    compute_s = budget.tokens_per_step / (ranks * gpu_tokens_per_s)
+    step_s = step_seconds(compute_s, wire_bytes, bytes_per_s)
+    run_s = config.train.num_steps * step_s
+    return Scaled(
+        nodes=nodes,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        wire_bytes=wire_bytes,
+        compute_s=compute_s,
+        communication_s=step_s - compute_s,
+        tokens_per_s=budget.tokens_per_step / step_s,
+        days=run_s / 86_400,
+        gpu_hours=ranks * run_s / 3600,
+    )

@@ -1,0 +1,345 @@
+"""Converts weights to and from the names and files of Hugging Face's ELECTRA models.
+
+Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
+load, with the same logits, whatever the towers share and whatever the large one learnt. `from_hf_discriminator` and
+`from_hf_generator` invert the name maps exactly. Weights are in fp32, and the token table is without its pad rows.
+
+How: one table of (our name, Hugging Face's name) per tower; the fused query, key and value product is split and
+joined. transformers is not imported: config.json, model.safetensors and the tokenizer's files are written directly.
+
+Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
+gate, the baseline and Electric's two causal towers have no counterpart in Hugging Face's models and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import BertWordPieceTokenizer
+
+from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.row_layout import SpecialIds
+
+State = Mapping[str, torch.Tensor]  # parameter name -> value
+
+# Names of our modules -> names of Hugging Face's modules: in the embeddings, in a layer, and of the detection head.
+
+_EMBEDDINGS = {
+    "word": "word_embeddings",
+    "position": "position_embeddings",
+    "token_type": "token_type_embeddings",
+    "layer_norm": "LayerNorm",
+}
+_LAYER = {
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "expand": "intermediate.dense",
+    "contract": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+_DISCRIMINATOR_HEAD = {
+    "discriminator_head.dense": "discriminator_predictions.dense",
+    "discriminator_head.out": "discriminator_predictions.dense_prediction",
+}
+_TABLE = "embeddings.word.weight"  # our name of the token table
+_OUTPUT_BIAS = "generator_lm_head.bias"  # Hugging Face's name of a token head's output bias
+_HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # tower -> its head that predicts tokens
+TowerName = Literal["discriminator", "generator"]
+
+
+def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the discriminator's weights under Hugging Face's names, in fp32 on the host.
+
+    They are a state dict of ElectraForPreTraining, or of ElectraForMaskedLM if the large tower predicts tokens.
+
+    Args:
+        state: whole parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+    """
+    return _to_hf(state, model, "discriminator")
+
+
+def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the generator's weights under Hugging Face's names: a state dict of ElectraForMaskedLM, in fp32.
+
+    The tied `generator_lm_head.weight` is left out.
+
+    Args:
+        state: whole parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+    """
+    return _to_hf(state, model, "generator")
+
+
+def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return Hugging Face weights of a large tower under the names of ElectraTowers: embeddings, tower, head.
+
+    Args:
+        theirs: state dict of ElectraForPreTraining or ElectraForMaskedLM; the head may be missing.
+        model: a config of the same shape.
+
+    Raises:
+        KeyError: the token table, or a query, key or value parameter, is missing.
+    """
+    return _from_hf(theirs, model, "discriminator")
+
+
+def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return Hugging Face weights of a generator under the names of ElectraTowers: embeddings, generator, its head.
+
+    Args:
+        theirs: state dict of ElectraForMaskedLM.
+        model: a config of the same shape.
+
+    Raises:
+        KeyError: the token table, or a query, key or value parameter, is missing.
+    """
+    return _from_hf(theirs, model, "generator")
+
+
+def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
+
+    In the result, `embeddings.` are those that this tower reads, and `{tower}.` are its layers, whatever the towers
+    share. Other parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
+
+    Args:
+        state: whole parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+        tower: the tower to read.
+    """
+    weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
+    if tower == "generator" and model.sharing == "all":
+        shared = {name: tensor for name, tensor in weights.items() if name.startswith("discriminator.")}
+        weights |= {name.replace("discriminator.", "generator.", 1): tensor for name, tensor in shared.items()}
+    if tower == "discriminator":
+        own_names = [name for name in weights if name.startswith("discriminator_embeddings.")]
+        for own_name in own_names:
+            name = own_name.removeprefix("discriminator_")
+            is_difference = model.sharing == "gdes" and "layer_norm" not in own_name
+            weights[name] = weights[name] + weights[own_name] if is_difference else weights[own_name]
+    return weights
+
+
+def export_towers(
+    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
+) -> dict[str, Path]:
+    """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
+
+    There is no generator's folder if the state has no generator, or Electric's two causal towers.
+
+    Args:
+        state: whole parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+        special: ids of the special tokens.
+        vocab_file: the corpus's vocab.txt.
+        lowercase: whether the corpus was lower-cased.
+        out_dir: created if missing; files of the same names are replaced.
+
+    Returns:
+        The folders written, by the names "discriminator" and "generator".
+    """
+    folders = {"discriminator": out_dir / "discriminator"}
+    export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
+    parts = {name.removeprefix("towers.").partition(".")[0] for name in state}
+    if "generator_head" in parts and "generator_reverse" not in parts:
+        folders["generator"] = out_dir / "generator"
+        export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
+    return folders
+
+
+def export_discriminator(
+    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
+) -> None:
+    """Write the discriminator with its tokenizer as a Hugging Face folder.
+
+    It is an ElectraForMaskedLM if the large tower predicts tokens, and an ElectraForPreTraining otherwise.
+
+    Args:
+        state: whole (unpartitioned) parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+        special: ids of the special tokens.
+        vocab_file: the corpus's vocab.txt.
+        lowercase: whether the corpus was lower-cased.
+        out_dir: created if missing; files of the same names are replaced.
+    """
+    tensors = to_hf_discriminator(state, model)
+    architecture = "ElectraForMaskedLM" if _OUTPUT_BIAS in tensors else "ElectraForPreTraining"
+    config = _hf_config(model, "discriminator", special, architecture)
+    _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
+
+
+def export_generator(
+    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
+) -> None:
+    """Write the generator with its tokenizer as a Hugging Face folder of an ElectraForMaskedLM.
+
+    Args:
+        state: whole (unpartitioned) parameters, with the names of ElectraTowers or of an objective around them.
+        model: the config that they were trained with.
+        special: ids of the special tokens.
+        vocab_file: the corpus's vocab.txt.
+        lowercase: whether the corpus was lower-cased.
+        out_dir: created if missing; files of the same names are replaced.
+    """
+    config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
+    _write(to_hf_generator(state, model), config, vocab_file, lowercase, model.max_positions, out_dir)
+
+
+def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
+    """Return a tower's shape, and the width of the embedding tables that it reads."""
+    if tower == "generator":
+        return model.generator, model.generator_embedding_width
+    return model.discriminator, model.embedding_size
+
+
+def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
+    """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value.
+
+    This project has one fused module for these three; see `_qkv_names`.
+    """
+    shape, width = tower_of(model, tower)
+    for ours, theirs in _EMBEDDINGS.items():
+        yield f"embeddings.{ours}", f"electra.embeddings.{theirs}"
+    if width != shape.hidden_size:
+        yield f"{tower}.embeddings_project", "electra.embeddings_project"
+    for layer in range(shape.num_layers):
+        for ours, theirs in _LAYER.items():
+            yield f"{tower}.layers.{layer}.{ours}", f"electra.encoder.layer.{layer}.{theirs}"
+    yield f"{_HEADS[tower]}.dense", "generator_predictions.dense"
+    yield f"{_HEADS[tower]}.layer_norm", "generator_predictions.LayerNorm"
+    if tower == "discriminator":
+        yield from _DISCRIMINATOR_HEAD.items()
+
+
+def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
+    """Yield (name in this project, Hugging Face's name) of every parameter of a tower except query, key and value.
+
+    No state dict holds all of these names: embeddings have no bias, for example, and a tower has one kind of head.
+    """
+    for ours, theirs in _module_names(model, tower):
+        for kind in ("weight", "bias"):
+            yield f"{ours}.{kind}", f"{theirs}.{kind}"
+    yield f"{_HEADS[tower]}.bias", _OUTPUT_BIAS
+
+
+def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
+    """Yield (fused parameter in this project, Hugging Face's three parameters) of every layer of a tower.
+
+    The three are query, key and value, in the order in which they are concatenated. There is one pair for the weights
+    and one for the biases.
+    """
+    shape, _ = tower_of(model, tower)
+    for layer in range(shape.num_layers):
+        attention = f"electra.encoder.layer.{layer}.attention.self"
+        for kind in ("weight", "bias"):
+            parts = [f"{attention}.{part}.{kind}" for part in ("query", "key", "value")]
+            yield f"{tower}.layers.{layer}.attention.qkv.{kind}", parts
+
+
+def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """Return a tower's weights under Hugging Face's names, without the pad rows of the token table.
+
+    No two tensors share memory, so that safetensors can write them.
+    """
+    ours = standalone(state, model, tower)
+    theirs = {}
+    for our_name, their_name in _parameter_names(model, tower):
+        if our_name in ours:
+            theirs[their_name] = ours[our_name].clone()
+    for fused_name, part_names in _qkv_names(model, tower):
+        for part_name, part in zip(part_names, ours[fused_name].chunk(3), strict=True):
+            theirs[part_name] = part.clone()
+    table = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"
+    theirs[table] = theirs[table][: model.vocab_size].clone()
+    return theirs
+
+
+def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """Return Hugging Face weights under this project's names, with pad rows of zeros in the token table.
+
+    Raises:
+        KeyError: the token table, or a query, key or value parameter, is missing.
+    """
+    ours = {}
+    for our_name, their_name in _parameter_names(model, tower):
+        if their_name in theirs:
+            ours[our_name] = theirs[their_name].clone()
+    for fused_name, part_names in _qkv_names(model, tower):
+        ours[fused_name] = torch.cat([theirs[part_name] for part_name in part_names])
+    table = ours[_TABLE]
+    num_pad_rows = model.padded_vocab_size - table.shape[0]
+    ours[_TABLE] = torch.nn.functional.pad(table, (0, 0, 0, num_pad_rows))
+    return ours
+
+
+def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
+    """Return the content of a Hugging Face config.json for one tower."""
+    shape, width = tower_of(model, tower)
+    return {
+        "architectures": [architecture],
+        "model_type": "electra",
+        "vocab_size": model.vocab_size,
+        "embedding_size": width,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": model.hidden_dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "max_position_embeddings": model.max_positions,
+        "type_vocab_size": model.type_vocab_size,
+        "initializer_range": model.initializer_range,
+        "layer_norm_eps": model.layer_norm_eps,
+        "pad_token_id": special.pad,
+        "torch_dtype": "float32",
+    }
+
+
+def _write(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    vocab_file: Path,
+    lowercase: bool,
+    max_positions: int,
+    out_dir: Path,
+) -> None:
+    """Write model.safetensors, config.json and the tokenizer's files vocab.txt, tokenizer.json, tokenizer_config.json.
+
+    Args:
+        tensors: weights under Hugging Face's names.
+        config: content of config.json.
+        vocab_file: the corpus's vocab.txt.
+        lowercase: whether the tokenizer lower-cases.
+        max_positions: longest row in tokens, for the tokenizer's settings.
+        out_dir: created if missing.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
+    _write_json(out_dir / "config.json", config)
+    shutil.copyfile(vocab_file, out_dir / "vocab.txt")
+    tokens = vocab_file.read_text("utf-8").removesuffix("\n").split("\n")
+    tokenizer = BertWordPieceTokenizer({token: number for number, token in enumerate(tokens)}, lowercase=lowercase)
+    tokenizer.save(str(out_dir / "tokenizer.json"), pretty=False)
+    names = ("pad", "unk", "cls", "sep", "mask")
+    _write_json(
+        out_dir / "tokenizer_config.json",
+        {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": lowercase,
+            "model_max_length": max_positions,
+            **{f"{name}_token": f"[{name.upper()}]" for name in names},
+        },
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as Hugging Face does: indented by two, keys in order, a line feed at the end."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,362 @@
+"""Loads a pretrained encoder with its vocabulary from a run or a Hugging Face folder, or makes a random one.
+
+Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
+`head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
+the next. `digest` covers every weight; results are stored under it.
+
+Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
+
+Limits: Hugging Face folders must be of type `electra` with absolute positions, and local. Nothing is downloaded.
+
+Shapes: B rows, S tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config_file import load_config
+from electra_dist.errors import UserError
+from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
+from electra_dist.pretrained.load_towers import read_weights
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.run.folder import is_run_folder
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
+
+TowerName = Literal["discriminator", "generator"]
+_RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
+
+
+class Backbone(nn.Module):
+    """Embeddings and encoder as one module, from token ids to states.
+
+    Rows hold one example each, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] to their end.
+    """
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
+        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it.
+
+        Args:
+            model: widths, positions and dropout.
+            tower: number and sizes of the layers.
+            special: ids of the special tokens.
+        """
+        super().__init__()
+        self.special = special
+        self.embeddings = SharedEmbeddings(model)
+        self.encoder = Encoder(model, tower)
+
+    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
+        """Return the states of the last layer, [B, S, H].
+
+        Args:
+            ids_BS: int64 token ids.
+            dropout_keys: keys of the dropout; required in training mode, and unused in evaluation mode.
+        """
+        layout = derive(ids_BS, self.special)
+        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
+        bias = attention_bias(layout, embedded.dtype)
+        if dropout_keys is None:
+            dropout_keys = DropoutKeys.off(ids_BS)
+        return self.encoder(embedded, bias, dropout_keys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer."""
+
+    name: str  # for messages and tables, such as "runs/small at step 1,000"
+    model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
+    tower: TowerConfig  # shape of this tower
+    state: dict[str, torch.Tensor]  # fp32 on the host, under `embeddings.`, `encoder.` and `head.`
+    tokenizer: WordPieceTokenizer
+    vocabulary: Vocabulary
+    reads_masks: bool = True  # if the tower predicts tokens: trained on text with [MASK], not with replaced tokens
+
+    @classmethod
+    def from_state(
+        cls,
+        name: str,
+        state: State,
+        model: ModelConfig,
+        vocabulary: Vocabulary,
+        lowercase: bool,
+        tower: TowerName = "discriminator",
+        reads_masks: bool = True,
+    ) -> Pretrained:
+        """Take one tower out of a state dict that holds generator and discriminator.
+
+        Args:
+            name: name for messages and tables.
+            state: whole parameters, with the names of ElectraTowers or of an objective around them.
+            model: the config that they were trained with.
+            vocabulary: the vocabulary that they were trained with.
+            lowercase: whether the tokenizer lower-cases.
+            tower: the tower to take, with the embeddings that it reads and its head.
+            reads_masks: whether the tower was trained on text with [MASK].
+
+        Raises:
+            UserError: the vocabulary has another size than the model, or the model has no such tower.
+        """
+        if vocabulary.size != model.vocab_size:
+            raise UserError(
+                f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
+                f"vocab.txt that the model was trained with"
+            )
+        tower_state = _tower_state(state, model, tower)
+        embedding_size = tower_state["embeddings.word.weight"].shape[1]  # the generator's tables may be narrower
+        return cls(
+            name=name,
+            model=model.model_copy(update={"embedding_size": embedding_size}),
+            tower=model.discriminator if tower == "discriminator" else model.generator,
+            state=tower_state,
+            tokenizer=WordPieceTokenizer(vocabulary, lowercase),
+            vocabulary=vocabulary,
+            reads_masks=reads_masks,
+        )
+
+    @property
+    def special(self) -> SpecialIds:
+        """Ids of the special tokens in the vocabulary."""
+        return SpecialIds.from_tokens(self.vocabulary.special)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the vocabulary and the names and bytes of all weights, in hex. Computed once, in about 1 s."""
+        digest = hashlib.sha256(self.vocabulary.sha256.encode())
+        for key in sorted(self.state):
+            digest.update(key.encode())
+            digest.update(self.state[key].contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def backbone(self, hidden_dropout: float = 0.0, attention_dropout: float = 0.0) -> Backbone:
+        """Return a new module with a copy of these weights, on the host and in training mode.
+
+        Args:
+            hidden_dropout: dropout probability of embeddings and sub-layer outputs.
+            attention_dropout: dropout probability of attention probabilities.
+        """
+        dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
+        with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
+            module = Backbone(self.model.model_copy(update=dropout), self.tower, self.special)
+        module.to_empty(device="cpu")
+        module.load_state_dict({key: value for key, value in self.state.items() if not key.startswith("head.")})
+        return module
+
+    def head_state(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head."""
+        return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
+
+
+def load_pretrained(
+    spec: str, tower: TowerName = "discriminator", vocab: Path | None = None, step: int | None = None
+) -> Pretrained:
+    """Load one tower of the model that `spec` names, with its vocabulary.
+
+    Args:
+        spec: a run's folder, a Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run with
+            that config starts from.
+        tower: which tower of a run or of `random:`; ignored for a Hugging Face folder, which holds one.
+        vocab: vocab.txt for `random:`; None for that of the config's corpus. Ignored otherwise.
+        step: number of steps after which a run's checkpoint was taken; None for the newest. Ignored otherwise.
+
+    Raises:
+        UserError: `spec` names no model, a file or a weight of the model is missing, or it has no such tower.
+    """
+    if spec.startswith(_RANDOM):
+        return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
+    folder = Path(spec)
+    if is_run_folder(folder):
+        return _from_run(folder, tower, step)
+    if (folder / "config.json").exists():
+        return _from_hugging_face(folder)
+    raise UserError(
+        f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
+        f"of a run or of a Hugging Face model, or random:CONFIG.yaml"
+    )
+
+
+def device_of_choice() -> torch.device:
+    """Return the default GPU of this process if there is one, and the CPU otherwise."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and `head.`.
+
+    The head is the one that the tower was pretrained with; there may be none.
+
+    Raises:
+        UserError: the generator is wanted, but there is none, or it is Electric's pair of causal towers.
+    """
+    weights = standalone(state, model, tower)
+
+    def part(name: str) -> dict[str, torch.Tensor]:
+        """Return the parameters of the submodule `name`, with that prefix removed from their names."""
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+
+    if tower == "discriminator":
+        encoder = part("discriminator")
+        copy_gate = {f"copy_gate.{key}": weight for key, weight in part("copy_gate").items()}
+        head = part("discriminator_head") or part("token_head") | copy_gate
+    else:
+        encoder = part("generator")
+        head = part("generator_head")
+        if not head or part("generator_reverse"):
+            raise UserError(
+                "--tower generator: the model has no bidirectional generator; leave --tower out to use the large tower"
+            )
+    parts = {"embeddings": part("embeddings"), "encoder": encoder, "head": head}
+    return {f"{name}.{key}": weight for name, part_weights in parts.items() for key, weight in part_weights.items()}
+
+
+def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
+    """Return a tower with the random weights that a run with the config `file` starts from.
+
+    Raises:
+        UserError: the config is not valid, or the vocabulary file does not exist.
+    """
+    config = load_config(file)
+    path = vocab or Path(config.data.corpus) / VOCAB_FILE
+    if not path.exists():
+        raise UserError(f"{path}: no such vocabulary; pass the vocab.txt that belongs to {file} with --vocab")
+    return Pretrained.from_state(
+        name=f"{_RANDOM}{file}",
+        state=build_towers(config.model, config.seed, config.objective).state_dict(),
+        model=config.model,
+        vocabulary=Vocabulary.read(path),
+        lowercase=config.corpus.lowercase,
+        tower=tower,
+        reads_masks=_reads_masks(config.objective, tower),
+    )
+
+
+def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
+    """Return whether a tower is trained on text with [MASK]: every generator, and the large tower of `mlm`."""
+    return tower == "generator" or objective.name == "mlm"
+
+
+def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
+    """Return a tower from a run's checkpoint.
+
+    `step` selects the checkpoint; None is the newest good one. One line on stderr names each damaged checkpoint
+    that was skipped.
+    """
+    run = load_run_weights(run_dir, step)
+    for line in run.damaged:
+        print(line, file=sys.stderr)
+    return Pretrained.from_state(
+        name=f"{run_dir} at step {run.state.step:,}",
+        state=run.weights,
+        model=run.config.model,
+        vocabulary=Vocabulary.read(run.vocab_file),
+        lowercase=run.tokenizer.lowercase,
+        tower=tower,
+        reads_masks=_reads_masks(run.config.objective, tower),
+    )
+
+
+def _from_hugging_face(folder: Path) -> Pretrained:
+    """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
+
+    Raises:
+        UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
+    """
+    settings = json.loads((folder / "config.json").read_text())
+    model = _model_config(folder, settings)
+    weights = read_weights(folder)
+    tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
+    convert = from_hf_generator if tower == "generator" else from_hf_discriminator
+    try:
+        state = convert(weights, model)
+    except KeyError as error:
+        raise UserError(
+            f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
+        ) from None
+    vocabulary, lowercase = _hugging_face_vocabulary(folder)
+    return Pretrained.from_state(str(folder), state, model, vocabulary, lowercase, tower)
+
+
+def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
+    """Return this project's config of a Hugging Face model.
+
+    The folder holds one tower; the config gives its shape to generator and discriminator alike.
+
+    Args:
+        folder: the model's folder, for messages.
+        settings: content of its config.json.
+
+    Raises:
+        UserError: it is not an ELECTRA model with absolute positions, or its shape is incomplete or impossible.
+    """
+    model_type = settings.get("model_type")
+    positions = settings.get("position_embedding_type", "absolute")
+    if model_type != "electra" or positions != "absolute":
+        raise UserError(
+            f"{folder}/config.json: not an ELECTRA model with absolute positions (model_type {model_type}, "
+            f"position_embedding_type {positions}); name the folder of an ELECTRA model"
+        )
+    try:
+        tower = {
+            "hidden_size": settings["hidden_size"],
+            "num_layers": settings["num_hidden_layers"],
+            "num_heads": settings["num_attention_heads"],
+            "intermediate_size": settings["intermediate_size"],
+        }
+        return ModelConfig.model_validate(
+            {
+                "vocab_size": settings["vocab_size"],
+                "embedding_size": settings["embedding_size"],
+                "max_positions": settings["max_position_embeddings"],
+                "type_vocab_size": settings.get("type_vocab_size", 2),
+                "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
+                "discriminator": tower,
+                "generator": tower,
+            }
+        )
+    except (KeyError, ValidationError) as error:
+        reason = str(error).replace("\n", " ")
+        raise UserError(
+            f"{folder}/config.json: the shape of the model is incomplete or impossible: {reason}; "
+            f"copy the model's own config.json there"
+        ) from None
+
+
+def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
+    """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases.
+
+    tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
+    tokenizer_config.json for lower-casing, whose default is True.
+
+    Raises:
+        UserError: the folder has no vocabulary.
+    """
+    tokenizer_file = folder / "tokenizer.json"
+    vocab_file = folder / VOCAB_FILE
+    settings_file = folder / "tokenizer_config.json"
+    if tokenizer_file.exists():
+        tokenizer = json.loads(tokenizer_file.read_text("utf-8"))
+        ids: dict[str, int] = tokenizer["model"]["vocab"]
+        tokens = sorted(ids, key=ids.__getitem__)
+        return Vocabulary("\n".join(tokens), str(tokenizer_file)), tokenizer["normalizer"]["lowercase"]
+    if not vocab_file.exists():
+        raise UserError(
+            f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
+        )
+    settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
+    return Vocabulary.read(vocab_file), settings.get("do_lower_case", True)

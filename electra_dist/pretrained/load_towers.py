@@ -1,0 +1,208 @@
+"""Loads weights of released checkpoints or of other runs into the towers, for continued pretraining.
+
+Guarantee: every parameter of the towers either gets its value from the source or is named in the notes, the lines of
+text that are returned for the run's log. The notes also name the optimizer's moments, which no Hugging Face folder
+holds. A source of another shape or vocabulary size is refused, with the first difference in the message.
+
+How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors` or
+`pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. Under `gdes` the
+discriminator's difference is set so that table plus difference equals the source's table.
+
+Limits: the checkpoints that Google released hold no optimizer state, and some conversions of discriminators no head.
+
+Shapes follow `towers.model`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from electra_dist.config import ModelConfig
+from electra_dist.errors import UserError
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
+
+_POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
+
+
+def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
+    """Overwrite the parameters that Hugging Face folders hold; return notes on what they do not hold.
+
+    A note is a line of text for the run's log, such as that a head keeps its random initial weights.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine.
+        discriminator_dir: Hugging Face folder of the large tower, or None.
+        generator_dir: Hugging Face folder of the generator, or None.
+
+    Raises:
+        UserError: a folder is missing or unreadable, or has another shape or vocabulary size than `towers.model`.
+    """
+    large = _read_tower(towers, "discriminator", discriminator_dir) if discriminator_dir else {}
+    small = _read_tower(towers, "generator", generator_dir) if generator_dir else {}
+    folders = [str(folder) for folder in (discriminator_dir, generator_dir) if folder]
+    notes = load_towers(towers, large, small, " and ".join(folders))
+    return [*notes, "optimizer: a Hugging Face folder holds no moments; they start at zero"]
+
+
+def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
+    """Overwrite the parameters that the states hold; return notes, one line for each part that they do not hold.
+
+    A note is also returned if both states have embeddings, these differ, and the towers share one set.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
+        large: the discriminator, its head and the `embeddings.` that it reads, under the names of ElectraTowers.
+        small: the generator, its head and the `embeddings.` that it reads. Either state may be empty.
+        where: name of the source, for the notes.
+    """
+    large = _cut_positions(large, towers.model.max_positions)
+    small = _cut_positions(small, towers.model.max_positions)
+    values, notes = _assign_values(towers, large, small)
+    num_missing: dict[str, int] = {}  # part of the towers -> number of its parameters without a value
+    with torch.no_grad():
+        for name, parameter in towers.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
+            else:
+                part = name.partition(".")[0]
+                num_missing[part] = num_missing.get(part, 0) + parameter.numel()
+    for part, count in num_missing.items():
+        notes.append(f"{part}: not in {where}; its {count:,} parameters start with random values")
+    return notes
+
+
+def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
+    """Raise if a tower of a source has another shape than the config's.
+
+    Args:
+        where: file or folder of the source, for the message.
+        given: the source's shape, under the names of a Hugging Face config.json. It may have more positions.
+        model: the config's section `model`.
+        tower: the tower to compare with.
+
+    Raises:
+        UserError: names the first difference.
+    """
+    for key, wanted in shape_of(model, tower).items():
+        if key != _POSITIONS and given.get(key) != wanted:
+            raise UserError(
+                f"{where}: {key} is {given.get(key)}, but the config's {tower} has {wanted}; set the model section to "
+                f"the checkpoint's shape, or name another checkpoint"
+            )
+    num_positions = given.get(_POSITIONS, 512)
+    if num_positions < model.max_positions:
+        raise UserError(
+            f"{where}: {_POSITIONS} is {num_positions}, fewer positions than model.max_positions "
+            f"{model.max_positions}; lower model.max_positions, or name another checkpoint"
+        )
+
+
+def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
+    """Return the sizes of a tower that weights must have to fit it, under the keys of a Hugging Face config.json.
+
+    The number of positions is among them, although a source may have more.
+    """
+    shape, width = tower_of(model, tower)
+    return {
+        "model_type": "electra",
+        "vocab_size": model.vocab_size,
+        "embedding_size": width,
+        "type_vocab_size": model.type_vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
+        _POSITIONS: model.max_positions,
+    }
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
+
+    An ElectraModel that was saved without a head gets the prefix `electra.` that models with a head have. Tensors
+    that are not of floating point are left out.
+
+    Raises:
+        UserError: the folder holds no weights.
+    """
+    if (folder / "model.safetensors").exists():
+        theirs = load_file(folder / "model.safetensors")
+    elif (folder / "pytorch_model.bin").exists():
+        theirs = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    else:
+        raise UserError(
+            f"{folder}: holds neither model.safetensors nor pytorch_model.bin; copy the model's whole folder there"
+        )
+    has_prefix = any(name.startswith("electra.") for name in theirs)
+    if not has_prefix:
+        theirs = {f"electra.{name}": tensor for name, tensor in theirs.items()}
+    return {name: tensor.float() for name, tensor in theirs.items() if tensor.is_floating_point()}
+
+
+def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
+    """Return a state dict whose position table, if it has one, is cut to its first `max_positions` rows."""
+    table = "embeddings.position.weight"
+    return {name: value[:max_positions] if name == table else value for name, value in state.items()}
+
+
+def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts.
+
+    A conflict is that both states have embeddings, and these differ, but the towers share one set. Its note is a line
+    of text for the run's log.
+
+    Which state's embeddings a parameter gets depends on what the towers share.
+
+    Args:
+        towers: towers to fill; they are not changed.
+        large: the discriminator, its head and the embeddings that it reads, under the names of ElectraTowers.
+        small: the generator, its head and the embeddings that it reads. Either state may be empty.
+    """
+    prefix = "embeddings."
+    values = {name: value for name, value in small.items() if not name.startswith(prefix)}
+    values |= {name: value for name, value in large.items() if not name.startswith(prefix)}
+    large_embeddings = {name: value for name, value in large.items() if name.startswith(prefix)}
+    small_embeddings = {name: value for name, value in small.items() if name.startswith(prefix)}
+    notes = []
+    if not hasattr(towers, "discriminator_embeddings"):  # one set for both towers
+        values |= large_embeddings or small_embeddings
+        if large_embeddings and any(
+            not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items()
+        ):
+            notes.append("embeddings: those of the two folders differ; the discriminator's are used for both towers")
+    elif towers.is_difference:  # the discriminator's tables are the generator's plus a difference
+        values |= small_embeddings or large_embeddings
+        for name, value in large_embeddings.items():
+            base = 0.0 if "layer_norm" in name else values[name]
+            values[f"discriminator_{name}"] = value - base
+    else:  # one set for each tower
+        values |= small_embeddings
+        values |= {f"discriminator_{name}": value for name, value in large_embeddings.items()}
+    return values, notes
+
+
+def _read_tower(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a Hugging Face folder under the names of ElectraTowers.
+
+    Raises:
+        UserError: config.json or a weight is missing, or the shape is not that of `tower` in `towers.model`.
+    """
+    file = folder / "config.json"
+    if not file.exists():
+        raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
+    check_shape(str(file), json.loads(file.read_text()), towers.model, tower)
+    weights = read_weights(folder)
+    convert = from_hf_generator if tower == "generator" else from_hf_discriminator
+    try:
+        return convert(weights, towers.model)
+    except KeyError as error:
+        raise UserError(
+            f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
+        ) from None

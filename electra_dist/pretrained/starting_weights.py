@@ -1,0 +1,165 @@
+"""Starts a run with the weights of another model instead of random ones, as `train.init_from` selects.
+
+Guarantee: the weights are in the towers before DeepSpeed takes them over, so all ZeRO stages start alike. The log
+names everything that the source lacks (a head, the generator, and always the optimizer's moments). A source whose
+vocabulary or shape differs from the config's is refused before anything is written. Once the run has a checkpoint of
+its own, the source is not read again.
+
+How: from a run, the newest good checkpoint is taken, whatever its objective and whatever its towers share. An export
+or a Hugging Face folder is read by `load_towers.py`. Every rank reads the source, so it must be visible on all nodes.
+
+Limits: step number, schedule and moments start anew. In bf16 at ZeRO 1 to 3 the master weights start rounded to bf16,
+as random initial weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from electra_dist.checkpoint.checkpoint_manifest import committed
+from electra_dist.collectives import from_rank_0
+from electra_dist.config import TrainConfig
+from electra_dist.errors import UserError
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained.hf_conversion import State, standalone
+from electra_dist.pretrained.load_towers import check_shape, load_pretrained, load_towers, shape_of
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.run.folder import is_run_folder
+from electra_dist.store.interface import Store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+# Names of the discriminator's and of the generator's parameters begin with these.
+_LARGE = ("embeddings.", "discriminator.", "discriminator_head.", "token_head.", "copy_gate.")
+_SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", "baseline.")
+
+
+class Source(NamedTuple):
+    """Folders that `train.init_from` names: either a run's, or one or two Hugging Face folders."""
+
+    run: Path | None = None
+    discriminator: Path | None = None  # Hugging Face folder of the large tower
+    generator: Path | None = None  # Hugging Face folder of the generator
+
+
+def find_source(train: TrainConfig) -> Source:
+    """Return the folder of the run, or the folders of towers, that `train.init_from` names; it must be set.
+
+    Raises:
+        UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
+            `train.init_generator_from` is set as well.
+    """
+    folder = Path(train.init_from or "")
+    generator = Path(train.init_generator_from) if train.init_generator_from else None
+    if is_run_folder(folder):
+        if generator:
+            raise UserError(
+                f"train.init_generator_from is set, but train.init_from {folder} is a run, which has its own "
+                f"generator; remove train.init_generator_from"
+            )
+        return Source(run=folder)
+    if (folder / "discriminator" / "config.json").exists():
+        exported_generator = folder / "generator"
+        if generator is None and exported_generator.exists():
+            generator = exported_generator
+        return Source(discriminator=folder / "discriminator", generator=generator)
+    if (folder / "config.json").exists():
+        return Source(discriminator=folder, generator=generator)
+    raise UserError(
+        f"train.init_from {folder}: neither a run (config.yaml), nor an export (discriminator/config.json), nor a "
+        f"Hugging Face folder (config.json); set train.init_from to a folder of one of these"
+    )
+
+
+def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
+    """Raise if the source that `train.init_from` names does not exist, or has another vocabulary than the corpus.
+
+    The tokens of its vocab.txt are compared, if it has that file.
+
+    Args:
+        train: the config's section `train`, with `init_from` set.
+        vocabulary: vocabulary of `data.corpus`.
+
+    Raises:
+        UserError: names the source and what differs.
+    """
+    for folder in find_source(train):
+        if folder is None:
+            continue
+        vocab_file = folder / VOCAB_FILE
+        if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
+            raise UserError(
+                f"train.init_from: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
+                f"build the corpus with --vocab {vocab_file}"
+            )
+
+
+def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
+    """Return whether the run must load the weights that `train.init_from` names.
+
+    This is so if `init_from` is set and no store of `targets` holds a committed checkpoint of the run yet.
+
+    Args:
+        train: the config's section `train`.
+        targets: the run's checkpoint stores; they are listed, on the calling rank only.
+    """
+    return bool(train.init_from) and not any(committed(target) for target in targets)
+
+
+def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
+    """Load the weights that `train.init_from` names, unless the run has a checkpoint; return lines for the log.
+
+    Collective: rank 0 decides for all ranks, then every rank reads the source. Without anything to load, no line is
+    returned.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine.
+        train: the config's section `train`.
+        targets: the run's checkpoint stores.
+
+    Raises:
+        UserError: the source cannot be read, or has another shape than the towers.
+    """
+    is_needed = from_rank_0(lambda: needs_source(train, targets))
+    return load_source(towers, train) if is_needed else []
+
+
+def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
+    """Overwrite the parameters that the model named by `train.init_from` holds; return lines for the log.
+
+    The lines name that model and everything that it does not hold.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine.
+        train: the config's section `train`, with `init_from` set.
+
+    Raises:
+        UserError: the source cannot be read, or has another shape than the towers.
+    """
+    source = find_source(train)
+    if source.run is None:
+        notes = load_pretrained(towers, source.discriminator, source.generator)
+        return [f"the weights of {train.init_from}", *notes]
+    run = load_run_weights(source.run)
+    model = run.config.model
+    large = _with_prefixes(standalone(run.weights, model, "discriminator"), _LARGE)
+    small = _with_prefixes(standalone(run.weights, model, "generator"), _SMALL)
+    source_has_generator = any(name.startswith("generator_head.") for name in small)
+    if not source_has_generator:
+        small = {}
+    check_shape(str(source.run), shape_of(model, "discriminator"), towers.model, "discriminator")
+    if source_has_generator and hasattr(towers, "generator_head"):
+        check_shape(str(source.run), shape_of(model, "generator"), towers.model, "generator")
+    notes = load_towers(towers, large, small, str(source.run))
+    return [
+        f"the weights of {source.run} after {run.state.step:,} steps",
+        *run.damaged,
+        *notes,
+        "optimizer: moments are not taken over; they start at zero",
+    ]
+
+
+def _with_prefixes(state: State, prefixes: tuple[str, ...]) -> State:
+    """Return the parameters whose names begin with one of `prefixes`."""
+    return {name: value for name, value in state.items() if name.startswith(prefixes)}

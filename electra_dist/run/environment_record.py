@@ -1,0 +1,127 @@
+"""Record the environment of a run (versions, CPU, memory and GPUs) in environment.json at every start.
+
+Guarantee: the record holds names and sizes only, and no host name, user, path, address or environment variable, so
+that a report may be passed on.
+
+Cost: some 50 ms with torch already imported.
+
+Limits: it describes rank 0's node; the other nodes are assumed to be like it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from electra_dist.nvml import GpuProbe
+from electra_dist.run.folder import ENVIRONMENT_FILE
+from electra_dist.store.atomic_files import replacing
+from electra_dist.version import VERSION
+
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this package, of `PACKAGES`, and, where there is a GPU, of CUDA and NCCL.
+
+    Packages that are not installed are left out. Imports torch, which takes seconds the first time.
+    """
+    found = {"electra-dist": VERSION, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | _cuda_versions()
+
+
+def _cuda_versions() -> dict[str, str]:
+    """Return the versions of CUDA and NCCL that torch uses; empty without a GPU."""
+    import torch  # takes seconds, unless training has imported it already
+
+    if not torch.cuda.is_available():
+        return {}
+    nccl = torch.cuda.nccl.version()
+    return {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl))}
+
+
+def cpu() -> dict[str, Any]:
+    """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux only
+    return {
+        "model": _cpu_model(),
+        "usable_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+    }
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor from /proc/cpuinfo.
+
+    Where that file is missing or names no model (not Linux, some ARM processors), return what Python knows.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def gpus() -> dict[str, Any]:
+    """Return the driver version, and the name and memory (1e9 bytes) of each GPU of this node; empty without NVML."""
+    probe = GpuProbe.open()
+    if probe is None:
+        return {}
+    samples = probe.sample()
+    driver = probe.driver_version()
+    probe.close()
+    return {
+        "driver": driver,
+        "devices": [{"name": gpu.name, "memory_gb": _rounded(gpu.memory_total_gb)} for gpu in samples],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a value rounded to one decimal; None stays None."""
+    return None if value is None else round(value, 1)
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Return the content of environment.json: versions, CPU, GPUs, system and world size, as JSON types.
+
+    Args:
+        world_size: ranks of the whole run.
+    """
+    system = f"{platform.system()} {platform.machine()}"
+    return {"versions": versions(), "cpu": cpu(), "gpus": gpus(), "system": system, "world_size": world_size}
+
+
+def write_environment(run_dir: Path, world_size: int) -> Path:
+    """Write environment.json to the run folder, replacing the one of the last start; return its path.
+
+    Args:
+        world_size: ranks of the whole run.
+
+    Raises:
+        StoreError: the run folder cannot be written.
+    """
+    path = Path(run_dir) / ENVIRONMENT_FILE
+    with replacing(path) as file:
+        file.write(json.dumps(environment(world_size), indent=1).encode() + b"\n")
+    return path
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """Return the content of the run folder's environment.json; empty if the file does not exist."""
+    path = Path(run_dir) / ENVIRONMENT_FILE
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,163 @@
+"""Print a line for each logged step of a run, write it to log.txt, and show a progress bar on a terminal.
+
+Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
+fixed width, so that lines align. log.txt receives every line and note with date and time (UTC), on a terminal or not,
+appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed: no
+bar, no colour, no carriage returns.
+
+Cost: some 50 us a line; rich redraws the bar ten times a second in a thread of its own.
+
+Limits: rank 0 only. Output that other processes write to the same terminal may break the line of the bar.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from electra_dist.errors import UserError
+from electra_dist.run.folder import LOG_FILE
+from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.run.step_records import EvalRecord, StepRecord
+
+
+class Console:
+    """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
+
+    def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
+        """Open log.txt for appending, and show the progress bar if `stream` is a terminal.
+
+        Args:
+            run_dir: folder of the run; created if it is missing.
+            total_steps: steps of the whole run.
+            start_step: steps that are already done.
+            stream: where lines are printed; None: stdout.
+
+        Raises:
+            UserError: log.txt cannot be written.
+        """
+        self.total_steps = total_steps
+        path = Path(run_dir) / LOG_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115  (owned until close)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
+            ) from None
+        self._stream = stream or sys.stdout
+        self._progress = _progress_bar(self._stream) if self._stream.isatty() else None
+        if self._progress is not None:
+            self._task = self._progress.add_task("", total=total_steps, completed=start_step, eta="")
+            self._progress.start()
+
+    def line(self, record: StepRecord) -> None:
+        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
+        self._show(format_line(record, self.total_steps))
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Print the line of an evaluation on held-out rows and write it to log.txt."""
+        self._show(format_evaluation(record, self.total_steps))
+
+    def note(self, text: str) -> None:
+        """Print a line of free text (a start, a checkpoint, a warning) and write it to log.txt."""
+        self._show(text)
+
+    def close(self) -> None:
+        """Remove the progress bar and close log.txt. Calling it twice is fine."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._log.close()
+
+    def _show(self, text: str) -> None:
+        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one."""
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        self._log.write(f"{now}  {text}\n")
+        self._log.flush()
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def _progress_bar(stream: TextIO) -> Progress:
+    """Create the progress bar of a run's steps; it disappears from the terminal when it stops.
+
+    A task that is added to it must have the text field `eta`, which is shown at the end of the bar.
+    """
+    return Progress(
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[eta]}"),
+        console=Terminal(file=stream),
+        transient=True,
+        expand=True,
+    )
+
+
+def format_line(record: StepRecord, total_steps: int) -> str:
+    """Return the line of a logged step, with the same columns and the same widths in every line of a run.
+
+    Values that are not known (`None`, NaN or infinite fractions) are shown as a dash.
+    """
+    digits = len(str(total_steps))
+    columns = [
+        f"{record.step:>{digits}}/{total_steps} {_percent(record.step / total_steps)}",
+        f"mlm {record.mlm_loss:6.3f}",
+        f"rtd {record.rtd_loss:6.4f}",
+        f"repl {_percent(record.replaced_accuracy)} orig {_percent(record.original_accuracy)}",
+        f"lr {record.lr:.2e}",
+        f"gnorm {_norm(record.grad_norm)}",
+        f"{format_count(record.tokens_per_s):>5} tok/s",
+        f"mfu {_percent(record.mfu)}",
+        f"wait {_percent(record.data_wait)}",
+        f"mem {_gigabytes(record.memory_gb)}",
+        f"eta {format_duration(record.eta_s):>6}",
+    ]
+    return "  ".join(columns)
+
+
+def format_evaluation(record: EvalRecord, total_steps: int) -> str:
+    """Return the line of an evaluation on held-out rows: losses, AUC, accuracy, precision and recall."""
+    digits = len(str(total_steps))
+    return (
+        f"{record.step:>{digits}}/{total_steps}  eval  mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}  "
+        f"rtd {record.rtd_loss:.4f}  auc {record.auc:.4f}  acc {_percent(record.accuracy)}  "
+        f"precision {_percent(record.precision)}  recall {_percent(record.recall)}  on {record.rows} held-out rows"
+    )
+
+
+def _percent(fraction: float | None) -> str:
+    """Return a fraction as a percentage of five characters; a dash if it is None, NaN or infinite."""
+    if fraction is None or not math.isfinite(fraction):
+        return "    -"
+    if abs(fraction) < 0.9995:
+        return f"{100 * fraction:4.1f}%"
+    return f"{100 * fraction:4.0f}%"
+
+
+def _norm(norm: float) -> str:
+    """Return a gradient norm as text of six characters: three decimals below 100, one below 10,000, then 1e+04."""
+    if norm < 99.9995:
+        return f"{norm:6.3f}"
+    if norm < 9999.95:
+        return f"{norm:6.1f}"
+    return f"{norm:6.0e}"
+
+
+def _gigabytes(size_gb: float | None) -> str:
+    """Return a size in 1e9 bytes as six characters; a dash if it is not known."""
+    if size_gb is None:
+        return "     -"
+    return f"{size_gb:5.1f}G"

@@ -1,0 +1,136 @@
+"""Record strikes against faulty nodes in strikes.jsonl, so that the next submission to Slurm excludes them.
+
+Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add strikes at once: each
+takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
+most PIPE_BUF bytes. `excluded_nodes` is a pure function. Strikes expire, so that a repaired node is used again without
+any action.
+
+Cost: one fsync a strike; strikes are rare. Imports no torch.
+
+Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
+still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import select
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from electra_dist.errors import UserError
+from electra_dist.run.folder import STRIKES_FILE
+from electra_dist.run.jsonl import encode, read_records
+from electra_dist.store.atomic_files import writable
+
+EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
+_REASON_CHARS, _NAME_CHARS = 300, 64  # a character is at most 6 bytes of JSON: a line stays within PIPE_BUF (4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """One finding against a node: which device failed, why, and who noticed it."""
+
+    time: float  # Unix seconds
+    node: str  # its name for the scheduler and in the host file
+    device: str  # "GPU 3", or "" for the node as a whole
+    reason: str
+    by: str  # the part that found it: "preflight", "supervise", ...
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def add_strike(run_dir: Path, strike: Strike) -> None:
+    """Append a strike to the run's strikes.jsonl; it is on the disk on return. Safe from several nodes at once.
+
+    Texts are shortened to one line: 300 characters for the reason, 64 for each other field.
+
+    Raises:
+        StoreError: the run folder cannot be written.
+    """
+    fields = dataclasses.asdict(strike)
+    for name in ("node", "device", "reason", "by"):
+        fields[name] = _plain(fields[name], _REASON_CHARS if name == "reason" else _NAME_CHARS)
+    line = encode(fields)
+    assert len(line) <= select.PIPE_BUF, len(line)
+    path = Path(run_dir) / STRIKES_FILE
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if _lock(descriptor):
+                _cut_torn_line(descriptor)
+            os.write(descriptor, line)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_strikes(run_dir: Path) -> list[Strike]:
+    """Return all strikes of a run, oldest first, also expired ones; an empty list if there is no file.
+
+    Raises:
+        UserError: a line is not a strike; names the line.
+    """
+    path = Path(run_dir) / STRIKES_FILE
+    strikes = []
+    for number, record in enumerate(read_records(path), start=1):
+        try:
+            strikes.append(Strike(**record))
+        except TypeError:
+            raise UserError(
+                f"{path}:{number}: not a strike with the fields time, node, device, reason and by; delete this line"
+            ) from None
+    return strikes
+
+
+def excluded_nodes(
+    strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
+) -> list[str]:
+    """Return the sorted names of the nodes that must not be used at Unix time `now`.
+
+    Args:
+        strikes: all strikes of a run, in any order.
+        now: Unix time in seconds.
+        expires_s: age in seconds at which a strike no longer counts.
+        threshold: number of strikes at which a node is excluded.
+    """
+    counts = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
+    return sorted(node for node, count in counts.items() if count >= threshold)
+
+
+def _lock(descriptor: int) -> bool:
+    """Wait for the exclusive lock of an open file; return False if its file system has no locks.
+
+    The lock is held until the file is closed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Truncate an open file after its last newline, which removes a line that a killed writer left unfinished.
+
+    Only the last PIPE_BUF bytes are read, because no line is longer.
+    """
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
+    whole_lines_bytes = tail.rfind(b"\n") + 1
+    torn_bytes = len(tail) - whole_lines_bytes
+    os.ftruncate(descriptor, size - torn_bytes)
+
+
+def _plain(text: str, max_chars: int) -> str:
+    """Return a text as one line: each run of whitespace becomes one space, and the end is cut to `max_chars`."""
+    return " ".join(text.split())[:max_chars]

@@ -1,0 +1,60 @@
+"""Define the records of a logged step and of an evaluation, which console, metrics.jsonl and report share.
+
+All values are over the global batch. Losses are means per token without their weights; only `loss` is the weighted sum
+that is minimised. Fractions are in [0, 1]. `None` means not known or not applicable (no GPU, its peak is not known);
+NaN means undefined (no replaced token in the batch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Record of one logged optimizer step; values are over the global batch and all ranks unless noted."""
+
+    step: int  # optimizer steps done when this was written, this one included
+    mlm_loss: float  # nats per masked token
+    rtd_loss: float  # nats per real token
+    loss: float  # what is minimised; with rtd: mlm_weight * mlm_loss + rtd_weight * rtd_loss
+    mlm_accuracy: float  # fraction of masked tokens whose most likely token is the true one
+    replaced_accuracy: float  # fraction of replaced tokens that the discriminator classifies as replaced
+    original_accuracy: float  # fraction of original tokens that it classifies as original
+    replaced_fraction: float  # replaced tokens as a fraction of all real tokens
+    lr: float
+    grad_norm: float  # before clipping
+    tokens_per_s: float  # row tokens of all ranks, since the last logged step
+    mfu: float | None  # model FLOPs as a fraction of the GPUs' dense peak
+    data_wait: float  # fraction of the time since the last logged step that rank 0 waited for rows
+    memory_gb: float | None  # peak device memory of rank 0, in 1e9 bytes
+    eta_s: float | None  # estimated seconds to the last step of the run
+    tokens_seen: int  # real tokens trained on since step 0, estimated from rows_seen
+    step_s: float  # mean seconds per step since the last logged step
+    rows_seen: int  # rows trained on since step 0, over all restarts
+    receipt: str  # sum of the hashes of these rows, 16 hexadecimal digits (data/row_receipt.py)
+    store_retries: int  # store requests repeated by all ranks since this start
+    store_wait_s: float  # seconds waited before those, summed over the ranks
+    refetches: int  # shards fetched again because their bytes were wrong, since this start
+    gpu_temperature_c: int | None  # of the hottest GPU of rank 0's node
+    gpu_power_w: float | None  # of all GPUs of that node
+    gpu_sm_clock_mhz: int | None  # of the slowest GPU of that node
+    gpu_throttle: list[str]  # reasons for reduced clocks that any GPU of that node reports
+    slow_ranks: list[int]  # stragglers, the slowest first
+    token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """Record of one evaluation on held-out rows."""
+
+    step: int  # optimizer steps done
+    mlm_loss: float
+    mlm_accuracy: float
+    rtd_loss: float
+    auc: float  # ROC-AUC of the discriminator's scores, with replaced tokens as the positive class
+    accuracy: float  # of the discriminator at logit 0
+    precision: float  # fraction of the tokens classified as replaced that are replaced
+    recall: float  # fraction of the replaced tokens that are classified as replaced
+    rows: int  # held-out rows evaluated
+    token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it

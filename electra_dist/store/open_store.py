@@ -1,0 +1,36 @@
+"""Open the store that a URL names: a local path, or s3://bucket/prefix, which needs the extra `s3` (boto3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.retry import RetryPolicy
+
+
+def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy | None = None) -> Store:
+    """Return the store at a local path or at s3://bucket/prefix.
+
+    Nothing is read or written until the store is used, so only its first use notices a missing folder or bucket.
+
+    Args:
+        url: Local path (~ is expanded), file:// URL or s3:// URL.
+        endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS. Unused for local paths.
+        retry: Limits on retries of S3 requests; None for the defaults of RetryPolicy.
+
+    Raises:
+        UserError: The URL is malformed or has another scheme, or it is an s3:// URL and boto3 is not installed.
+    """
+    if url.startswith("s3://"):
+        from electra_dist.store.s3_store import S3Store  # boto3 is an optional dependency.
+
+        return S3Store(url, endpoint_url, retry or RetryPolicy())
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme != "file":
+        raise UserError(f"{scheme}://...: unknown kind of storage; give a local path or s3://bucket/prefix")
+    path = rest if separator else url
+    if not path:
+        raise UserError("empty storage path; give a local path or s3://bucket/prefix")
+    return LocalStore(Path(path).expanduser())

@@ -1,0 +1,137 @@
+"""Check all inputs of a run on every rank, before anything is written.
+
+Each check only reads, and raises UserError with a message of one line; the process then ends with exit code 78.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from electra_kernels import BackendUnavailable
+from electra_kernels.backend_choice import resolve
+
+from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.config import Config, DataConfig
+from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.engine.engine import check_world_size
+from electra_dist.engine.optimizer import check_optimizer
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.objectives.build_objective import check_objective
+from electra_dist.pretrained.starting_weights import check_source, needs_source
+from electra_dist.run.folder import check_run_folder, run_identity
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenCorpus:
+    """A corpus whose manifest has been read and checked: the store of its files, and the manifest."""
+
+    store: Store
+    manifest: CorpusManifest
+
+    def open_cache(self, data: DataConfig, folder: Path) -> ShardCache:
+        """Return a new cache of the corpus's shards for this process. The caller closes it.
+
+        Args:
+            data: gives the number of fetching threads and the size limit of the folder.
+            folder: cache folder of this node, which its ranks share; unused for a corpus on a local disk.
+        """
+        limit_bytes = None
+        if data.cache_limit_gb is not None:
+            limit_bytes = round(data.cache_limit_gb * 1e9)
+        return ShardCache(self.store, self.manifest, folder, data.fetch_threads, limit_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """The corpora that a run reads: one to train on and, if configured, one to evaluate on."""
+
+    corpus: OpenCorpus
+    heldout: OpenCorpus | None
+
+
+def check_inputs(config: Config, world_size: int) -> RunInputs:
+    """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
+
+    It writes nothing and needs no process group; every rank calls it by itself.
+
+    Args:
+        config: the resolved config.
+        world_size: number of ranks that the run is about to start with.
+
+    Raises:
+        UserError: an input cannot be used; names the file, key or URL at fault and the next step.
+    """
+    check_world_size(config.train, world_size)
+    check_objective(config.model, config.objective)
+    check_optimizer(config.optimizer, config.engine.zero_stage)
+    _check_kernels(config.kernels.backend)
+    corpus = _open_corpus("corpus", config.data.corpus, config.data, config.model.vocab_size)
+    check_run_folder(Path(config.run_dir), run_identity(config, corpus.manifest.fingerprint))
+    if needs_source(config.train, open_targets(config)):
+        check_source(config.train, _read_vocabulary(config.data.corpus, corpus))
+    heldout = None
+    if config.data.heldout:
+        heldout = _open_corpus("heldout", config.data.heldout, config.data, config.model.vocab_size)
+    if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
+        raise ManifestMismatch(
+            f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
+            f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
+        )
+    return RunInputs(corpus=corpus, heldout=heldout)
+
+
+def _check_kernels(backend: str) -> None:
+    """Refuse a kernel backend that cannot run on this machine.
+
+    Args:
+        backend: `kernels.backend`.
+
+    Raises:
+        UserError: the backend is not available for the device that the run would use.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolve(backend, device_type)
+    except BackendUnavailable as error:
+        raise UserError(str(error)) from None
+
+
+def _read_vocabulary(url: str, corpus: OpenCorpus) -> Vocabulary:
+    """Read the vocabulary file of an opened corpus; `url` is its location for error messages."""
+    vocab_file = corpus.manifest.tokenizer.vocab_file
+    return Vocabulary(corpus.store.read(vocab_file).decode(), f"{url}/{vocab_file}")
+
+
+def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
+    """Open a corpus and check that its rows and its vocabulary fit the config.
+
+    Args:
+        key: config key that names the corpus, "corpus" or "heldout", for error messages.
+        url: folder or s3:// prefix of the corpus.
+        data: gives the row length and the S3 endpoint.
+        vocab_size: `model.vocab_size`.
+
+    Raises:
+        ManifestMismatch: the row length or the vocabulary size differs from the config.
+        UserError: the manifest cannot be read or is damaged.
+    """
+    store = open_store(url, data.endpoint_url)
+    manifest = read_manifest(store)
+    if manifest.seq_len != data.seq_len:
+        raise ManifestMismatch(
+            f"data.{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
+            f"data.seq_len: {manifest.seq_len}, or build the corpus again with data.seq_len: {data.seq_len}"
+        )
+    if manifest.tokenizer.vocab_size != vocab_size:
+        raise ManifestMismatch(
+            f"data.{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
+            f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
+            f"data.{key} to a corpus with {vocab_size} entries"
+        )
+    return OpenCorpus(store=store, manifest=manifest)

@@ -1,0 +1,186 @@
+"""Run pretraining on one rank: check the inputs, build the model and the engine, restore, train to the last step.
+
+The step loop itself is in `trainer.py`; this file does what comes before and after it: inputs, process group, run
+folder, engine, and the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from electra_kernels.native import cpu_library
+
+from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.collectives import gather
+from electra_dist.config import Config
+from electra_dist.engine.engine import Engine
+from electra_dist.engine.micro_batch import with_micro_batch
+from electra_dist.engine.process_group import init_distributed, local_device
+from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.model.attention import AttentionChoice, choose_attention
+from electra_dist.model.encoder import Encoder
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.base import Objective
+from electra_dist.objectives.build_objective import build_objective
+from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.pretrained.starting_weights import begin_with_source
+from electra_dist.run.folder import begin_run_folder, run_identity
+from electra_dist.train.health.error_relay import another_rank_reported, report_once
+from electra_dist.train.health.rank_monitor import RankMonitor
+from electra_dist.train.health.stop_request import StopRequest
+from electra_dist.train.input_checks import RunInputs, check_inputs
+from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.time_accounting import seconds_since_process_start
+from electra_dist.train.token_counts import unigram_counts
+from electra_dist.train.trainer import Trainer
+
+
+def run(config: Config) -> int:
+    """Train until `config.train.num_steps`, from the newest checkpoint of the run. Every rank calls it.
+
+    Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
+    destroyed within the call. A UserError after the checks of the inputs is printed once for all ranks, and all of
+    them return its exit code.
+
+    Args:
+        config: the resolved config of the run.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request, or
+        78 for a user's error.
+
+    Raises:
+        UserError: an input was refused; nothing has been written.
+    """
+    import_s = seconds_since_process_start()
+    begin = time.perf_counter()
+    inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+    init_distributed()
+    try:
+        return _run(config, inputs, import_s, begin)
+    except UserError as error:
+        report_once(error)
+        return EXIT_USER_ERROR
+    except RuntimeError:
+        # A collective fails when another rank has ended; that rank has printed the cause.
+        if another_rank_reported():
+            return EXIT_USER_ERROR
+        raise
+    finally:
+        dist.destroy_process_group()  # without it, one rank in four aborts at exit
+
+
+def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> int:
+    """Build the model and the engine and train until the run ends. Collective.
+
+    Args:
+        config: the resolved config of the run.
+        inputs: the checked inputs.
+        import_s: seconds from the start of the process to the start of `run`.
+        begin: `time.perf_counter()` at the start of `run`.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`.
+    """
+    run_dir = Path(config.run_dir)
+    is_first_rank = dist.get_rank() == 0
+    stop = StopRequest(run_dir, is_first_rank)
+    special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    module = _build_module(config, inputs, special)
+    notes = _build_notes(config, module)
+    # Other weights may be refused, which must happen before the run folder is written.
+    source_notes = begin_with_source(module.towers, config.train, open_targets(config))
+    notes += [f"init_from: {note}" for note in source_notes]
+    if is_first_rank:
+        _begin_run_folder(config, inputs)
+    dist.barrier()
+    if config.train.largest_micro_batch:
+        config = with_micro_batch(config, module, local_device())
+        notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
+    monitor = RankMonitor(run_dir, config.cluster)
+    engine = Engine(module, config.train, config.engine, config.optimizer)
+    skips = SkipList(run_dir, config.train.skip_steps)
+    build_s = {"import": import_s, "build": time.perf_counter() - begin}
+    code = Trainer(config, inputs, engine, special, skips, stop, monitor, build_s, notes).run()
+    while code is None:  # the run goes back to a checkpoint: a new round in the same process, with the same engine
+        code = Trainer(config, inputs, engine, special, skips, stop, monitor, None).run()
+    monitor.close()
+    engine.close()
+    return code
+
+
+def _build_notes(config: Config, module: Objective) -> list[str]:
+    """Return the lines for the log that describe how the module runs: attention, row order and compilation."""
+    notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
+    if cpu_library.permute is None:
+        notes.append(
+            "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, then install "
+            "this package again"
+        )
+    if config.engine.compile:
+        notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
+    return notes
+
+
+def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
+    """Write the files that every start of a run writes: config, identity, tokenizer and vocabulary. Rank 0 only."""
+    manifest = inputs.corpus.manifest
+    tokenizer = manifest.tokenizer
+    begin_run_folder(
+        config,
+        run_identity(config, manifest.fingerprint),
+        tokenizer.model_dump_json(indent=1),
+        inputs.corpus.store.read(tokenizer.vocab_file),
+    )
+
+
+def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Objective:
+    """Build the objective on the host with its initial weights and all settings of the engine section. Collective.
+
+    Args:
+        config: the resolved config of the run.
+        inputs: the checked inputs; for a unigram generator the tokens of the corpus are counted.
+        special: ids of the special tokens.
+    """
+    token_counts = None
+    if config.objective.generator == "unigram":
+        corpus = inputs.corpus
+        token_counts = unigram_counts(
+            corpus,
+            config.model.vocab_size,
+            Path(config.run_dir),
+            lambda: corpus.open_cache(config.data, config.cache_folder),
+        )
+    objective = build_objective(
+        config.model, config.objective, special, config.seed, config.kernels.backend, token_counts
+    )
+    objective.attention = _agree_on_attention(choose_attention(config, local_device().type))
+    for module in objective.modules():
+        if isinstance(module, Encoder):
+            module.recompute = config.engine.activation_checkpointing
+    if config.engine.compile:
+        # The import takes seconds, which runs without compilation need not spend.
+        from electra_dist.model.compile_layers import compile_layers
+
+        compile_layers(objective, config.cache_folder / "compiled")
+    if isinstance(objective, CorruptingObjective):
+        objective.early_generator = config.engine.early_generator
+    return objective
+
+
+def _agree_on_attention(choice: AttentionChoice) -> AttentionChoice:
+    """Agree on one attention implementation: if flex_attention failed on any rank, all use sdpa. Collective.
+
+    Args:
+        choice: the implementation that this rank would use by itself, and why.
+
+    Returns:
+        The choice of the first rank that needs sdpa, with its reason; this rank's own choice if none does.
+    """
+    for rank_choice in gather(choice):
+        if rank_choice.backend == "sdpa":
+            return rank_choice
+    return choice

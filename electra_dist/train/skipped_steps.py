@@ -1,0 +1,91 @@
+"""Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from electra_dist.errors import UserError
+from electra_dist.run.folder import SKIPPED_STEPS_FILE
+from electra_dist.store.atomic_files import replacing
+
+
+class SkipList:
+    """The steps that a run skips: those of `train.skip_steps`, and those that the guard has stopped or rolled back.
+
+    Every rank has its own and changes it alike; rank 0 also writes it to the run folder, so that a restart skips the
+    same steps.
+    """
+
+    def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
+        """Read skipped_steps.json from the run folder, if it exists, and add the configured steps.
+
+        Args:
+            run_dir: folder of the run.
+            configured: steps of `train.skip_steps`, from 0.
+
+        Raises:
+            UserError: the file in the run folder is damaged.
+        """
+        self._file = run_dir / SKIPPED_STEPS_FILE
+        self.steps = set(configured)
+        self.rollbacks = 0  # of the run so far
+        self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
+        self._stopped: set[int] = set()  # those that are not from the config
+        if self._file.exists():
+            try:
+                tree = json.loads(self._file.read_text())
+                self._stopped = {int(step) for step in tree["steps"]}
+                self.rollbacks = int(tree["rollbacks"])
+                self.streak = [int(step) for step in tree["streak"]]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{self._file} is not readable as JSON with the keys steps, rollbacks and streak; restore it from "
+                    f"the events stopped_step and rollback in ledger.jsonl"
+                ) from None
+            self.steps |= self._stopped
+
+    def stop(self, step: int) -> None:
+        """Skip a step that the guard has stopped, and count it among the steps stopped in a row (`streak`).
+
+        A step that does not follow the last stopped one begins a new `streak`. Every rank calls it at the same step;
+        rank 0 calls `write` afterwards.
+
+        Args:
+            step: the stopped step, from 0.
+        """
+        follows_streak = bool(self.streak) and self.streak[-1] == step - 1
+        self.streak = [*self.streak, step] if follows_streak else [step]
+        self._skip([step])
+
+    def roll_back(self, first: int) -> None:
+        """Count a rollback, and skip all steps from `first` to the last of the steps stopped in a row (`streak`).
+
+        `streak` must not be empty; it is empty afterwards. Every rank calls it; rank 0 calls `write` afterwards.
+
+        Args:
+            first: the first step to skip, from 0.
+        """
+        last = self.streak[-1]
+        self._skip(range(first, last + 1))
+        self.streak = []
+        self.rollbacks += 1
+
+    def _skip(self, steps: Iterable[int]) -> None:
+        """Add steps that the guard has decided to skip, which `write` stores, unlike those of the config."""
+        self._stopped |= set(steps)
+        self.steps |= self._stopped
+
+    def write(self) -> None:
+        """Write the list to skipped_steps.json in the run folder, replacing the file atomically. Rank 0 only.
+
+        Steps of `train.skip_steps` are not written, because the config holds them.
+        """
+        tree = {"steps": sorted(self._stopped), "rollbacks": self.rollbacks, "streak": self.streak}
+        with replacing(self._file) as file:
+            file.write(json.dumps(tree).encode() + b"\n")
+
+    def below(self, step: int) -> tuple[int, ...]:
+        """Return the skipped steps before `step`, ascending; a checkpoint of that step records them."""
+        return tuple(sorted(skipped for skipped in self.steps if skipped < step))

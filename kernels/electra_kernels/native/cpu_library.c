@@ -1,0 +1,410 @@
+/* CPU loops for work that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards, and
+   the head's row pass.
+
+   Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of data/row_order.py,
+   bit for bit; the row pass of mlm_head.py to the rounding of fp32.
+   How: LANES counters side by side, in plain loops that the compiler turns into vector instructions. The functions
+   start no threads; cpu_library.py calls them from several. They are built with the package where there is a C compiler
+   (setup.py). cpu_library.py loads them, and NumPy or torch does the work where they are missing.
+   Limits: no state, no allocation, no error codes except that of electra_gather_rows. Callers check ranges. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 32 /* too many to unroll completely: compilers do not vectorise a loop that they have unrolled */
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__)
+#define X86
+#include <immintrin.h>
+#define VECTORS __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when the library is loaded */
+#else
+#define VECTORS
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+/* Version of the functions' arguments. cpu_library.py loads no other version: increment both with any change of arguments. */
+const int electra_cpu_library_version = 1;
+
+/* One Philox counter for each lane, four words each; the random words replace them. */
+typedef struct {
+    uint32_t w0[LANES], w1[LANES], w2[LANES], w3[LANES];
+} Words;
+
+/* Replace the counters by their random words, Philox4x32-10, on any CPU. */
+static void philox_anywhere(Words *c, uint64_t seed)
+{
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        for (int i = 0; i < LANES; i++) {
+            uint64_t p0 = (uint64_t)c->w0[i] * 0xD2511F53u, p1 = (uint64_t)c->w2[i] * 0xCD9E8D57u;
+            c->w0[i] = (uint32_t)(p1 >> 32) ^ c->w1[i] ^ k0;
+            c->w1[i] = (uint32_t)p1;
+            c->w2[i] = (uint32_t)(p0 >> 32) ^ c->w3[i] ^ k1;
+            c->w3[i] = (uint32_t)p0;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+#ifdef X86
+/* Replace the counters by their random words, with AVX2. A vector holds one word of four counters, each in the low
+   half of 64 bits; the high halves are never used. It is four times as fast as what compilers generate. */
+__attribute__((target("avx2"))) static void philox_avx2(Words *c, uint64_t seed)
+{
+    const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
+    uint32_t *words[4] = {c->w0, c->w1, c->w2, c->w3};
+    for (int i = 0; i < LANES; i += 8) {
+        __m256i even[4], odd[4];
+        for (int w = 0; w < 4; w++) {
+            even[w] = _mm256_loadu_si256((const __m256i *)(words[w] + i));
+            odd[w] = _mm256_srli_epi64(even[w], 32);
+        }
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            const __m256i key0 = _mm256_set1_epi64x(k0), key1 = _mm256_set1_epi64x(k1);
+            __m256i *half[2] = {even, odd};
+            for (int h = 0; h < 2; h++) {
+                __m256i *x = half[h], p0 = _mm256_mul_epu32(x[0], m0), p1 = _mm256_mul_epu32(x[2], m1);
+                x[0] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), x[1]), key0);
+                x[1] = p1;
+                x[2] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), x[3]), key1);
+                x[3] = p0;
+            }
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        for (int w = 0; w < 4; w++) {
+            __m256i both = _mm256_blend_epi32(even[w], _mm256_slli_epi64(odd[w], 32), 0xAA);
+            _mm256_storeu_si256((__m256i *)(words[w] + i), both);
+        }
+    }
+}
+#endif
+
+/* Replace the counters by their random words, with AVX2 where the CPU has it. */
+INLINE void philox(Words *c, uint64_t seed)
+{
+#ifdef X86
+    if (__builtin_cpu_supports("avx2")) {
+        philox_avx2(c, seed);
+        return;
+    }
+#endif
+    philox_anywhere(c, seed);
+}
+
+/* Set *c to the random words of LANES neighbouring blocks of four positions, from `block` on, of one row. */
+INLINE void words_of(Words *c, uint64_t seed, uint32_t purpose, uint32_t step, uint32_t row, uint32_t block)
+{
+    for (int i = 0; i < LANES; i++) {
+        c->w0[i] = block + (uint32_t)i;
+        c->w1[i] = row;
+        c->w2[i] = step;
+        c->w3[i] = purpose;
+    }
+    philox(c, seed);
+}
+
+/* Write 32 random bits for each row and each position from 4 * first_block on, as keyed_random.bits_grid does.
+   out is [num_rows][4 * num_blocks]; `stride` is the distance from row to row in elements. */
+VECTORS void electra_bits(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                          int64_t first_block, int64_t num_blocks, int64_t stride, int64_t *out)
+{
+    Words c;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t b = 0; b < num_blocks; b += LANES) {
+            int64_t *to = out + r * stride + 4 * b;
+            int64_t count = num_blocks - b < LANES ? num_blocks - b : LANES;
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)(first_block + b));
+            for (int64_t i = 0; i < count; i++) {
+                to[4 * i] = c.w0[i];
+                to[4 * i + 1] = c.w1[i];
+                to[4 * i + 2] = c.w2[i];
+                to[4 * i + 3] = c.w3[i];
+            }
+        }
+}
+
+/* Write the factors of dropout: `scale` where the bits are at least `threshold`, and 0 elsewhere. The bits and the
+   other arguments are those of electra_bits. */
+VECTORS void electra_keep_scale(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                                int64_t first_block, int64_t num_blocks, int64_t stride, uint64_t threshold, float scale,
+                                float *out)
+{
+    Words c;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t b = 0; b < num_blocks; b += LANES) {
+            float *to = out + r * stride + 4 * b;
+            int64_t count = num_blocks - b < LANES ? num_blocks - b : LANES;
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)(first_block + b));
+            for (int64_t i = 0; i < count; i++) {
+                to[4 * i] = c.w0[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 1] = c.w1[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 2] = c.w2[i] >= threshold ? scale : 0.0f;
+                to[4 * i + 3] = c.w3[i] >= threshold ? scale : 0.0f;
+            }
+        }
+}
+
+/* Indices on their way through the permutation, one for each lane. The network permutes Z_a x Z_b, a * b >= size. */
+typedef struct {
+    uint64_t place[LANES], size[LANES], a[LANES], b[LANES];
+    uint32_t epoch[LANES], block[LANES];
+} Walkers;
+
+/* Run every lane's place once through the Feistel network over Z_a x Z_b, as _feistel of data/row_order.py does. */
+INLINE void feistel(Walkers *w, uint64_t seed, uint32_t purpose, int num_rounds)
+{
+    uint64_t half[2][LANES];
+    Words c;
+    for (int i = 0; i < LANES; i++) {
+        half[0][i] = w->place[i] / w->b[i];
+        half[1][i] = w->place[i] % w->b[i];
+    }
+    for (int round = 0; round < num_rounds; round++) {
+        uint64_t *moved = half[round % 2], *fixed = half[1 - round % 2], *limit = round % 2 ? w->b : w->a;
+        for (int i = 0; i < LANES; i++) {
+            c.w0[i] = (uint32_t)fixed[i];
+            c.w1[i] = w->block[i];
+            c.w2[i] = w->epoch[i];
+            c.w3[i] = purpose | (uint32_t)round << 8;
+        }
+        philox(&c, seed);
+        for (int i = 0; i < LANES; i++) {
+            uint64_t sum = moved[i] + (((uint64_t)c.w0[i] * limit[i]) >> 32);
+            moved[i] = sum >= limit[i] ? sum - limit[i] : sum;
+        }
+    }
+    for (int i = 0; i < LANES; i++)
+        w->place[i] = half[0][i] * w->b[i] + half[1][i];
+}
+
+/* Write to out[i] the place of index[i] in the keyed permutation of [0, size[i]), as permute of data/row_order.py does.
+   A place outside [0, size) goes through the network again until it is inside. All arrays have `count` elements. */
+VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, const uint64_t *index,
+                             const uint64_t *size, const uint64_t *epoch, const uint64_t *block, int64_t count,
+                             uint64_t *out)
+{
+    Walkers w;
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t lanes = count - first < LANES ? count - first : LANES, walking = lanes;
+        int inside[LANES] = {0};
+        for (int i = 0; i < LANES; i++) {
+            int64_t from = first + (i < lanes ? i : 0);
+            w.place[i] = index[from];
+            w.size[i] = size[from];
+            w.epoch[i] = (uint32_t)epoch[from];
+            w.block[i] = (uint32_t)block[from];
+            w.a[i] = (uint64_t)ceil(sqrt((double)w.size[i]));
+            w.b[i] = (w.size[i] + w.a[i] - 1) / w.a[i];
+        }
+        while (walking) {
+            feistel(&w, seed, purpose, num_rounds);
+            for (int i = 0; i < lanes; i++)
+                if (!inside[i] && w.place[i] < w.size[i]) {
+                    out[first + i] = w.place[i];
+                    inside[i] = 1;
+                    walking--;
+                }
+        }
+    }
+}
+
+/* Index of a mapped shard (Shard.table in data/shard.py). `address` is where its mapping begins. `starts` points to
+   the first row of each block and, last, the number of rows; `offsets` points to the byte offset of each block. */
+typedef struct {
+    int64_t address, num_blocks, starts, offsets;
+} Table;
+
+/* Copy row rows[i] of the shard tables[which[i]] to row i of out, [count][row_bytes]. Return 1, or 0 at the first row
+   number that is not in its shard. */
+int electra_gather_rows(const Table *tables, const int64_t *which, const int64_t *rows, int64_t count,
+                        int64_t row_bytes, char *out)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const Table *table = &tables[which[i]];
+        const int64_t *starts = (const int64_t *)table->starts;
+        int64_t low = 0, high = table->num_blocks;
+        if (rows[i] < 0 || rows[i] >= starts[high])
+            return 0;
+        while (high - low > 1) { /* starts[low] <= row < starts[high] */
+            int64_t middle = (low + high) / 2;
+            if (starts[middle] <= rows[i])
+                low = middle;
+            else
+                high = middle;
+        }
+        int64_t offset = ((const int64_t *)table->offsets)[low] + (rows[i] - starts[low]) * row_bytes;
+        memcpy(out + i * row_bytes, (const char *)table->address + offset, (size_t)row_bytes);
+    }
+    return 1;
+}
+
+/* Replace x <= 0 by exp(x), with a relative error below 2e-7; 0 for x below -87. With x = n ln 2 + r,
+   |r| <= ln 2 / 2, the result is 2^n times the power series of e^r. */
+INLINE void exp_of(float *x)
+{
+    float p[LANES], power[LANES];
+    int32_t bits[LANES];
+    for (int i = 0; i < LANES; i++) {
+        float within = x[i] < -87.0f ? -87.0f : x[i];
+        float n = (within * 1.44269504f + 12582912.0f) - 12582912.0f;
+        float r = (within - n * 0.693145752f) - n * 1.42860677e-6f;
+        p[i] = 1 + r * (1 + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+        bits[i] = ((int32_t)n + 127) << 23;
+    }
+    memcpy(power, bits, sizeof power);
+    for (int i = 0; i < LANES; i++)
+        x[i] = x[i] < -87.0f ? 0.0f : p[i] * power[i];
+}
+
+/* Replace normal x > 0 by log(x), with a relative error below 2e-7. With x = 2^e (1 + f), the result is
+   e ln 2 + 2 atanh(f / (2 + f)), and atanh is a power series. */
+INLINE void log_of(float *x)
+{
+    int32_t bits[LANES], e[LANES];
+    float m[LANES];
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < LANES; i++) {
+        e[i] = (bits[i] - 0x3F3504F3) >> 23; /* makes 1 + f lie between the square roots of 1/2 and 2 */
+        bits[i] -= e[i] * (1 << 23);
+    }
+    memcpy(m, bits, sizeof m);
+    for (int i = 0; i < LANES; i++) {
+        float f = m[i] - 1.0f, s = f / (2.0f + f), q = s * s;
+        float series = q * (1.0f / 3 + q * (1.0f / 5 + q * (1.0f / 7 + q * (1.0f / 9))));
+        x[i] = (float)e[i] * 0.693147181f + 2.0f * (s + s * series);
+    }
+}
+
+/* Write the Gumbel noise of 32 random bits, with the formula of gumbel_from_bits in gumbel_noise.py. */
+INLINE void gumbel_of(float *noise, const uint32_t *bits)
+{
+    float series[LANES], small[LANES];
+    for (int i = 0; i < LANES; i++) { /* uint32 to float in two exact halves; their sum is rounded once */
+        float u = (float)(int32_t)(bits[i] >> 16) * 65536.0f + (float)(int32_t)(bits[i] & 0xFFFF);
+        float rest = (float)(int32_t)(~bits[i] >> 16) * 65536.0f + (float)(int32_t)(~bits[i] & 0xFFFF);
+        u = (u + 0.5f) * 0x1p-32f;
+        noise[i] = (rest + 0.5f) * 0x1p-32f;
+        series[i] = u * (1 + u * (0.5f + u * (1.0f / 3 + u * (0.25f + u * 0.2f))));
+        small[i] = bits[i] >> 27 ? 0.0f : 1.0f; /* u < 1/32 */
+    }
+    log_of(noise);
+    for (int i = 0; i < LANES; i++)
+        noise[i] = small[i] > 0.5f ? series[i] : -noise[i];
+    log_of(noise);
+    for (int i = 0; i < LANES; i++)
+        noise[i] = -noise[i];
+}
+
+/* Largest value of each lane, and its place. */
+typedef struct {
+    float value[LANES];
+    int32_t at[LANES];
+} Best;
+
+/* Update the largest values with LANES values at places first, first + 1, ...; an equal value does not replace. */
+INLINE void keep_best(Best *best, const float *value, int32_t first)
+{
+    for (int i = 0; i < LANES; i++) {
+        int better = value[i] > best->value[i];
+        best->value[i] = better ? value[i] : best->value[i];
+        best->at[i] = better ? first + i : best->at[i];
+    }
+}
+
+/* Return the lane of the largest value; among equal values, the lane of the lowest place. */
+INLINE int best_lane(const Best *best)
+{
+    int found = 0;
+    for (int i = 1; i < LANES; i++)
+        if (best->value[i] > best->value[found] ||
+            (best->value[i] == best->value[found] && best->at[i] < best->at[found]))
+            found = i;
+    return found;
+}
+
+/* Read logit + bias of LANES tokens from `first` on; tokens from `vocab` on are -infinity. */
+INLINE void load(float *z, const float *logits, const float *bias, int32_t first, int32_t vocab)
+{
+    if (first + LANES <= vocab)
+        for (int i = 0; i < LANES; i++)
+            z[i] = logits[first + i] + bias[first + i];
+    else
+        for (int i = 0; i < LANES; i++)
+            z[i] = first + i < vocab ? logits[first + i] + bias[first + i] : -INFINITY;
+}
+
+/* Run the head's row pass, row_pass_reference of mlm_head.py, on num_rows rows of logits.
+
+   A row has `stride` floats, of which the first `vocab` are tokens. per_temperature is 1 / temperature. loss,
+   most_likely and sampled have one element a row. With with_gradient, (softmax - onehot) * weight overwrites the
+   logits, with 0 from `vocab` on. */
+VECTORS void electra_row_pass(uint64_t seed, uint32_t purpose, uint32_t step, const int64_t *rows, int64_t num_rows,
+                              float *logits, int64_t stride, int32_t vocab, const float *bias, const int64_t *target,
+                              const float *weight, float per_temperature, int disallow_correct, int with_gradient,
+                              float *loss, int64_t *most_likely, int64_t *sampled)
+{
+    for (int64_t r = 0; r < num_rows; r++) {
+        float *row = logits + r * stride, z[LANES], score[LANES], sums[LANES] = {0};
+        float at_target = row[target[r]] + bias[target[r]];
+        int32_t forbidden = disallow_correct ? (int32_t)target[r] : -1;
+        Best likely, drawn;
+        for (int i = 0; i < LANES; i++) {
+            likely.value[i] = drawn.value[i] = -INFINITY;
+            likely.at[i] = drawn.at[i] = i;
+        }
+        for (int32_t quad = 0; 4 * quad < vocab; quad += LANES) {
+            Words c;
+            uint32_t bits[4 * LANES];
+            words_of(&c, seed, purpose, step, (uint32_t)rows[r], (uint32_t)quad);
+            for (int i = 0; i < LANES; i++) {
+                bits[4 * i] = c.w0[i];
+                bits[4 * i + 1] = c.w1[i];
+                bits[4 * i + 2] = c.w2[i];
+                bits[4 * i + 3] = c.w3[i];
+            }
+            for (int part = 0; part < 4; part++) {
+                int32_t first = 4 * quad + part * LANES;
+                if (first >= vocab)
+                    break;
+                load(z, row, bias, first, vocab);
+                keep_best(&likely, z, first);
+                gumbel_of(score, bits + part * LANES);
+                for (int i = 0; i < LANES; i++)
+                    score[i] += z[i] * per_temperature;
+                if (forbidden >= first && forbidden < first + LANES)
+                    score[forbidden - first] = -INFINITY;
+                keep_best(&drawn, score, first);
+            }
+        }
+        int lane = best_lane(&likely);
+        float top = likely.value[lane], sum = 0;
+        most_likely[r] = likely.at[lane];
+        sampled[r] = drawn.at[best_lane(&drawn)];
+        for (int32_t first = 0; first < vocab; first += LANES) {
+            load(z, row, bias, first, vocab);
+            for (int i = 0; i < LANES; i++)
+                z[i] -= top;
+            exp_of(z);
+            for (int i = 0; i < LANES; i++)
+                sums[i] += z[i];
+            if (with_gradient)
+                for (int i = 0; i < LANES && first + i < vocab; i++)
+                    row[first + i] = z[i];
+        }
+        for (int i = 0; i < LANES; i++)
+            sum += sums[i];
+        loss[r] = logf(sum) + (top - at_target);
+        if (!with_gradient)
+            continue;
+        float scale = weight[r] / sum;
+        float exact = (row[target[r]] / sum - 1.0f) * weight[r];
+        for (int32_t v = 0; v < vocab; v++)
+            row[v] *= scale;
+        row[target[r]] = exact;
+        for (int64_t v = vocab; v < stride; v++)
+            row[v] = 0.0f;
+    }
+}

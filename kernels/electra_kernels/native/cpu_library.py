@@ -1,0 +1,253 @@
+"""Calls the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass on a
+CPU.
+
+Guarantee: permutations and bits are equal to those that `data/row_order.py` and `keyed_random.py` define in NumPy,
+and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built
+with a C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None,
+and callers use NumPy or torch.
+
+How: a call releases the interpreter lock; `share` spreads calls over as many threads as torch uses.
+
+Cost on one core: about 1 ns for a 32-bit number (NumPy 10), 0.1 to 0.2 us for a place of the row order (NumPy 2), 5 ns
+for a logit (torch 50).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+_WORD, _WORD32, _SIZE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_VERSION = 1  # of the functions' arguments, equal to `electra_cpu_library_version` in cpu_library.c
+_ROWS_AT_A_TIME = 8  # rows that one call of the row pass handles
+_Item = TypeVar("_Item")
+
+
+def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
+    """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
+
+    Threads run in parallel only while `work` releases the interpreter lock. The first exception of a call is raised.
+    """
+    threads = min(torch.get_num_threads(), len(items))
+    if threads <= 1:
+        for item in items:
+            work(item)
+        return
+    for _ in _pool(threads, os.getpid()).map(work, items):
+        pass  # reading a result waits for its call and raises its exception
+
+
+@functools.cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return the pool of `threads` threads that this process reuses.
+
+    The process id is part of the key, because a forked process inherits the cache, but not the pool's threads.
+    """
+    return ThreadPoolExecutor(threads, thread_name_prefix="electra-cpu-library")
+
+
+def _load() -> ctypes.CDLL | None:
+    """Load the library in the folder of this file and declare the argument types of its functions.
+
+    Returns None if the library was not built, or was built for another kind of machine or another version of the
+    functions' arguments (`electra_cpu_library_version` in cpu_library.c).
+    """
+    for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
+        try:
+            library = ctypes.CDLL(str(path))
+            if ctypes.c_int.in_dll(library, "electra_cpu_library_version").value != _VERSION:
+                continue
+        except (OSError, ValueError):
+            continue
+        grid: list[Any] = [_WORD, _WORD32, _WORD32, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]
+        library.electra_bits.argtypes = [*grid, _POINTER]
+        library.electra_keep_scale.argtypes = [*grid, _WORD, _FLOAT, _POINTER]
+        library.electra_permute.argtypes = [_WORD, _WORD32, _COUNT, *[_POINTER] * 4, _SIZE, _POINTER]
+        library.electra_gather_rows.argtypes = [*[_POINTER] * 3, _SIZE, _SIZE, _POINTER]
+        row: list[Any] = [_POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_int32, *[_POINTER] * 3, _FLOAT, _COUNT, _COUNT]
+        library.electra_row_pass.argtypes = [_WORD, _WORD32, _WORD32, *row, *[_POINTER] * 3]
+        return library
+    return None
+
+
+_library = _load()
+
+
+def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
+    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position.
+
+    Args:
+        grid: int64 [R, 4 * blocks], filled in place. Columns are adjacent; rows may be part of a wider array.
+        seed: 64-bit key.
+        purpose: Value of a `keyed_random.Purpose`.
+        step: Global step, in [0, 2**32).
+        rows: Contiguous int64 [R], row numbers within the global batch.
+        first_block: First position of the grid, divided by 4.
+    """
+    assert _library is not None
+    assert grid.dtype == np.int64
+    _library.electra_bits(*_arguments(grid, seed, purpose, step, rows, first_block), grid.ctypes.data)
+
+
+def _fill_kept(
+    grid: np.ndarray,
+    seed: int,
+    purpose: int,
+    step: int,
+    rows: np.ndarray,
+    first_block: int,
+    *,
+    threshold: int,
+    scale: float,
+) -> None:
+    """Fill `grid`, fp32, with the factors of dropout: `scale` where the random bits are at least `threshold`, else 0.
+
+    The random bits and the other arguments are those of `fill_bits`.
+    """
+    assert _library is not None
+    assert grid.dtype == np.float32
+    arguments = _arguments(grid, seed, purpose, step, rows, first_block)
+    _library.electra_keep_scale(*arguments, threshold, scale, grid.ctypes.data)
+
+
+def _arguments(
+    grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int
+) -> tuple[Any, ...]:
+    """Check the memory layout of `grid` and `rows`, and return the arguments that both fill functions of C share.
+
+    The last of them is the distance from row to row of `grid`, in elements.
+    """
+    assert grid.strides[1] == grid.itemsize
+    assert rows.dtype == np.int64
+    assert rows.flags.c_contiguous
+    stride = grid.strides[0] // grid.itemsize
+    return seed, purpose, step, rows.ctypes.data, len(rows), first_block, grid.shape[1] // 4, stride
+
+
+def _permute(
+    index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
+) -> np.ndarray:
+    """Return the place of each index in its keyed permutation; `data.order.permute` is the same function in NumPy.
+
+    Args:
+        index: Number to permute, in [0, size); like the next three, one array element for each permutation.
+        size: Length of the permutation.
+        epoch: Part of the key, in [0, 2**32).
+        block: Part of the key, in [0, 2**32).
+        seed: 64-bit key.
+        purpose: Value of a `keyed_random.Purpose`.
+        num_rounds: Rounds of the Feistel network.
+
+    Returns:
+        uint64 places in [0, size), in an array as long as `index`.
+    """
+    assert _library is not None
+    inputs = [np.ascontiguousarray(array, np.uint64) for array in (index, size, epoch, block)]
+    place = np.empty_like(inputs[0])
+    pointers = [array.ctypes.data for array in inputs]
+    _library.electra_permute(seed, purpose, num_rounds, *pointers, len(place), place.ctypes.data)
+    return place
+
+
+def _gather_rows(
+    tables: Sequence[tuple[int, int, int, int]], which: np.ndarray, rows: np.ndarray, out: np.ndarray
+) -> None:
+    """Copy row `rows[k]` of the shard `tables[which[k]]` to `out[k]`, for every k.
+
+    Args:
+        tables: Addresses of mapped shards (`data.shard.Shard.table`). Their mappings must stay open during the call.
+        which: Index into `tables` of each row, as long as `out`.
+        rows: Row number within its shard, as long as `out`.
+        out: Contiguous 2-D array, filled in place; its rows have the size of a shard's rows.
+
+    Raises:
+        IndexError: A row number is not in its shard. The rows of `out` before it are filled.
+    """
+    assert _library is not None
+    assert out.flags.c_contiguous
+    assert len(which) == len(rows) == len(out)
+    table = np.array(tables, np.int64)
+    which = np.ascontiguousarray(which, np.int64)
+    rows = np.ascontiguousarray(rows, np.int64)
+    row_bytes = out.shape[1] * out.itemsize
+    inputs = (table.ctypes.data, which.ctypes.data, rows.ctypes.data, len(out), row_bytes)
+    if not _library.electra_gather_rows(*inputs, out.ctypes.data):
+        raise IndexError(
+            f"one of {len(rows)} row numbers, {rows.min()} to {rows.max()}, is outside its shard: "
+            "pass numbers of at least 0 and below the number of rows of the shard"
+        )
+
+
+def _row_pass(
+    logits_MV: torch.Tensor,
+    bias_V: torch.Tensor,
+    target_M: torch.Tensor,
+    weight_M: torch.Tensor,
+    row_M: torch.Tensor,
+    key: tuple[int, int, int],
+    temperature: float,
+    disallow_correct: bool,
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32.
+
+    Args:
+        logits_MV: fp32 logits without bias; adjacent columns. With `with_gradient`, overwritten by their gradient.
+        bias_V: Bias of the tokens that exist; further columns of the logits are padding.
+        target_M: int64 true tokens.
+        weight_M: fp32 weight of each row.
+        row_M: int64, number of each row within the global batch.
+        key: Seed, purpose and step of the sampling noise.
+        temperature: Divisor of the logits before sampling.
+        disallow_correct: Whether the true token is excluded from sampling.
+        with_gradient: Whether the gradient of the logits overwrites the logits.
+
+    Returns:
+        Unweighted losses (fp32), most likely tokens and drawn tokens (int64), [M] each.
+    """
+    library = _library
+    assert library is not None
+    assert logits_MV.dtype == weight_M.dtype == torch.float32
+    assert logits_MV.stride(1) == 1
+    bias_V = bias_V.float().contiguous()
+    row_M, target_M, weight_M = row_M.contiguous(), target_M.contiguous(), weight_M.contiguous()
+    losses_best_sampled = torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M)
+
+    def run_rows_from(begin: int) -> None:
+        """Compute losses and tokens of up to `_ROWS_AT_A_TIME` rows, from row `begin` on, by one call of C."""
+        block = slice(begin, begin + _ROWS_AT_A_TIME)
+        logits = logits_MV[block]
+        library.electra_row_pass(
+            *key,
+            row_M[block].data_ptr(),
+            len(logits),
+            logits.data_ptr(),
+            logits.stride(0),
+            len(bias_V),
+            bias_V.data_ptr(),
+            target_M[block].data_ptr(),
+            weight_M[block].data_ptr(),
+            1.0 / temperature,
+            disallow_correct,
+            with_gradient,
+            *(result[block].data_ptr() for result in losses_best_sampled),
+        )
+
+    share(run_rows_from, range(0, len(logits_MV), _ROWS_AT_A_TIME))
+    return losses_best_sampled
+
+
+fill_bits: Callable[..., None] | None = _fill_bits if _library else None
+fill_kept: Callable[..., None] | None = _fill_kept if _library else None
+permute: Callable[..., np.ndarray] | None = _permute if _library else None
+gather_rows: Callable[..., None] | None = _gather_rows if _library else None
+row_pass: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = _row_pass if _library else None

@@ -1,0 +1,67 @@
+"""Writes the generator's samples into the rows and labels the tokens that changed.
+
+Guarantee: a position without a slot of positive weight keeps its id. A position with one slot gets that slot's sample.
+A position with several slots, which only `objective.masking: reference` produces, gets the floor of the mean of their
+samples, as in the reference code (`scatter_update` of Google's ELECTRA, and its author's issue 41). No result depends
+on the order of slots. A sample that equals the original is labelled original. Shapes are static and nothing waits for
+the device.
+
+Cost at 64 x 512, N = 128: 0.7 MB of traffic; one launch with Triton.
+
+Shapes: B rows, S positions, N slots per row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from electra_kernels.backend_choice import resolve_without_cuda
+
+
+def replace_and_label(
+    ids_BS: torch.Tensor,
+    positions_BN: torch.Tensor,
+    weight_BN: torch.Tensor,
+    sampled_BN: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows with the sampled tokens in place, and the labels for the discriminator.
+
+    A slot is a place for one masked position of a row and its sample. Where several slots share a position, the
+    position gets the floor of the mean of their samples.
+
+    Args:
+        ids_BS: int64, the original rows.
+        positions_BN: int64 in [0, S), the position of each slot.
+        weight_BN: Floating point; slots of weight 0 write nothing.
+        sampled_BN: int64 token ids, B * N elements in any shape.
+        backend: See `backend.resolve`; "cuda" means "auto".
+
+    Returns:
+        The corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id differs from the original.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `ids_BS`.
+    """
+    sampled_BN = sampled_BN.view(positions_BN.shape)
+    if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
+        from electra_kernels.triton.replace_tokens import replace_and_label as replace_triton
+
+        return replace_triton(ids_BS, positions_BN, weight_BN, sampled_BN)
+    return replace_and_label_reference(ids_BS, positions_BN, weight_BN, sampled_BN)
+
+
+def replace_and_label_reference(
+    ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
+
+    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N].
+    """
+    written_BN = (weight_BN > 0).to(ids_BS.dtype)
+    count_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, written_BN)
+    total_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, sampled_BN.to(ids_BS.dtype) * written_BN)
+    mean_BS = total_BS.div(count_BS.clamp(min=1), rounding_mode="floor")
+    corrupted_BS = torch.where(count_BS > 0, mean_BS, ids_BS)
+    return corrupted_BS, corrupted_BS != ids_BS

@@ -1,0 +1,203 @@
+"""Check that the disks of a node have room for what a run will write.
+
+Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus the bytes
+that already lie in the folders, so that a resumed run is not refused because of its own checkpoints. The needs of
+folders on the same disk are added up.
+
+Cost: one directory walk of the local checkpoints and the cache. Imports no torch.
+
+Limits: quotas that `statvfs` does not show, and files that other jobs will write, are not taken into account. The size
+of a checkpoint is estimated as 12 bytes per parameter, without a few kilobytes of manifests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from electra_dist.config import Config
+from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
+from launcher.preflight.findings import Finding
+
+BYTES_PER_PARAMETER = 12  # fp32 master weights and both moments
+LOG_BYTES = 100_000_000  # metrics, logs and TensorBoard of a run
+LOG_FILES = 2_000  # files of a run other than shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes and files that a run will write below one local folder, and the advice if they do not fit."""
+
+    folder: Path
+    what: str  # what is written, for the message
+    now_bytes: int  # without this much space the run fails soon
+    whole_bytes: int  # needed by the end of the run
+    files: int
+    next_step: str  # what the user can do if the space is short
+
+
+def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
+    """Return one finding for each local disk that the run writes to.
+
+    Args:
+        config: the resolved config of the run.
+        corpora: URL -> manifest of each corpus of the run; those on S3 need space in the cache.
+        node: name of this node, for the findings.
+    """
+    disks: dict[int, list[Need]] = {}
+    for need in needs(config, corpora):
+        disks.setdefault(_existing(need.folder).stat().st_dev, []).append(_remaining(need))
+    return [_check_disk(disk_needs, node) for disk_needs in disks.values()]
+
+
+def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
+    """Return how much a run will write to each local folder if all are empty: logs, checkpoints and cached shards.
+
+    A checkpoint target on S3 needs local space for one checkpoint, in the staging folder. Pure.
+
+    Args:
+        config: the resolved config of the run.
+        corpora: URL -> manifest of each corpus of the run.
+    """
+    run_dir = Path(config.run_dir)
+    checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
+    keep = config.checkpoint
+    num_kept = keep.keep_last + 1 + keep.keep_best  # + 1: the checkpoint that is being written
+    num_permanent = len(keep.keep_steps)
+    if keep.keep_every_steps:
+        num_permanent += config.train.num_steps // keep.keep_every_steps
+    run_needs = [
+        Need(
+            folder=run_dir / TENSORBOARD_DIR,
+            what="logs and metrics",
+            now_bytes=LOG_BYTES,
+            whole_bytes=LOG_BYTES,
+            files=LOG_FILES,
+            next_step="choose a run_dir on a larger disk",
+        )
+    ]
+    for url in config.checkpoint_urls:
+        if url.startswith("s3://"):
+            folder = run_dir / STAGING_DIR
+            what = "a checkpoint being uploaded"
+            now_bytes = checkpoint_bytes
+            whole_bytes = checkpoint_bytes
+        else:
+            folder = Path(url.removeprefix("file://")).expanduser()
+            what = f"{num_kept} checkpoints"
+            now_bytes = num_kept * checkpoint_bytes
+            whole_bytes = (num_kept + num_permanent) * checkpoint_bytes
+        run_needs.append(
+            Need(
+                folder=folder,
+                what=what,
+                now_bytes=now_bytes,
+                whole_bytes=whole_bytes,
+                files=0,
+                next_step="keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
+                "or use a larger disk",
+            )
+        )
+    return run_needs + _cache_needs(config, corpora)
+
+
+def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
+    """Return how much the cache of shards needs, as a list of one; empty if all corpora are local.
+
+    The run goes on with room for two shuffle windows: one is trained on while the next one is fetched.
+    """
+    remote = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
+    shard_bytes = sorted((shard.bytes for corpus in remote for shard in corpus.shards), reverse=True)
+    if not shard_bytes:
+        return []
+    all_bytes = sum(shard_bytes)
+    limit = all_bytes if config.data.cache_limit_gb is None else int(config.data.cache_limit_gb * 1e9)
+    two_windows = sum(shard_bytes[: 2 * config.data.shuffle_window_shards])
+    return [
+        Need(
+            folder=config.cache_folder,
+            what="cached shards",
+            now_bytes=min(two_windows, limit),
+            whole_bytes=min(all_bytes, limit),
+            files=len(shard_bytes),
+            next_step="set data.cache_dir to a folder on a larger disk (otherwise every epoch fetches shards again)",
+        )
+    ]
+
+
+def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
+    """Compare the free space of one disk with all that will be written to it. Pure.
+
+    Args:
+        disk_needs: what is still to be written to this disk; at least one.
+        free_bytes: bytes that an ordinary user may still write.
+        free_files: free inodes; None if the file system does not count them.
+        node: name of this node, for the finding.
+
+    Returns:
+        "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail before its end,
+        otherwise "ok".
+    """
+    largest = max(disk_needs, key=lambda need: need.whole_bytes)
+    folder = largest.folder
+    files = sum(need.files for need in disk_needs)
+    now_bytes = sum(need.now_bytes for need in disk_needs)
+    whole_bytes = sum(need.whole_bytes for need in disk_needs)
+    free = f"disk of {folder}: {_size(free_bytes)} free"
+    if now_bytes > free_bytes:
+        parts = ", ".join(f"{_size(need.now_bytes)} for {need.what}" for need in disk_needs)
+        what = f"{free}, but {_size(now_bytes)} needed ({parts})"
+        return Finding(severity="user error", node=node, what=what, next_step=f"free space, or {largest.next_step}")
+    if free_files is not None and files > free_files:
+        what = f"disk of {folder}: {free_files:,} inodes free, but {files:,} needed"
+        return Finding(severity="user error", node=node, what=what, next_step="delete files on this disk")
+    if whole_bytes > free_bytes:
+        what = f"{free}, enough to go on, but {_size(whole_bytes)} needed by the end of the run"
+        return Finding(severity="warning", node=node, what=what, next_step=largest.next_step)
+    return Finding(severity="ok", node=node, what=f"{free}, {_size(whole_bytes)} needed")
+
+
+def _remaining(need: Need) -> Need:
+    """Return a need, reduced by the bytes that already lie in its folder, but to no less than 0."""
+    used_bytes = _used_bytes(need.folder)
+    return dataclasses.replace(
+        need,
+        now_bytes=max(0, need.now_bytes - used_bytes),
+        whole_bytes=max(0, need.whole_bytes - used_bytes),
+    )
+
+
+def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
+    """Read the free space of the one disk on which the folders of all `disk_needs` lie, and classify it."""
+    disk = os.statvfs(_existing(disk_needs[0].folder))
+    free_files = disk.f_favail if disk.f_files else None
+    return classify_disk(disk_needs, disk.f_bavail * disk.f_frsize, free_files, node)
+
+
+def _used_bytes(folder: Path) -> int:
+    """Return the total size of the files below a folder in bytes; 0 if it does not exist."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # Another process may delete files meanwhile.
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest parent of a folder that exists, or the folder itself."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _size(num_bytes: int) -> str:
+    """Return a size as text, for example "12.0 GB" or "340 MB" (1 GB = 1e9 bytes)."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,0 +1,209 @@
+"""Watch one start of a node's ranks, and decide when this start is over.
+
+Guarantee: `StartMonitor.until_over` returns when all ranks of the node have ended. It returns earlier when the caller
+should kill them: when some are hung (their stacks are then in the log), or when some are lost, on this node or
+another, and the rest did not end by themselves within seconds. The only process that the monitor itself kills is
+DeepSpeed's launcher, which would kill ranks that still save.
+
+Limits: start_outcome.py decides what the end of a start means; rank_processes.py kills the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
+from electra_dist.errors import EXIT_CRASH
+from electra_dist.run.heartbeat import read_heartbeats
+from launcher.supervise.rank_placement import Placement
+from launcher.supervise.rank_processes import RankProcesses
+from launcher.supervise.rendezvous import Rendezvous
+
+_POLL_S = 0.1  # between two looks at the processes
+_LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
+_FOLLOW_S = 10.0  # how long the remaining ranks may take to end by themselves after a rank of any node was lost
+_LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done") or its exit code
+
+
+@dataclass
+class ReceivedSignals:
+    """Record of the signals that the supervisor received; the handler only records, the monitor acts on them."""
+
+    number: int = 0  # the newest signal to pass on to the ranks; 0: none yet
+    interrupts: int = 0  # how often SIGINT was received
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a received signal; pass this method to `signal.signal` as the handler.
+
+        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once.
+        """
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            self.number = signal.SIGTERM
+        else:
+            self.number = number
+
+
+class StartMonitor:
+    """Monitor of one start of this node's ranks, from their first process until they have ended or should be killed.
+
+    Make a new one for each start and call `until_over` once. It passes received signals on to the ranks, looks for
+    hung and lost ranks, and follows what other nodes report.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: RankProcesses,
+        placement: Placement,
+        meeting: Rendezvous,
+        limits: HangLimits,
+        told: ReceivedSignals,
+        log: Callable[[str], None],
+    ) -> None:
+        """Prepare to watch ranks that were started already.
+
+        Args:
+            run_dir: the run folder, which holds the heartbeats.
+            ranks: the processes of this start.
+            placement: which ranks are expected on this node.
+            meeting: the source of reports from other nodes.
+            limits: seconds without a heartbeat after which a rank counts as hung.
+            told: the signals that this process received; its handlers must be installed already.
+            log: writes one line to the supervisor's log.
+        """
+        self._run_dir = run_dir
+        self._ranks = ranks
+        self._placement = placement
+        self._meeting = meeting
+        self._limits = limits
+        self._signals = told
+        self._log = log
+        self._has_launcher = True
+        self._passed_on = 0  # the signal that the ranks receive; 0: none yet
+        self._lost: list[int] = []
+        self._follow_until: float | None = None  # when ranks that did not follow a loss are to be killed
+        self._next_look = 0.0
+        self._leaving: dict[int, float] = {}  # rank -> since when only the end of its process is missing
+
+    def until_over(self) -> str:
+        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
+
+        The caller must then kill what is left (`RankProcesses.close`) and judge the end by `outcome`.
+
+        Returns:
+            Why the ranks should be killed: hung, superseded by a new start, or SIGINT received twice. Empty if all
+            ranks have ended, or if ranks were lost: then the exit codes explain the end.
+        """
+        while True:
+            alive, codes = self._ranks.alive(), self._ranks.codes()
+            if not alive and (not self._ranks.launcher_runs() or not self._placement.missing(codes)):
+                return ""
+            self._look_at_launcher(alive, codes)
+            self._pass_on_signal()
+            if self._signals.interrupts > 1:
+                return "SIGINT received twice"
+            if self._look_for_lost(alive, codes) and self._meeting.superseded():
+                return "node 0 has begun a new start"
+            if self._follow_until is not None and (not alive or time.monotonic() > self._follow_until):
+                return ""
+            hung_ranks = self._find_hung(alive, codes)
+            if hung_ranks:
+                self._log_hung(hung_ranks)
+                return "hung"
+            time.sleep(_POLL_S)
+
+    def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
+        """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end.
+
+        The launcher kills the other ranks 30 s after one has ended with a code other than 0, even while they save.
+        """
+        if not self._has_launcher:
+            return
+        ranks_are_ending = self._passed_on or any(codes.values())
+        if not self._ranks.launcher_runs():
+            self._has_launcher = False
+            self._log(f"deepspeed's launcher is gone, {len(alive)} ranks still run: watching them without it")
+        elif ranks_are_ending and not self._placement.missing(alive, codes):
+            self._has_launcher = False
+            self._ranks.dismiss_launcher()
+            self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
+
+    def _pass_on_signal(self) -> None:
+        """Send the newest signal that the supervisor received to every rank of this node that was not sent it yet.
+
+        Called repeatedly, because a rank is sent a signal only once it has installed its handler.
+        """
+        if self._signals.number and self._passed_on != self._signals.number:
+            self._passed_on = self._signals.number
+            name = signal.Signals(self._passed_on).name
+            self._log(f"received {name}: passing it on to the ranks, which save a checkpoint and end")
+        if self._passed_on:
+            self._ranks.tell(self._passed_on)
+
+    def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int]) -> str:
+        """Log newly lost ranks, give the remaining ones a deadline to end, and return the report of another node.
+
+        A rank is lost if it was killed or ended with EXIT_CRASH. The report is empty if no other node has ended.
+        """
+        crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
+        lost = sorted({*self._ranks.lost(), *crashed})
+        news = self._meeting.news()
+        if lost and lost != self._lost:
+            self._lost = lost
+            self._log(f"rank {', '.join(map(str, lost))} lost; ranks of this node that still run: {len(alive)}")
+        if news and self._follow_until is None:
+            self._log(f"{news}; ending the ranks of this node too")
+        if (lost or news) and self._follow_until is None:
+            self._follow_until = time.monotonic() + _FOLLOW_S
+        return news
+
+    def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
+        """Return the ranks of this node that have been silent for longer than their limit, the likely culprit first.
+
+        Ranks whose process still exists 120 s after they were done or wrote an exit code come last. The
+        heartbeats are read every 0.5 s; calls in between return an empty list.
+        """
+        if time.monotonic() < self._next_look:
+            return []
+        self._next_look = time.monotonic() + _LOOK_S
+        now = time.time()
+        unfinished = self._placement.missing(codes)
+        beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
+        done = {beat.rank for beat in beats if beat.phase == "done"}
+        for rank in alive.keys() & (codes.keys() | done):
+            self._leaving.setdefault(rank, now)
+        lingering = [
+            Hung(rank=rank, host="", phase="done", step=0, quiet_s=now - since, limit_s=_LEAVE_S)
+            for rank, since in self._leaving.items()
+            if rank in alive and now - since > _LEAVE_S
+        ]
+        working_beats = [beat for beat in beats if beat.rank in unfinished]
+        read_all_beats = functools.partial(read_heartbeats, self._run_dir)
+        silent = hung(
+            working_beats,
+            now,
+            self._limits,
+            started=self._ranks.started,
+            ranks=unfinished,
+            everyone=read_all_beats,
+        )
+        return silent + lingering
+
+    def _log_hung(self, hung_ranks: Sequence[Hung]) -> None:
+        """Log the likely culprit, the other hung ranks, and the stacks of all ranks of this node."""
+        first, *others = hung_ranks
+        stopped = self._ranks.stopped()
+        self._log(
+            f"hung: rank {first.rank} in phase {first.phase} at step {first.step:,}, silent for {first.quiet_s:.1f} s "
+            f"(limit {first.limit_s:.1f} s); also silent: {[rank.rank for rank in others]}; "
+            f"stopped or blocked in the kernel: {stopped}; the stacks of all ranks follow"
+        )
+        for line in self._ranks.stacks():
+            self._log(f"  {line}")

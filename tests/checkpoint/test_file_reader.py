@@ -1,0 +1,97 @@
+"""Verified reads of ranges: loading at any world size, the bytes that each rank reads, and the faults found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support import checkpoints as small
+
+from electra_dist.checkpoint import file_reader, tensor_file
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, folder_name, read_manifest
+from electra_dist.checkpoint.file_reader import fill, requests, verify
+from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import open_store
+
+FILE = "rank-00001.safetensors"
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
+@pytest.mark.parametrize("piece", [1 << 22, 50])
+def test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: int, piece: int
+) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", piece)
+    store = open_store(str(tmp_path))
+    small.save([store], tmp_path / "staging", 5, world_size=saved_by)
+    manifest = read_manifest(store, folder_name(5, 1))
+    for world_size in (1, 2, 4, 11):
+        values = small.empty()
+        for rank in range(world_size):
+            check = manifest.files[rank::world_size]
+            assert fill(store, folder_name(5, 1), manifest, small.share(values, rank, world_size), check) == []
+        assert small.equal(values, small.content(5))
+
+
+class Recorder(LocalStore):
+    """Local store that records the ranges of bytes that were read of each key."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+        self.ranges[key].append((start, start + length))
+        return super().read_range(key, start, length, must_exist=must_exist)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", 16)
+    monkeypatch.setattr(file_reader, "REQUEST_BYTES", 1000)
+    small.save([open_store(str(tmp_path))], tmp_path / "staging", 5, world_size=3)
+    read_bytes = defaultdict[str, set[int]](set)
+    for rank in range(world_size):
+        store = Recorder(tmp_path)
+        manifest = read_manifest(store, folder_name(5, 1))
+        held = small.share(small.empty(), rank, world_size)
+        assert fill(store, folder_name(5, 1), manifest, held, manifest.files[rank::world_size]) == []
+        headers = sum(file.header_bytes for file in manifest.files[rank::world_size])
+        total = sum(end - start for ranges in store.ranges.values() for start, end in ranges) - headers
+        needed = 4 * len(KINDS) * sum(fragment.numel for fragment in held)
+        assert needed <= total <= needed + 4 * 16 * len(KINDS) * 2  # at most a piece at either end
+        assert max(end - start for ranges in store.ranges.values() for start, end in ranges) <= max(
+            1000, max(file.header_bytes for file in manifest.files)
+        )
+        for key, ranges in store.ranges.items():
+            read_bytes[key].update(at for start, end in ranges for at in range(start, end))
+    for file in manifest.files:
+        assert read_bytes[f"{folder_name(5, 1)}/{file.name}"] == set(range(file.size_bytes))
+
+
+def test_neighbouring_tensors_are_read_in_one_request(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    small.save([store], tmp_path / "staging", 5)
+    file = read_manifest(store, folder_name(5, 1)).files[0]
+    assert [r.size_bytes for r in requests(file)] == [file.size_bytes - file.header_bytes]
+    masters = list(requests(file, lambda tensor: tensor.kind == "master"))
+    assert len(masters) == 1 and {t.kind for t in masters[0].tensors} == {"master"}
+
+
+def test_verify_names_every_damaged_file(target: Store, tmp_path: Path) -> None:
+    small.save([target], tmp_path / "staging", 10, world_size=3)
+    folder = folder_name(10, 1)
+    assert verify(target, folder)[1] == []
+    small.damage(target, f"{folder}/rank-00000.safetensors", at=20)
+    target.write(f"{folder}/{FILE}", target.read(f"{folder}/{FILE}") + b"x")
+    target.delete(f"{folder}/rank-00002.safetensors")
+    assert [fault.replace(",", "") for fault in verify(target, folder)[1]] == [
+        "the header of rank-00000.safetensors does not match its digest",
+        f"rank-00001.safetensors has {target.size(f'{folder}/{FILE}')} instead of "
+        f"{target.size(f'{folder}/{FILE}') - 1} bytes",
+        "rank-00002.safetensors is missing",
+    ]

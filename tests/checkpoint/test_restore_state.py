@@ -1,0 +1,155 @@
+"""Loading takes the newest good checkpoint of all targets, and an older copy or step where one is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import checkpoints as small
+
+from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, RunState, committed, folder_name
+from electra_dist.checkpoint.restore_state import assemble, load_newest
+from electra_dist.errors import StoreError, StoreExhausted, UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import open_store
+
+FILE = "rank-00001.safetensors"
+
+
+def load(targets: list[Store], **expected: object) -> tuple[RunState | None, list[str], small.Content]:
+    """Load on one rank; return the loaded state, the notes and the values. `expected` replaces fields of the state."""
+    values = small.empty()
+    found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0, **expected))
+    return found, notes, values
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_newest_good_checkpoint_is_loaded_and_a_damaged_newer_one_is_set_aside(target: Store, tmp_path: Path) -> None:
+    for step in (10, 20, 35):
+        small.save([target], tmp_path / "staging", step)
+    small.damage(target, f"{folder_name(35, 1)}/{FILE}", at=-5)
+    found, notes, values = load([target])
+    assert found == small.state_at(20) and small.equal(values, small.content(20))
+    assert len(notes) == 1 and f"{target.url}/{folder_name(35, 1)} is set aside: exp_avg_sq of" in notes[0]
+    assert "step 20 is used instead, so 15 steps are repeated" in notes[0]
+    assert target.exists(f"{folder_name(35, 1)}/{SET_ASIDE}") and len(committed(target)) == 2
+    assert load([target])[1] == []  # it is not tried again
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_load_without_a_good_checkpoint_returns_none_and_a_note(target: Store, tmp_path: Path) -> None:
+    small.save([target], tmp_path / "staging", 10)
+    target.delete(f"{folder_name(10, 1)}/{FILE}")
+    found, notes, _ = load([target])
+    assert found is None and committed(target) == []
+    assert "rank-00001.safetensors is missing; no other one is left" in notes[0]
+    assert load([target])[:2] == (None, [])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("bad", [0, 1])
+def test_same_step_of_the_other_target_is_preferred_to_an_older_step(
+    two_targets: list[Store], tmp_path: Path, bad: int
+) -> None:
+    for step in (10, 20):
+        small.save(two_targets, tmp_path / "staging", step)
+    small.damage(two_targets[bad], f"{folder_name(20, 1)}/{FILE}", at=3)
+    found, notes, values = load(two_targets)
+    assert found == small.state_at(20) and small.equal(values, small.content(20))
+    if bad == 0:
+        assert f"; the same step is good in {two_targets[1].url}; run `electra-dist checkpoint repair`" in notes[0]
+        assert not two_targets[0].exists(f"{folder_name(20, 1)}/{MANIFEST}")
+    else:  # the copy of the first target is good, so the second is not read
+        assert notes == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_newest_checkpoint_of_all_targets_is_loaded(two_targets: list[Store], tmp_path: Path) -> None:
+    small.save(two_targets, tmp_path / "staging", 10)
+    small.save(two_targets[1:], tmp_path / "staging", 20)
+    small.save(two_targets[:1], tmp_path / "staging", 20, attempt=2, run=1)
+    found, notes, values = load(two_targets)
+    assert (found, notes) == (small.state_at(20, 2), [])
+    assert small.equal(values, small.content(20, run=1))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("difference", "reason"),
+    [
+        ({"identity_sha256": "1" * 64}, "another config"),
+        ({"corpus_fingerprint": "other"}, "another corpus"),
+        ({"shapes": {"word.weight": [1]}}, "other parameter shapes"),
+        ({"shared": {}}, "other shared parameters"),
+        ({"skipped": (3, 9)}, "skips other steps"),
+        ({"skipped": ()}, "skips other steps"),
+    ],
+)
+def test_checkpoint_of_another_run_is_not_loaded(tmp_path: Path, difference: dict, reason: str) -> None:
+    store = open_store(str(tmp_path))
+    small.save([store], tmp_path / "staging", 10, fields={"skipped": (3,)})
+    found, notes, _ = load([store], **{"skipped": (3,), **difference})
+    assert found is None and reason in notes[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoint_before_newly_skipped_steps_is_loaded(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    small.save([store], tmp_path / "staging", 10, fields={"skipped": (3,)})
+    found, notes, _ = load([store], skipped=(3, 10, 11))
+    assert found is not None and notes == []
+
+
+class Unreadable(LocalStore):
+    """Store in which every read of a range fails."""
+
+    def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+        raise StoreExhausted(f"{self.url}/{key}: failed 30 times in a row; check the service, then start again")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoint_that_cannot_be_read_is_taken_from_the_other_target_and_never_set_aside(tmp_path: Path) -> None:
+    targets = [Unreadable(tmp_path / "a"), open_store(str(tmp_path / "b"))]
+    for step in (10, 20):
+        small.save(targets, tmp_path / "staging", step)
+    found, notes, _ = load(targets)
+    assert found == small.state_at(20) and notes == []  # read from the other target
+    with pytest.raises(StoreError, match="failed 30 times"):
+        load(targets[:1])
+    assert len(committed(targets[0])) == 2  # nothing is set aside
+
+
+def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> None:
+    for step in (10, 20):
+        small.save([target], tmp_path / "staging", step, world_size=3)
+    small.damage(target, f"{folder_name(20, 1)}/{MANIFEST}", at=-5)
+    state, weights, notes = assemble([target])
+    assert state == small.state_at(10, world_size=3)
+    assert "does not match" in notes[0] or "canonical form" in notes[0] or "not valid JSON" in notes[0]
+    for name, shape in small.SHAPES.items():
+        assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
+
+
+def test_assemble_of_a_step_takes_that_step_or_fails(target: Store, tmp_path: Path) -> None:
+    for step in (10, 20):
+        small.save([target], tmp_path / "staging", step)
+    state, weights, _ = assemble([target], 10)
+    assert state.step == 10
+    name, shape = next(iter(small.SHAPES.items()))
+    assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
+    with pytest.raises(UserError, match="there is none of step 15"):
+        assemble([target], 15)
+
+
+def test_assemble_without_a_checkpoint_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is none yet"):
+        assemble([open_store(str(tmp_path))])
+
+
+def test_read_range_on_s3_returns_the_requested_bytes(open_s3: Callable[[str], Store]) -> None:
+    store = open_s3("ranges")
+    store.write("x", bytes(range(200)))
+    assert store.read_range("x", 10, 5) == bytes(range(10, 15))

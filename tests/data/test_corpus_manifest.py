@@ -1,0 +1,103 @@
+"""corpus.json: its validation, its fingerprint, and the error messages for a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest, write_manifest
+from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing, UserError
+from electra_dist.store.open_store import open_store
+
+
+@pytest.fixture
+def tree(corpus: Any) -> dict[str, Any]:
+    """The manifest of the test corpus as JSON values."""
+    return corpus.manifest.model_dump(mode="json")
+
+
+def test_manifest_is_read_back_as_written_with_the_right_totals(corpus: Any) -> None:
+    assert read_manifest(corpus.store) == corpus.manifest
+    assert read_manifest(corpus.store).fingerprint == corpus.manifest.fingerprint
+    assert corpus.manifest.num_rows == len(corpus.rows)
+    assert corpus.manifest.num_tokens == corpus.rows.size
+
+
+def test_fingerprint_depends_on_every_value_and_the_order_of_shards_but_not_of_keys(tree: dict[str, Any]) -> None:
+    original = CorpusManifest.model_validate(tree).fingerprint
+    assert CorpusManifest.model_validate(dict(reversed(tree.items()))).fingerprint == original
+    fingerprints = {original}
+    changes: list[dict[str, Any]] = [
+        {**tree, "seq_len": 99},
+        {**tree, "dtype": "uint32"},
+        {**tree, "builder": {"x": 1}},
+        {**tree, "tokenizer": {**tree["tokenizer"], "sha256": "1" * 64}},
+        {**tree, "shards": tree["shards"][::-1]},
+        {**tree, "shards": tree["shards"][:-1]},
+    ]
+    for field, value in {"name": "other", "rows": 77, "tokens": 3, "bytes": 5, "sha256": "2" * 64}.items():
+        changes.append({**tree, "shards": [{**tree["shards"][0], field: value}, *tree["shards"][1:]]})
+    for change in changes:
+        fingerprints.add(CorpusManifest.model_validate(change).fingerprint)
+    assert len(fingerprints) == len(changes) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"shards": []}, UserError, "no shards"),
+        ({"format": 2}, ManifestMismatch, "`format`"),
+        ({"typo": 1}, ManifestMismatch, "`typo`"),
+        ({"dtype": "int8"}, ManifestMismatch, "`dtype`"),
+    ],
+)
+def test_bad_manifest_gives_one_line_that_names_the_corpus_and_the_field(
+    tree: dict[str, Any], tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    (tmp_path / "corpus.json").write_text(json.dumps({**tree, **change}))
+    with pytest.raises(error, match=message) as caught:
+        read_manifest(open_store(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_bad_shard_or_tokenizer_entries_are_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+
+    def read(new: dict[str, Any]) -> None:
+        (tmp_path / "corpus.json").write_text(json.dumps(new))
+        read_manifest(store)
+
+    first = tree["shards"][0]
+    with pytest.raises(ManifestMismatch, match="listed twice"):
+        read({**tree, "shards": [first, first]})
+    with pytest.raises(StoreError, match="not a relative path"):
+        read({**tree, "shards": [{**first, "name": "../../etc/passwd"}]})
+    with pytest.raises(ManifestMismatch, match=r"`shards.0.rows`"):
+        read({**tree, "shards": [{**first, "rows": 0}]})
+    special = dict(tree["tokenizer"]["special"])
+    special.pop("[MASK]")
+    with pytest.raises(ManifestMismatch, match=r"special lacks \[MASK\]"):
+        read({**tree, "tokenizer": {**tree["tokenizer"], "special": special}})
+    with pytest.raises(ManifestMismatch, match="outside the vocabulary"):
+        read({**tree, "tokenizer": {**tree["tokenizer"], "vocab_size": 3}})
+
+
+def test_missing_manifest_and_one_that_is_not_json_are_refused(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with pytest.raises(StoreMissing, match=r"no finished corpus.*electra-dist corpus build"):
+        read_manifest(store)
+    for garbage in (b"{", b"\xff\xfe", b""):
+        store.write("corpus.json", garbage)
+        with pytest.raises(ManifestMismatch, match="not JSON"):
+            read_manifest(store)
+
+
+def test_write_manifest_writes_only_corpus_json(corpus: Any, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    write_manifest(store, corpus.manifest)
+    assert store.list() == ["corpus.json"]
+    assert json.loads(store.read("corpus.json"))["shards"][0]["rows"] == 21

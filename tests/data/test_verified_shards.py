@@ -1,0 +1,345 @@
+"""The shard cache of a node: each shard is fetched once, files are complete, and the size limit is respected."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fault_server import FaultPlan, FaultProxy
+
+from electra_dist.data.node_disk_cache import NodeCache
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.errors import ManifestMismatch, StoreError, StoreExhausted, StoreMissing
+from electra_dist.store.atomic_files import file_sha256, replacing
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import open_store
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Remote(LocalStore):
+    """Store whose objects must be fetched, as on S3; `pause_s` seconds for each KiB make it slow."""
+
+    def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
+        super().__init__(folder)
+        self.pause_s = pause_s
+        self.fetched: list[str] = []
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        return None
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        self.fetched.append(key)
+        data = super().local_path(key).read_bytes()
+        with replacing(destination) as out:
+            for first in range(0, len(data), 1024):
+                out.write(data[first : first + 1024])
+                out.flush()
+                time.sleep(self.pause_s)
+
+
+@pytest.fixture
+def remote(corpus: Any) -> Remote:
+    """The corpus behind a store from which it must be fetched."""
+    return Remote(Path(corpus.store.url))
+
+
+def rows_through(cache: ShardCache) -> np.ndarray:
+    """Return all rows of the corpus in corpus order, read through the cache."""
+    shards = [cache.open(index) for index in range(len(cache.manifest.shards))]
+    return np.concatenate([shard.rows(np.arange(shard.num_rows)) for shard in shards])
+
+
+def files(folder: Path) -> set[str]:
+    """Return the names of the files in a cache folder, without those of locks."""
+    return {path.name for path in folder.iterdir() if path.name != "locks"}
+
+
+def whole(corpus: Any) -> set[str]:
+    """Return the names of the cache files of all shards of a corpus."""
+    return {f"{entry.sha256}.tar" for entry in corpus.manifest.shards}
+
+
+def test_local_corpora_are_read_in_place_without_a_cache_folder(corpus: Any, tmp_path: Path) -> None:
+    cache = ShardCache(corpus.store, corpus.manifest, tmp_path / "cache", fetch_threads=2)
+    assert (rows_through(cache) == corpus.rows).all()
+    assert cache.open(3) is cache.open(3)
+    cache.keep_only([3])
+    assert (rows_through(cache) == corpus.rows).all()
+    cache.close()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_remote_shards_are_fetched_once(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    for _ in range(2):
+        cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=3)
+        cache.prefetch(range(7))
+        assert (rows_through(cache) == corpus.rows).all()
+        cache.keep_only([])
+        assert (rows_through(cache) == corpus.rows).all()
+        cache.close()
+    assert sorted(remote.fetched) == sorted(entry.name for entry in corpus.manifest.shards)
+    assert files(tmp_path) == whole(corpus)
+
+
+def test_many_processes_fetch_each_shard_once(
+    build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, s3: Any, tmp_path: Path
+) -> None:
+    """Four processes with the real S3 client request all shards at the same time, through a proxy that counts."""
+    proxy.plan = FaultPlan(rate=0.0)
+    corpus = build_corpus(open_store(bucket, s3.endpoint_url), [21, 5, 33, 1, 14])
+    script = (
+        "import sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from electra_dist.data.verified_shards import ShardCache\n"
+        "from electra_dist.data.corpus_manifest import read_manifest\n"
+        "from electra_dist.store.open_store import open_store\n"
+        "store = open_store(sys.argv[1], sys.argv[2])\n"
+        "cache = ShardCache(store, read_manifest(store), Path(sys.argv[3]))\n"
+        "cache.prefetch(range(5))\n"
+        "for index in np.random.permutation(5): cache.open(index).rows(np.array([0]))\n"
+    )
+    command = [sys.executable, "-c", script, bucket, proxy.endpoint_url, str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+    num_requests = {path.rpartition("/")[2]: count for (_, path), count in proxy.plan._asked.items()}
+    assert num_requests.pop("corpus.json") == 4
+    assert set(num_requests.values()) == {1}
+    assert files(tmp_path / "cache") == whole(corpus)
+
+
+def fetch_everything(corpus: Any, folder: Path) -> None:
+    """Fetch all shards slowly into a cache folder."""
+    rows_through(ShardCache(Remote(Path(corpus.store.url), 0.001), corpus.manifest, folder, fetch_threads=2))
+
+
+def test_a_cache_whose_users_were_killed_gives_correct_rows_and_removes_partial_files(
+    corpus: Any, remote: Remote, tmp_path: Path
+) -> None:
+    """Processes are killed at 40 seeded moments while they fetch, two at a time."""
+    moments = random.Random(1)
+    unfinished = 0
+    for _ in range(20):
+        victims = [FORK.Process(target=fetch_everything, args=(corpus, tmp_path)) for _ in range(2)]
+        for victim in victims:
+            victim.start()
+        for victim in victims:
+            time.sleep(moments.uniform(0, 0.04))
+            victim.kill()
+            victim.join()
+        if files(tmp_path) - whole(corpus):
+            unfinished += 1
+        for path in tmp_path.glob("*.tar"):
+            if moments.random() < 0.7:
+                path.unlink()
+    assert unfinished > 5
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    assert (rows_through(cache) == corpus.rows).all()
+    cache.close()
+    assert files(tmp_path) == whole(corpus)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer"])
+def test_damaged_files_are_fetched_again(corpus: Any, remote: Remote, tmp_path: Path, damage: str) -> None:
+    fetch_everything(corpus, tmp_path)
+    for path in tmp_path.glob("*.tar"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes({"flip": data, "cut": data[:700], "empty": b"", "longer": data + b"0"}[damage])
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    assert (rows_through(cache) == corpus.rows).all()
+    assert len(remote.fetched) == 7
+    cache.close()
+
+
+def test_a_shard_that_is_wrong_at_every_fetch_is_named(corpus: Any, tmp_path: Path) -> None:
+    shutil.copytree(corpus.store.url, tmp_path / "bad")
+    remote = Remote(tmp_path / "bad")
+    name = corpus.manifest.shards[4].name
+    path = tmp_path / "bad" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    cache = ShardCache(remote, corpus.manifest, tmp_path / "cache", fetch_threads=2)
+    with pytest.raises(StoreExhausted, match=f"{name}: wrong bytes 5 times .*restore this shard") as caught:
+        rows_through(cache)
+    assert "\n" not in str(caught.value)
+    assert cache.refetches == 5
+    assert remote.fetched.count(name) == 5
+    cache.close()
+
+
+def test_damage_in_a_local_corpus_names_the_file(corpus: Any, tmp_path: Path) -> None:
+    shutil.copytree(corpus.store.url, tmp_path / "c")
+    store = LocalStore(tmp_path / "c")
+    path = tmp_path / "c" / corpus.manifest.shards[2].name
+    data = bytearray(path.read_bytes())
+    data[600] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ManifestMismatch, match=f"{path}: not the shard that corpus.json lists"):
+        ShardCache(store, corpus.manifest, tmp_path).open(2)
+    path.unlink()
+    with pytest.raises(StoreMissing, match=f"{path}: no such file"):
+        ShardCache(store, corpus.manifest, tmp_path).open(2)
+
+
+def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any, tmp_path: Path) -> None:
+    entries = list(corpus.manifest.shards)
+    entries[1] = entries[1].model_copy(update={"rows": 6})
+    manifest = corpus.manifest.model_copy(update={"shards": tuple(entries)})
+    with pytest.raises(ManifestMismatch, match=r"5 rows, but corpus.json says 6"):
+        ShardCache(corpus.store, manifest, tmp_path).open(1)
+
+
+def test_limit_evicts_the_least_recently_used_shards(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """There is room for three shards, and the folder never exceeds the limit."""
+    size = max(entry.bytes for entry in corpus.manifest.shards)
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=3 * size + 100)
+    for index in range(7):
+        shard = cache.open(index)
+        assert len(shard.rows(np.array([0]))) == 1
+        cache.keep_only([])
+        assert sum(path.stat().st_size for path in tmp_path.glob("*") if path.is_file()) <= 3 * size + 100
+        time.sleep(0.01)  # times of last use differ
+    names = [f"{entry.sha256}.tar" for entry in corpus.manifest.shards]
+    assert set(names[-2:]) <= files(tmp_path)
+    assert names[0] not in files(tmp_path)
+    cache.close()
+
+
+def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """The limit is exceeded instead, for shards in use of this cache and of another one."""
+    one = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
+    other = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
+    held = [one.open(0), other.open(1)]
+    for index in (2, 3, 4):
+        one.open(index)
+        one.keep_only([0])
+    names = [f"{entry.sha256}.tar" for entry in corpus.manifest.shards]
+    assert {names[0], names[1]} <= files(tmp_path)
+    assert names[2] not in files(tmp_path)
+    assert [len(shard.rows(np.array([0]))) for shard in held] == [1, 1]
+    one.close()
+    other.close()
+
+
+def read_at_random(corpus: Any, folder: Path, limit_bytes: int, seed: int, fetched: Any) -> None:
+    """Open shards in random order, two at a time, and compare every row; add the number of fetches to `fetched`."""
+    remote, order = Remote(Path(corpus.store.url), 0.0002), random.Random(seed)
+    cache = ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
+    first_rows = np.cumsum([0, *(entry.rows for entry in corpus.manifest.shards)])
+    for _ in range(60):
+        indices = order.sample(range(len(corpus.manifest.shards)), 2)
+        cache.prefetch(indices)
+        for index in indices:
+            shard = cache.open(index)
+            rows = corpus.rows[first_rows[index] : first_rows[index + 1]]
+            assert (shard.rows(np.arange(shard.num_rows)) == rows).all()
+        cache.keep_only(indices[:1])
+    cache.close()
+    with fetched.get_lock():
+        fetched.value += len(remote.fetched)
+
+
+def test_jobs_that_evict_each_others_shards_all_read_correct_rows(
+    build_corpus: Callable[..., Any], corpus: Any, tmp_path: Path
+) -> None:
+    """Two processes on one corpus and one on another share a folder whose limit is smaller than both corpora."""
+    other = build_corpus(open_store(str(tmp_path / "other")), [30, 12, 25, 8, 40])
+    folder, num_shards = tmp_path / "cache", 7 + 5
+    limit_bytes = 4 * max(entry.bytes for entry in (*corpus.manifest.shards, *other.manifest.shards))
+    fetched = FORK.Value("i", 0)
+    jobs = [(corpus, 1), (corpus, 2), (other, 3)]
+    processes = [FORK.Process(target=read_at_random, args=(c, folder, limit_bytes, n, fetched)) for c, n in jobs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert fetched.value > 3 * num_shards  # otherwise no shard was evicted while it was still needed
+    assert files(folder) <= whole(corpus) | whole(other)
+    for path in folder.glob("*.tar"):
+        assert path.stem == file_sha256(path)
+    # The limit may be exceeded by shards in use: for each job, at most two open ones and two that are being fetched.
+    assert len(list(folder.glob("*.tar"))) < num_shards
+
+
+def test_rows_are_correct_while_another_thread_deletes_every_cached_file(
+    corpus: Any, remote: Remote, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+
+    def delete_repeatedly() -> None:
+        while not stop.is_set():
+            for path in tmp_path.glob("*.tar"):
+                path.unlink(missing_ok=True)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=delete_repeatedly)
+    thread.start()
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=2)
+    try:
+        for _ in range(10):
+            assert (rows_through(cache) == corpus.rows).all()
+            cache.keep_only([])
+    finally:
+        stop.set()
+        thread.join()
+        cache.close()
+
+
+def test_full_disk_fails_before_the_fetch_naming_the_bytes_and_the_setting(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 512))
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
+    with pytest.raises(StoreError, match=r"disk full: 512 bytes free, \d+ needed .*set data.cache_dir"):
+        cache.open(0)
+    cache.close()
+    assert remote.fetched == []
+
+
+def test_a_full_disk_evicts_old_shards_first(corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: Any) -> None:
+    """An old shard of another run is deleted before the full disk is reported as an error."""
+    fetch_everything(corpus, tmp_path)
+    old = tmp_path / f"{'f' * 64}.tar"
+    old.write_bytes(b"x" * 100_000)
+    usage = namedtuple("usage", "total used free")
+    gone = f"{corpus.manifest.shards[0].sha256}.tar"
+    (tmp_path / gone).unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0 if old.exists() else 10**12))
+    os.utime(old, (0, 0))
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
+    cache.open(0)
+    cache.close()
+    assert files(tmp_path) == whole(corpus)
+
+
+def test_a_file_system_without_locks_is_refused(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StoreError, match=r"no file locks in this folder .*set data.cache_dir to a local disk"):
+        NodeCache(tmp_path).ensure(remote, corpus.manifest.shards[0], verify=True)
+
+
+def test_unwritable_cache_folder_is_refused(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="not a folder; choose another path"):
+        NodeCache(tmp_path / "file").ensure(remote, corpus.manifest.shards[0], verify=True)

@@ -1,0 +1,39 @@
+"""Measurements of ranks: the partners of their exchanges, and the speed of a matrix product."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.preflight import rank_measurements
+from launcher.preflight.rank_measurements import partner, peers
+
+
+@given(st.integers(3, 40))
+def test_in_the_ring_every_rank_is_paired_with_both_neighbours_once_and_pairs_are_mutual(count: int):
+    partners: dict[int, list[int]] = {position: [] for position in range(count)}
+    for turn in range(3 if count % 2 else 2):
+        for position in range(count):
+            other = partner(position, count, turn)
+            if other is not None:
+                assert partner(other, count, turn) == position
+                partners[position].append(other)
+    for position in partners:
+        assert sorted(partners[position]) == sorted([(position - 1) % count, (position + 1) % count])
+
+
+def test_the_peers_of_a_rank_have_its_local_number_on_all_nodes_or_are_all_ranks_of_a_single_node():
+    four_nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert [peers(four_nodes, rank) for rank in (0, 1, 7)] == [[0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+    assert peers(["a"] * 3, 2) == [0, 1, 2]
+    assert peers(["a", "a", "b"], 0) == []
+
+
+def test_the_speed_of_a_product_is_its_operations_divided_by_its_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_measurements.torch, "mm", lambda a, b, out: time.sleep(0.004))
+    tflops = rank_measurements.matmul_tflops(torch.device("cpu"), 1000, 0.1)  # 2e9 operations in a little over 4 ms
+    assert 0.25 < tflops <= 0.5

@@ -1,0 +1,45 @@
+"""The outcome of a start: its exit code, and when the supervisor waits for the ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.supervise.start_outcome import StartEnd, awaits_ledger, outcome
+
+
+def end(*events: str, **fields: Any) -> StartEnd:
+    """Return the end of a start of two ranks with these events in the ledger; `fields` replace the defaults."""
+    ledger = [{"event": event, "step": 7, "why": "SIGUSR1"} for event in events]
+    return StartEnd(events=ledger, **{"codes": {}, "num_ranks": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        (end("resume", "checkpoint", "done", codes={0: 0, 1: 0}), 0),
+        (end("resume", "done"), 0),  # killed after the last checkpoint was committed
+        (end("start", codes={0: 0, 1: 0}), 1),  # exit codes without `done` in the ledger are not trusted
+        (end("start", "stop", codes={0: 75, 1: 75}), 75),
+        (end("start", "stop", codes={0: 75}), 75),
+        (end("start", "crash", codes={0: 1}), 1),
+        (end("start"), 1),
+        (end(), 1),
+        (end(codes={0: 78, 1: 78}), 78),
+        (end("start", codes={1: 78}), 78),  # one rank's disk is full, the other was killed
+        (end("start", "unhealthy", codes={0: 69, 1: 69}), 69),
+        (end("start", "unhealthy", codes={0: 69, 1: 69}, at_fault=False), 75),
+        (end("start", codes={0: -9, 1: 247}), 1),
+    ],
+)
+def test_exit_code_follows_from_the_ledger_and_the_ranks_exit_codes(ended: StartEnd, code: int) -> None:
+    assert outcome(ended).code == code
+
+
+def test_the_ledger_is_awaited_only_if_all_ranks_ended_with_0_or_75() -> None:
+    assert awaits_ledger(end("start", codes={0: 0, 1: 0}))
+    assert awaits_ledger(end(codes={0: 75, 1: 75}))
+    assert not awaits_ledger(end("start", codes={0: 0}))
+    assert not awaits_ledger(end("start", codes={0: 0, 1: 1}))
+    assert not awaits_ledger(end("start", "done", codes={0: 0, 1: 0}))

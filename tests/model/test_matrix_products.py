@@ -1,0 +1,44 @@
+"""bf16 products on a CPU without bf16 units, against float64 products of the same bf16 numbers."""
+
+import contextlib
+
+import pytest
+import torch
+
+from electra_dist.model import matrix_products as linear_module
+from electra_dist.model.matrix_products import Linear
+
+BF16_ROUNDING = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def _without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "HAS_BF16_PRODUCTS", False)
+
+
+@pytest.mark.parametrize("how", ["bf16 parameters", "autocast"])
+def test_products_and_gradients_are_those_of_the_rounded_operands(how: str) -> None:
+    """Within a rounding of the result for each value: a sum in bf16 would be off by many."""
+    torch.manual_seed(0)
+    layer, x, upstream = Linear(256, 96), torch.randn(4, 50, 256), torch.randn(4, 50, 96).bfloat16()
+    if how == "bf16 parameters":
+        layer, x = layer.bfloat16(), x.bfloat16()
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
+        out = layer(x)
+    out.backward(upstream)
+    assert out.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == layer.weight.dtype
+    exact = [each.detach().bfloat16().double().requires_grad_() for each in (x, layer.weight, layer.bias)]
+    expected = torch.nn.functional.linear(*exact)
+    expected.backward(upstream.double())
+    pairs = [(out, expected)] + [(a.grad, b.grad) for a, b in zip((x, layer.weight, layer.bias), exact)]
+    for found, right in pairs:
+        error = (found.double() - right).abs() / (right.abs() + 1e-2 * right.abs().max())
+        assert error.max() <= BF16_ROUNDING
+
+
+def test_other_precisions_are_torchs_own() -> None:
+    layer, x = Linear(16, 8), torch.randn(3, 16)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert torch.equal(layer.double()(x.double()), torch.nn.functional.linear(x.double(), layer.weight, layer.bias))
