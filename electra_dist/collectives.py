@@ -11,7 +11,7 @@ process group must call them, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +23,8 @@ T = TypeVar("T")
 def from_rank_0(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank. Collective.
 
+    Use it for what only one rank may do or must decide for all, such as writing a file.
+
     Args:
         function: Called without arguments; its value must be picklable.
 
@@ -30,21 +32,25 @@ def from_rank_0(function: Callable[[], T]) -> T:
         UserError: `function` raised it on rank 0; every rank raises an error of the same type. Any other exception is
             raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
-    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]  # broadcast_object_list fills a list in place.
+    value: T | None = None
+    error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome = [(function(), None)]
-        except UserError as error:
-            outcome = [(None, error)]
-    dist.broadcast_object_list(outcome)
-    value, error_of_rank_0 = outcome[0]
-    if error_of_rank_0 is not None:
-        raise error_of_rank_0
-    return value  # type: ignore[return-value]  # Without an error, rank 0 has set it.
+            value = function()
+        except UserError as user_error:
+            error = user_error
+    message: list[Any] = [value, error]
+    dist.broadcast_object_list(message)  # On the other ranks it replaces the elements of the list.
+    value, error = message
+    if error is not None:
+        raise error
+    return value
 
 
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, ordered by rank, on every rank. Collective.
+
+    It returns on no rank before every rank has called it.
 
     Args:
         value: This rank's value; it must be picklable.

@@ -29,6 +29,9 @@ S = TypeVar("S", bound=Section)
 
 _COLLECTIONS: tuple[Any, ...] = (dict, tuple)
 _OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
+_UNKNOWN_KEY = "extra_forbidden"  # pydantic's types of faults
+_MISSING_KEY = "missing"
+_RAISED_BY_CHECK = "value_error"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -44,8 +47,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     layers = _layers(Path(path), overrides)
     merged: Tree = {}
-    for _, layer in layers:
-        merged = _merge(merged, layer)
+    for _, tree in layers:
+        merged = _merge(merged, tree)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -60,28 +63,35 @@ def load_section(path: Path, kind: type[S]) -> S:
         kind: Class of the section.
 
     Raises:
-        UserError: As in `load_config`.
+        UserError: The file is missing, is not YAML, or holds an unknown key or an invalid value. The message is one
+            line with the file, the key and the next step.
     """
     tree = _read_yaml(path)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, [(str(path), tree)], kind)) from None
+        layers = [(str(path), tree)]
+        raise UserError(_explain(error, layers, root=kind)) from None
 
 
 def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return where each value of the resolved config comes from.
 
+    Args:
+        path: YAML file of the config; it may extend one other file.
+        overrides: Texts of the form key.path=value, as for `load_config`.
+
     Returns:
-        For each dotted key such as train.micro_batch: the name of a file, `--set` or `default`.
+        For each dotted key such as train.micro_batch: the name of a file, `--set` (an override) or `default`.
 
     Raises:
         UserError: As in `load_config`.
     """
-    layers = _layers(Path(path), overrides)
-    source_of_key = dict.fromkeys(_leaves(load_config(path, overrides).model_dump(mode="json")), "default")
-    for name, layer in layers:
-        source_of_key.update(dict.fromkeys(_leaves(layer), name))
+    resolved = load_config(path, overrides).model_dump(mode="json")
+    source_of_key = dict.fromkeys(_leaves(resolved), "default")
+    for name, tree in _layers(Path(path), overrides):
+        for key in _leaves(tree):
+            source_of_key[key] = name  # a later layer replaces the values of earlier ones
     return source_of_key
 
 
@@ -91,22 +101,36 @@ def dump_yaml(config: Config) -> str:
 
 
 def _layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return (name, tree) of the base file, the file itself and each override; a later layer replaces values."""
-    tree = _read_yaml(path)
+    """Return the layers of a config, each as its name and its tree of keys; a later layer replaces values.
+
+    They are the file that the config file extends, if there is one, the config file itself, and each override. The
+    name of a layer is the path of its file, or `--set`.
+    """
     layers = []
+    tree = _read_yaml(path)
     base_name = tree.pop("extends", None)
     if base_name is not None:
         base_path = path.parent / str(base_name)
-        base = _read_yaml(base_path)
-        if "extends" in base:
-            raise UserError(
-                f"{base_path}: extends: only one level is allowed; copy the keys of {base['extends']} into this file "
-                f"and remove its extends"
-            )
-        layers.append((str(base_path), base))
+        layers.append((str(base_path), _read_base(base_path)))
     layers.append((str(path), tree))
-    layers.extend((_OVERRIDE, _parse_override(text)) for text in overrides)
+    for text in overrides:
+        layers.append((_OVERRIDE, _parse_override(text)))
     return layers
+
+
+def _read_base(path: Path) -> Tree:
+    """Return the tree of a file that another file extends.
+
+    Raises:
+        UserError: The file cannot be read, or extends a third file.
+    """
+    tree = _read_yaml(path)
+    if "extends" in tree:
+        raise UserError(
+            f"{path}: extends: only one level is allowed; copy the keys of {tree['extends']} into this file "
+            f"and remove its extends"
+        )
+    return tree
 
 
 def _read_yaml(path: Path) -> Tree:
@@ -116,24 +140,31 @@ def _read_yaml(path: Path) -> Tree:
         UserError: The file is missing, unreadable, not YAML or not a mapping.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from None
+    try:
+        tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line_and_column = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", error)
-        raise UserError(f"{path}{line_and_column}: not valid YAML ({problem}); correct this place") from None
+        raise UserError(_explain_yaml_error(path, error)) from None
     if not isinstance(tree, dict):
         raise UserError(
             f"{path}: expected sections such as `train:`, found {type(tree).__name__}; write the keys of a config "
             f"(configs/ has examples)"
         )
     return tree
+
+
+def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
+    """Return one line about a syntax error, with line and column where the parser knows them."""
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)  # the parser counts from 0
+    problem = getattr(error, "problem", error)
+    return f"{place}: not valid YAML ({problem}); correct this place"
 
 
 def _parse_override(text: str) -> Tree:
@@ -143,19 +174,24 @@ def _parse_override(text: str) -> Tree:
         UserError: There is no key or no equals sign, or the value is not YAML.
     """
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    key = key.strip()
+    if not equals or not key:
         raise UserError(f"--set {text}: expected key.path=value; write for example --set train.micro_batch=32")
     try:
         tree: Any = yaml.safe_load(value)
     except yaml.YAMLError:
         raise UserError(f"--set {text}: the value is not valid YAML; put the value in quotes") from None
-    for part in reversed(key.strip().split(".")):
+    # Wrap the value in mappings, from the innermost key outwards.
+    for part in reversed(key.split(".")):
         tree = {part: tree}
     return tree
 
 
 def _merge(below: Tree, above: Tree) -> Tree:
-    """Return `below` with the values of `above`; sections that both hold are merged key by key."""
+    """Return the tree `below` with the values of `above`; sections that both hold are merged key by key.
+
+    A value of `above` replaces that of `below` also where only one of the two is a section.
+    """
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -166,7 +202,10 @@ def _merge(below: Tree, above: Tree) -> Tree:
 
 
 def _leaves(tree: Tree, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values of a tree that are not mappings themselves."""
+    """Return the dotted keys of all values of a tree that are not mappings themselves.
+
+    For {"train": {"micro_batch": 32}} it is ["train.micro_batch"]. Each key is preceded by `prefix`.
+    """
     keys: list[str] = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -177,26 +216,47 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first fault of a failed validation, with the number of further faults at its end."""
+    """Return one line about the first fault of a failed validation, with the number of further faults at its end.
+
+    Args:
+        error: Faults that pydantic found.
+        layers: Name and tree of each layer, the last one on top; the line begins with the layer that has the fault.
+        root: Class that the merged layers were validated against.
+    """
+    faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-    first = faults[0]
+    unknown = [fault for fault in faults if fault["type"] == _UNKNOWN_KEY]
+    first = unknown[0] if unknown else faults[0]
     location = _key_path(first)
     # A key that allows several types has one fault for each of them.
     faults_of_key = [fault for fault in faults if _key_path(fault) == location]
-    if first["type"] == "extra_forbidden":
-        message = f"unknown key `{'.'.join(location)}`{_suggestion(root, location)}"
-    elif first["type"] == "missing":
+    if first["type"] == _UNKNOWN_KEY:
+        message = _explain_unknown(root, location)
+    elif first["type"] == _MISSING_KEY:
         message = _explain_missing(root, location)
     else:
         message = _explain_invalid(root, location, faults_of_key)
+    line = f"{_layer_of(layers, location)}: {message}"
     num_more = len(faults) - len(faults_of_key)
-    more = f" [and {num_more} more]" if num_more else ""
-    return f"{_layer_of(layers, location)}: {message}{more}"
+    return f"{line} [and {num_more} more]" if num_more else line
+
+
+def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
+    """Return the message for a key that does not exist: the nearest valid key, or the valid keys of its section."""
+    *path, unknown = location
+    section = _section(root, path)
+    valid = list(section.model_fields) if section else []
+    nearest = difflib.get_close_matches(unknown, valid, n=1, cutoff=0.5)
+    message = f"unknown key `{'.'.join(location)}`"
+    if nearest:
+        return f"{message}; did you mean `{'.'.join([*path, nearest[0]])}`?"
+    if valid:
+        return f"{message}; remove it or use one of {', '.join(valid)}"
+    return f"{message}; remove it"
 
 
 def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message for a required key that no layer holds."""
+    """Return the message for a required key that no layer holds, with the key's description."""
     advice = "add it or extend base.yaml" if root is Config else "add it"
     return f"missing key `{'.'.join(location)}`; {advice}{_meaning(root, location)}"
 
@@ -211,47 +271,52 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
     """
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
-    reasons = [fault["msg"].removeprefix("Value error, ") for fault in faults]
-    reason = " or ".join(text[0].lower() + text[1:] for text in reasons)
+    reason = " or ".join(_reason(fault) for fault in faults)
     is_section = isinstance(first["input"], (dict, BaseModel))
-    if is_section and first["type"] == "value_error":
+    if is_section and first["type"] == _RAISED_BY_CHECK:
         return f"{key}{reason}"  # A check of a whole section; its message names the values and the next step.
     value = "" if is_section else f", not {first['input']!r}"
     return f"{key}{reason}{value}; correct the value{_meaning(root, location)}"
 
 
+def _reason(fault: ErrorDetails) -> str:
+    """Return pydantic's message about a fault, to be continued in a sentence: with a small letter at its beginning."""
+    message = fault["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the key at fault, without pydantic's names of the types that the key may have."""
+    """Return the path of the key at fault, without pydantic's names of the types that the key may have.
+
+    A key that allows a number or the word auto has two faults, for example ("checkpoint", "every_steps",
+    "constrained-int") and ("checkpoint", "every_steps", "literal['auto']"); both give ["checkpoint", "every_steps"].
+    """
     parts = [str(part) for part in fault["loc"]]
     return [part for part in parts if not part.startswith(("constrained-", "literal["))]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the topmost layer that holds the key, or of the topmost layer if none does."""
-    for name, layer in reversed(layers):
-        if _contains(layer, location):
+    """Return the name of the topmost layer that holds the key at `location`, or of the topmost layer if none does.
+
+    Args:
+        layers: Name and tree of each layer; the last one is on top.
+        location: Path of the key, for example ["train", "micro_batch"].
+    """
+    for name, tree in reversed(layers):
+        if _contains(tree, location):
             return name
-    return layers[-1][0]
+    topmost_name, _ = layers[-1]
+    return topmost_name
 
 
-def _contains(layer: Any, location: Sequence[str]) -> bool:
-    """Return whether a tree holds the key at `location`."""
+def _contains(tree: Tree, location: Sequence[str]) -> bool:
+    """Return whether a tree of keys holds the key at `location`, for example ["train", "micro_batch"]."""
+    node: Any = tree
     for part in location:
-        if not isinstance(layer, dict) or part not in layer:
+        if not isinstance(node, dict) or part not in node:
             return False
-        layer = layer[part]
+        node = node[part]
     return True
-
-
-def _suggestion(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the next step after an unknown key: the nearest valid key, or the list of the section's keys."""
-    *path, unknown = location
-    section = _section(root, path)
-    valid = list(section.model_fields) if section else []
-    nearest = difflib.get_close_matches(unknown, valid, n=1, cutoff=0.5)
-    if nearest:
-        return f"; did you mean `{'.'.join([*path, nearest[0]])}`?"
-    return f"; remove it or use one of {', '.join(valid)}" if valid else "; remove it"
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
@@ -273,22 +338,35 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
         field = section.model_fields.get(part)
         if field is None:
             return None
-        part_selects_element = get_origin(field.annotation) in _COLLECTIONS
-        types = [field.annotation, *get_args(field.annotation)]
-        inner_sections = [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not inner_sections:
+        inner_section = _section_class(field.annotation)
+        if inner_section is None:
             return None
-        section = inner_sections[0]
+        section = inner_section
+        part_selects_element = get_origin(field.annotation) in _COLLECTIONS
     return section
 
 
+def _section_class(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`.
+
+    None means that the field is a plain value.
+    """
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the description of the key at `location` as the end of a message, or "" if there is none."""
+    """Return the description of the key at `location` as the end of a message, or "" if there is none.
+
+    For the path ["train", "micro_batch"] it begins with ". micro_batch: ".
+    """
     if not location:
         return ""
     *path, key = location
     section = _section(root, path)
-    field = section.model_fields.get(key) if section else None
-    if field is None or not field.description:
+    if section is None or key not in section.model_fields:
         return ""
-    return f". {key}: {field.description}"
+    description = section.model_fields[key].description
+    return f". {key}: {description}" if description else ""

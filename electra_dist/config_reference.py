@@ -26,8 +26,7 @@ shows the same descriptions with the values of a file and where each value comes
 
 def reference() -> str:
     """Return the text of docs/config.md: one Markdown table for each section of the config, in the order of fields."""
-    top_level = {name: field for name, field in Config.model_fields.items() if _section_of(field) is None}
-    parts = [_INTRODUCTION, _table("The run", top_level, "")]
+    parts = [_INTRODUCTION, _table("The run", _plain_fields(Config), prefix="")]
     for name, field in Config.model_fields.items():
         section = _section_of(field)
         if section is not None:
@@ -36,9 +35,13 @@ def reference() -> str:
 
 
 def _section(path: str, section: type[BaseModel]) -> str:
-    """Return the Markdown table of a config section, followed by the tables of the sections within it."""
-    plain = {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
-    parts = [_table(f"`{path}`", plain, f"{path}.")]
+    """Return the Markdown table of a config section, followed by the tables of the sections within it.
+
+    Args:
+        path: Dotted path of the section, for example `model.generator`; it is the heading and begins every key.
+        section: Class of the section.
+    """
+    parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
     for name, field in section.model_fields.items():
         inner = _section_of(field)
         if inner is not None:
@@ -46,12 +49,24 @@ def _section(path: str, section: type[BaseModel]) -> str:
     return "\n".join(parts)
 
 
+def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return name and definition of the fields of a section that are plain values, and not sections themselves."""
+    return {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
+
+
 def _table(title: str, fields: dict[str, FieldInfo], prefix: str) -> str:
-    """Return a heading and a Markdown table with key, type, default and description of each field."""
+    """Return a heading and a Markdown table with key, type, default and description of each field.
+
+    Args:
+        title: Text of the heading.
+        fields: Name and definition of each field.
+        prefix: Beginning of every key, for example `train.`; empty for keys at the top of the file.
+    """
     lines = [f"## {title}", "", "| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         cells = [f"`{prefix}{name}`", _type_name(field.annotation), _default(field), field.description or ""]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
+        lines.append("| " + " | ".join(escaped) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -62,8 +77,13 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type_name(annotation: Any) -> str:
-    """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal.
+
+    Args:
+        annotation: Type of a config field, for example `float | None`. Constraints in an Annotated are left out.
+    """
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return _type_name(arguments[0])
     if origin is Literal:
@@ -78,7 +98,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return the default value as YAML would show it; "required" where there is none."""
+    """Return the default value of a field as YAML would show it, in backquotes; "required" where there is none."""
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:

@@ -22,7 +22,10 @@ class UserError(Exception):
 
 
 class ManifestMismatch(UserError):
-    """A corpus, or a file of it, that differs from what the run or the corpus's manifest requires."""
+    """A corpus, or a file of it, that differs from what the run or the corpus's manifest requires.
+
+    The message names the file or the corpus, the difference, and the next step. A restart does not help.
+    """
 
 
 class StoreError(UserError):
@@ -33,11 +36,17 @@ class StoreError(UserError):
 
 
 class StoreMissing(StoreError):
-    """An object or file that does not exist; the message names it."""
+    """An object or file that does not exist in a store; the message names it.
+
+    A separate class, because a caller may expect it, for example when it looks for an optional file.
+    """
 
 
 class StoreExhausted(StoreError):
-    """An object that could not be read or written correctly after all retries; the message names it."""
+    """An object in a store that could not be read or written correctly after all retries.
+
+    The message names the object, the last error and the next step.
+    """
 
 
 class TornCheckpoint(Exception):

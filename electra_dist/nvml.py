@@ -30,7 +30,9 @@ _THROTTLE_BITS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-# NVML's codes of the action that the driver asks for; 0 means none.
+_INACTIVE_LINK = 0  # NVML's code of the state of an NVLink
+# NVML's codes of the action that the driver asks for in order to recover a GPU.
+_NO_RECOVERY_ACTION = 0
 _RECOVERY_ACTIONS = {
     1: "reset the GPU",
     2: "reboot the node",
@@ -44,7 +46,10 @@ _RECOVERY_ACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSample:
-    """Readings of one GPU at one moment; a reading is None where the device does not report it or is lost."""
+    """Readings of one GPU at one moment: load, memory, power, clock, temperature and errors.
+
+    A reading is None where the device does not report it or is lost (has fallen off the bus).
+    """
 
     uuid: str  # "" if it cannot be read
     name: str
@@ -60,7 +65,11 @@ class GpuSample:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHealth:
-    """Readings that show whether a GPU can be trusted with a run; None where the device does not report a value."""
+    """Readings that show whether a GPU can be trusted with a run: errors, repaired memory, links and limits.
+
+    A reading is None where the device does not report it. This class only holds readings; `launcher/preflight/`
+    decides which of them make a node unhealthy.
+    """
 
     index: int  # number of the GPU in the driver's order
     lost: str  # the driver's error if the GPU no longer answers, and then every other reading is unknown; otherwise ""
@@ -79,9 +88,9 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class _Device:
-    """One GPU that the driver lists."""
+    """One GPU that the driver lists, with NVML's handle of it or the reason why there is none."""
 
-    index: int
+    index: int  # number of the GPU in the driver's order
     handle: Any  # NVML's handle; None if the driver refused one
     error: str  # the driver's reason for refusing a handle; "" if there is a handle
 
@@ -93,18 +102,27 @@ class GpuProbe:
     """
 
     def __init__(self) -> None:
-        """Get a handle of every GPU; NVML must have been initialised. Callers use `open` instead."""
+        """Get a handle of every GPU; NVML must have been initialised. Callers use `open` instead.
+
+        A GPU that belongs to another job of this node is left out. One whose handle the driver refuses for another
+        reason, such as a lost GPU, is kept with that reason.
+        """
         self._devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
-                self._devices.append(_Device(index, pynvml.nvmlDeviceGetHandleByIndex(index), ""))
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                self._devices.append(_Device(index, handle, error=""))
             except pynvml.NVMLError as error:
-                if error.value != pynvml.NVML_ERROR_NO_PERMISSION:  # Another job of this node has that GPU.
-                    self._devices.append(_Device(index, None, str(error)))
+                belongs_to_another_job = error.value == pynvml.NVML_ERROR_NO_PERMISSION
+                if not belongs_to_another_job:
+                    self._devices.append(_Device(index, handle=None, error=str(error)))
 
     @staticmethod
     def open() -> GpuProbe | None:
-        """Connect to the driver; return None without nvidia-ml-py, without a driver or without GPUs."""
+        """Connect to the NVIDIA driver; return None without nvidia-ml-py, without a driver or without GPUs.
+
+        The caller must call `close` at the end.
+        """
         if pynvml is None:
             return None
         try:
@@ -135,7 +153,7 @@ class GpuProbe:
 
 
 def _sample(handle: Any) -> GpuSample:
-    """Return the current readings of one GPU.
+    """Return the current readings of one GPU; those that it does not report are None.
 
     Args:
         handle: NVML's handle of the GPU; None stands for a lost GPU, whose readings are unknown.
@@ -143,37 +161,47 @@ def _sample(handle: Any) -> GpuSample:
     rates = _query("nvmlDeviceGetUtilizationRates", handle)
     memory = _query("nvmlDeviceGetMemoryInfo", handle)
     power_mw = _query("nvmlDeviceGetPowerUsage", handle)
-    reasons = _query("nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if reasons is None:  # Older drivers and libraries have only the older name of the function.
-        reasons = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return GpuSample(
         uuid=_text(_query("nvmlDeviceGetUUID", handle)) or "",
         name=_text(_query("nvmlDeviceGetName", handle)) or "unknown GPU",
-        utilisation=None if rates is None else rates.gpu / 100,
+        utilisation=None if rates is None else rates.gpu / 100,  # NVML gives percent
         memory_used_gb=None if memory is None else memory.used / 1e9,
         memory_total_gb=None if memory is None else memory.total / 1e9,
         power_w=None if power_mw is None else power_mw / 1000,
         sm_clock_mhz=_query("nvmlDeviceGetClockInfo", handle, pynvml.NVML_CLOCK_SM),
         temperature_c=_query("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU),
         ecc_uncorrected=_uncorrected_errors(handle, pynvml.NVML_VOLATILE_ECC),
-        throttle=tuple(text for bit, text in _THROTTLE_BITS.items() if (reasons or 0) & bit),
+        throttle=_throttle_reasons(handle),
     )
 
 
+def _throttle_reasons(handle: Any) -> tuple[str, ...]:
+    """Return why the GPU's clock is reduced, such as "power cap"; () if it is not, or if the reasons are unknown.
+
+    NVML gives the reasons as a bit mask. Reasons that are no limit or fault, such as an idle GPU, are left out.
+    """
+    mask = _query("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if mask is None:  # Older drivers and libraries have only the older name of the function.
+        mask = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    if mask is None:
+        return ()
+    return tuple(text for bit, text in _THROTTLE_BITS.items() if mask & bit)
+
+
 def _health(device: _Device) -> GpuHealth:
-    """Return the current health of one GPU."""
+    """Return the current health of one GPU; if it is lost, `lost` has the driver's error and the rest is unknown."""
     handle = device.handle
-    retired = _query("nvmlDeviceGetRetiredPages", handle, pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)
+    retired_pages = _query("nvmlDeviceGetRetiredPages", handle, pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)
     remapping = _query("nvmlDeviceGetRemappedRows", handle)
     if remapping is None:
         remapping = (None, None, None, None)
-    _, remapped_for_uncorrected, remap_pending, remap_failed = remapping
+    _, remapped_for_uncorrected, remap_pending, remap_failed = remapping  # first: rows remapped for corrected errors
     return GpuHealth(
         index=device.index,
         lost=device.error or _lost_error(handle),
         now=_sample(handle),
         ecc_aggregate=_uncorrected_errors(handle, pynvml.NVML_AGGREGATE_ECC),
-        retired_pages=None if retired is None else len(retired),
+        retired_pages=None if retired_pages is None else len(retired_pages),
         retirement_pending=_flag(_query("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
         remapped_rows=remapped_for_uncorrected,
         remap_pending=_flag(remap_pending),
@@ -186,7 +214,10 @@ def _health(device: _Device) -> GpuHealth:
 
 
 def _lost_error(handle: Any) -> str:
-    """Return the driver's error if this GPU is lost or must be reset, otherwise ""."""
+    """Return the driver's error if this GPU is lost (off the bus) or must be reset, otherwise "".
+
+    A query of the memory shows it. Other errors of that query are ignored.
+    """
     try:
         pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
@@ -217,26 +248,34 @@ def _recovery_action(handle: Any) -> str:
     if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return ""
     action = values[0].value.uiVal
-    if action == 0:
+    if action == _NO_RECOVERY_ACTION:
         return ""
     return _RECOVERY_ACTIONS.get(action, f"take recovery action {action}")
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
-    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost."""
-    states = (_query("nvmlDeviceGetNvLinkState", handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
-    return tuple(state != 0 for state in states if state is not None)  # 0 is inactive; a sleeping link is not 0.
+    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost.
+
+    A link that sleeps to save power counts as active.
+    """
+    are_active = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        state = _query("nvmlDeviceGetNvLinkState", handle, link)
+        if state is not None:  # None: the GPU has no such link
+            are_active.append(state != _INACTIVE_LINK)
+    return tuple(are_active)
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call a function of NVML; return None if the device, the driver or the library does not support it.
+    """Call a function of NVML and return its result, or None if the device, the driver or the library lacks it.
 
     Args:
         function: Name of the function in pynvml.
-        args: Its arguments; a first argument of None stands for a lost device and gives None.
+        *args: Arguments of the function. Where the first one, the handle of a GPU, is None, the GPU is lost, and the
+            result is None.
     """
     nvml_function = getattr(pynvml, function, None)
-    is_lost = bool(args) and args[0] is None
+    is_lost = len(args) > 0 and args[0] is None
     if nvml_function is None or is_lost:
         return None
     try:
@@ -246,10 +285,10 @@ def _query(function: str, *args: Any) -> Any:
 
 
 def _flag(value: int | None) -> bool | None:
-    """Return NVML's 0 or 1 as a bool; None stays None."""
+    """Return NVML's 0 or 1 as a bool; None, which stands for an unknown value, stays None."""
     return None if value is None else bool(value)
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Return a string of NVML, which some versions give as bytes, as str; None stays None."""
+    """Return a string of NVML as str; some versions of pynvml give bytes. None (an unknown value) stays None."""
     return value.decode() if isinstance(value, bytes) else value

@@ -54,11 +54,13 @@ class Vocabulary:
                 f"BERT or ELECTRA model, or train one with `electra-dist corpus vocab`"
             )
         if len(self._ids) < len(self.tokens):
-            # self._ids holds the last line of each token, so an earlier line of the same token differs.
+            # self._ids has the last line of each token; the first line with another number is repeated further down.
             repeated = next(token for token_id, token in enumerate(self.tokens) if self._ids[token] != token_id)
+            first_line = self.tokens.index(repeated) + 1
+            last_line = self._ids[repeated] + 1
             raise UserError(
-                f"{name}: line {self.tokens.index(repeated) + 1} `{repeated}` comes twice (again in line "
-                f"{self._ids[repeated] + 1}); give a vocabulary without repeated lines"
+                f"{name}: line {first_line} `{repeated}` comes twice (again in line {last_line}); give a vocabulary "
+                "without repeated lines"
             )
 
     @classmethod
@@ -87,7 +89,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Return the number of tokens, special tokens included."""
+        """Return the number of tokens, special tokens included; the ids are 0 to `size` - 1."""
         return len(self.tokens)
 
     @property
@@ -110,7 +112,7 @@ class WordPieceTokenizer:
     """Encoder of text lines to WordPiece ids. It caches the ids of words it has seen, and is not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
-        """Build the tokenizer.
+        """Build the tokenizer; it does not read or write files.
 
         Args:
             vocabulary: Tokens and their ids.
@@ -122,19 +124,28 @@ class WordPieceTokenizer:
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[str, tuple[int, ...]] = {}  # word -> its ids
         # One int object for each id, used by all entries of `_known`, keeps the dictionary small enough for the CPU's
         # cache.
         self._shared_ids = list(range(vocabulary.size))
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
+        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives [].
+
+        A space always ends a word, so the ids of a line are those of its words, one after another. Only words that no
+        earlier call has encoded are passed to the library; the others are looked up.
+        """
         words_of_lines = [line.split(" ") for line in lines]
-        new_words = list(set(itertools.chain.from_iterable(words_of_lines)).difference(self._known))
+        all_words = set(itertools.chain.from_iterable(words_of_lines))
+        new_words = list(all_words.difference(self._known))
+
+        # Encode the new words.
         encodings = self._tokenizer.encode_batch_fast(new_words, add_special_tokens=False)
         shared_id = self._shared_ids.__getitem__
         for word, encoding in zip(new_words, encodings):
             self._known[word] = tuple(map(shared_id, encoding.ids))
+
+        # Join the ids of the words of each line. `map` and `chain` run in C: this inner loop decides the speed.
         ids_of_word = self._known.__getitem__
         ids_of_lines = [list(itertools.chain.from_iterable(map(ids_of_word, words))) for words in words_of_lines]
         self._limit_memory(new_words)
@@ -149,7 +160,11 @@ class WordPieceTokenizer:
         return encoding.ids, encoding.offsets
 
     def _limit_memory(self, new_words: list[str]) -> None:
-        """Forget all known words if there are too many, and forget very long words, which rarely repeat."""
+        """Forget all known words if there are too many, and forget very long words, which rarely repeat.
+
+        Args:
+            new_words: the words that the newest call of `encode` has added.
+        """
         if len(self._known) > _MAX_KNOWN_WORDS:
             self._known.clear()
         for word in new_words:

@@ -19,12 +19,12 @@ from electra_dist.run.folder import is_run_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank, and return the exit code of its process.
+    """Run one rank of a run from its command line, and return the exit code of its process.
 
-    A user's error is printed to stderr as one line that begins with "error: ", by the first rank only.
+    An error that the user must fix is printed to stderr as one line that begins with "error: ", by rank 0 only.
 
     Args:
-        argv: command-line arguments; None for those of the process.
+        argv: command-line arguments; None means those of this process.
 
     Returns:
         An exit code of `electra_dist/errors.py`: 0 for done (also after `--dry-run`), 69 for an unhealthy node, 75
@@ -34,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_config(args.config, args.set)
-        if args.dry_run:
-            if is_first_rank:
-                from electra_dist.planning.plan_tables import print_plan
+        if not args.dry_run:
+            return _pretrain(config, is_first_rank)
+        if is_first_rank:
+            # Imported only for a dry run, so that training starts sooner.
+            from electra_dist.planning.plan_tables import print_plan
 
-                print_plan(config)
-            return EXIT_DONE
-        return _pretrain(config, is_first_rank)
+            print_plan(config)
+        return EXIT_DONE
     except UserError as error:
         if is_first_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -48,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool) -> int:
-    """Train on this rank; at the end the first rank writes report.html, even if training failed.
+    """Train on this rank; at the end rank 0 writes report.html, also if training failed with an exception.
 
     Args:
         config: the resolved config of the run.
         is_first_rank: whether this is rank 0.
 
     Returns:
-        The exit code of training.
+        The exit code of training, of `electra_dist/errors.py`.
 
     Raises:
         UserError: the config, the data or the run folder cannot be used; then no report is written.
@@ -63,15 +64,15 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
     # torch and deepspeed are imported only when there is something to run.
     from electra_dist.train.pretrain_rank import run
 
-    is_refused = False
+    has_begun = True
     try:
         return run(config)
     except UserError:
-        is_refused = True
+        has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
     finally:
         run_dir = Path(config.run_dir)
-        if is_first_rank and not is_refused and is_run_folder(run_dir):
+        if is_first_rank and has_begun and is_run_folder(run_dir):
             # Importing matplotlib takes half a second, which no step waits for.
             from electra_dist.report.report_page import write_report
 
@@ -79,7 +80,7 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; print the usage and exit with code 2 if it is wrong."""
+    """Parse the command line of a rank; print the usage and exit with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
     parser.add_argument("--config", required=True, help="YAML file, for example configs/large_25pct_mask.yaml")
     parser.add_argument(

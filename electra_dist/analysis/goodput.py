@@ -25,8 +25,9 @@ event are not counted.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 
@@ -71,15 +72,21 @@ class Goodput:
 
         None if the run has spent no time outside the queue yet.
         """
-        outside_queue = self.wall - self.queue
-        return self.useful / outside_queue if outside_queue > 0 else None
+        outside_queue_s = self.wall - self.queue
+        if outside_queue_s <= 0:
+            return None
+        return self.useful / outside_queue_s
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each activity by its name, from "queue" to "down", in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps_lost", "starts")}
+        activities = [field.name for field in fields(self) if field.name not in ("steps_lost", "starts")]
+        return {activity: getattr(self, activity) for activity in activities}
 
     def described(self) -> str:
-        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost."""
+        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost.
+
+        For example, "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost".
+        """
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
         return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
 
@@ -92,12 +99,12 @@ class RunStart:
     """
 
     began: float  # start of the process
-    setup: Mapping[str, float]  # seconds by part: import, build, restore
+    setup: Mapping[str, float]  # seconds by activity: import, build, restore
     first_step: int  # steps that were done when it began
     repeated: int  # steps of earlier starts that this one repeats
     last: float  # time of its last event
     last_step: int  # steps that were done when `spent` was recorded
-    spent: Mapping[str, float]  # seconds by part: first step, other steps, data, stall, eval
+    spent: Mapping[str, float]  # seconds by activity: first (the first step), step (the others), data, stall, eval
 
     @property
     def num_steps(self) -> int:
@@ -110,17 +117,19 @@ class RunStart:
 
         0 if the ledger covers fewer than two steps of this start.
         """
-        num_others = self.num_steps - 1
-        if num_others <= 0:
+        num_other_steps = self.num_steps - 1
+        if num_other_steps <= 0:
             return 0.0
-        first_s = self.spent.get("first", 0.0)
-        return max(0.0, first_s - self.spent.get("step", 0.0) / num_others)
+        first_step_s = self.spent.get("first", 0.0)
+        mean_other_step_s = self.spent.get("step", 0.0) / num_other_steps
+        return max(0.0, first_step_s - mean_other_step_s)
 
     @property
     def steps_s(self) -> float:
         """Return the seconds of all steps of this start, without compilation and without waiting for rows."""
         all_steps_s = self.spent.get("first", 0.0) + self.spent.get("step", 0.0)
-        return max(0.0, all_steps_s - self.spent.get("data", 0.0) - self.compile_s)
+        data_s = self.spent.get("data", 0.0)
+        return max(0.0, all_steps_s - data_s - self.compile_s)
 
 
 def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
@@ -134,99 +143,147 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
     starts = starts_of(ledger)
     if not starts:
         return Goodput()
-    queue_and_boot = [_queue_and_boot(ledger, jobs, number, starts) for number in range(len(starts))]
+    queue_and_boot_s = _queue_and_boot_of_starts(ledger, jobs, starts)
     useful_s, lost_s, steps_lost = _useful_and_lost(starts)
+    setups = [start.setup for start in starts]
+    spent = [start.spent for start in starts]
     parts = {
-        "queue": sum(queue_s for queue_s, _ in queue_and_boot),
-        "boot": sum(boot_s for _, boot_s in queue_and_boot),
-        "imports": _total(starts, "setup", "import"),
-        "build": _total(starts, "setup", "build"),
-        "restore": _total(starts, "setup", "restore"),
+        "queue": sum(queue_s for queue_s, _ in queue_and_boot_s),
+        "boot": sum(boot_s for _, boot_s in queue_and_boot_s),
+        "imports": _total(setups, "import"),
+        "build": _total(setups, "build"),
+        "restore": _total(setups, "restore"),
         "compile": sum(start.compile_s for start in starts),
-        "data": _total(starts, "spent", "data"),
-        "stall": _total(starts, "spent", "stall"),
-        "eval": _total(starts, "spent", "eval"),
+        "data": _total(spent, "data"),
+        "stall": _total(spent, "stall"),
+        "eval": _total(spent, "eval"),
         "lost": lost_s,
         "useful": useful_s,
     }
-    wall = starts[-1].last - min(starts[0].began, _first_submission(jobs))
-    down = max(0.0, wall - math.fsum(parts.values()))
-    return Goodput(**parts, down=down, steps_lost=steps_lost, starts=len(starts))
+    run_began = min(starts[0].began, _first_submission(jobs))
+    wall_s = starts[-1].last - run_began
+    down_s = max(0.0, wall_s - math.fsum(parts.values()))
+    return Goodput(**parts, down=down_s, steps_lost=steps_lost, starts=len(starts))
 
 
 def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
     """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps).
 
     A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
-    start are all kept.
+    start are all kept. For example, if a start makes 120 steps and is killed, and the next one resumes at step 100,
+    then 100 steps are kept and 20 are repeated.
+
+    Args:
+        starts: all starts of the run, oldest first.
     """
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
     lost_s = 0.0
     steps_lost = 0
-    for number, start in enumerate(starts):
-        following = starts[number + 1] if number + 1 < len(starts) else None
-        num_kept = start.num_steps
-        if following is not None:
-            num_kept = min(start.num_steps, max(0, following.first_step - start.first_step))
+    for start, next_start in itertools.zip_longest(starts, starts[1:]):
+        step_s = mean_step_s  # for a start that was killed before it recorded a step
+        if start.num_steps:
+            step_s = start.steps_s / start.num_steps
+        if next_start is None:
+            useful_s += start.num_steps * step_s
+            break
+
+        # Steps that the ledger records: those up to the checkpoint from which the next start resumed are kept.
+        num_kept = min(start.num_steps, max(0, next_start.first_step - start.first_step))
         num_repeated = start.num_steps - num_kept
-        step_s = start.steps_s / start.num_steps if start.num_steps else mean_step_s
         useful_s += num_kept * step_s
         lost_s += num_repeated * step_s
-        if following is not None:
-            num_unrecorded = max(0, following.repeated - num_repeated)  # steps after the last event of this start
-            lost_s += min(num_unrecorded * step_s, max(0.0, following.began - start.last))
-            steps_lost += max(following.repeated, num_repeated)
+
+        # Steps between the last event of this start and its end: only the next start knows how many they were. Their
+        # time is estimated, and is no longer than the gap between the two starts.
+        num_unrecorded = max(0, next_start.repeated - num_repeated)
+        gap_s = max(0.0, next_start.began - start.last)
+        lost_s += min(num_unrecorded * step_s, gap_s)
+        steps_lost += max(next_start.repeated, num_repeated)
     return useful_s, lost_s, steps_lost
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
     """Return the line that a start of the ranks prints: its step, the checkpoint's age, steps lost, and goodput.
 
+    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". The first start of a run has lost
+    nothing, so its line ends before the steps lost.
+
     Args:
         ledger: events up to the start or resume event of this start; that event must be included.
         jobs: records of slurm/jobs.jsonl.
     """
-    starts = [event for event in ledger if event["event"] in STARTS]
-    event = starts[-1]
-    if event["event"] == "resume":
-        line = f"restored step {event['step']:,}"
-        checkpoints = [e for e in ledger if e["event"] == "checkpoint" and e["step"] == event["step"]]
-        if checkpoints:
-            line += f", age {format_duration(_time(event) - _time(checkpoints[-1]))}"
+    start_events = [event for event in ledger if event["event"] in STARTS]
+    newest_start = start_events[-1]
+    parts = []
+    if newest_start["event"] == "resume":
+        parts.append(f"restored step {newest_start['step']:,}")
+        age_s = _checkpoint_age_s(ledger, newest_start)
+        if age_s is not None:
+            parts.append(f"age {format_duration(age_s)}")
     else:
-        line = f"start at step {event['step']:,}"
-    if len(starts) == 1:
-        return line
-    line += f", {event.get('repeated', 0):,} steps lost"
-    fraction = goodput(ledger, jobs).fraction
-    if fraction is None:
-        return line
-    return f"{line}, goodput {100 * fraction:.1f} %"
+        parts.append(f"start at step {newest_start['step']:,}")
+    if len(start_events) > 1:
+        parts.append(f"{newest_start.get('repeated', 0):,} steps lost")
+        fraction = goodput(ledger, jobs).fraction
+        if fraction is not None:
+            parts.append(f"goodput {100 * fraction:.1f} %")
+    return ", ".join(parts)
+
+
+def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
+    """Return the seconds from the save of a checkpoint to a resume from it; None if the ledger lacks the save.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
+        resume: the resume event; its step is that of the checkpoint.
+    """
+    saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
+    if not saves:
+        return None
+    return _time(resume) - _time(saves[-1])
 
 
 def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
-    """Return every start of the ranks that the ledger records, oldest first."""
-    start_indexes = [index for index, event in enumerate(ledger) if event["event"] in STARTS]
-    starts = []
-    for index, next_index in zip(start_indexes, [*start_indexes[1:], len(ledger)]):
-        event = ledger[index]
-        later_events = _events_of_start(ledger, index, next_index)
-        progress = [e for e in later_events if e["event"] in _PROGRESS_EVENTS]
-        newest = progress[-1] if progress else event
-        setup = event.get("setup_s", {})
-        starts.append(
-            RunStart(
-                began=_time(event) - sum(setup.values()),
-                setup=setup,
-                first_step=event["step"],
-                repeated=event.get("repeated", 0),
-                last=max(_time(e) for e in [event, *later_events]),
-                last_step=newest["step"],
-                spent=newest["spent_s"] if "spent_s" in newest else _estimated_spent_s(event, progress),
-            )
-        )
-    return starts
+    """Return every start of the ranks that the ledger records, oldest first.
+
+    A start is an event "start" or "resume" and the events of the same attempt up to the next one.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
+    """
+    start_indexes = _start_indexes(ledger)
+    end_indexes = [*start_indexes[1:], len(ledger)]  # exclusive
+    return [
+        _run_start(ledger[index], _events_of_start(ledger, index, end_index))
+        for index, end_index in zip(start_indexes, end_indexes)
+    ]
+
+
+def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
+    """Return one start of the ranks, from its events.
+
+    Args:
+        start_event: its event "start" or "resume", which is written after the setup.
+        later_events: its other events, oldest first; may be empty.
+    """
+    progress = [event for event in later_events if event["event"] in _PROGRESS_EVENTS]
+    newest_progress = progress[-1] if progress else start_event
+    setup = start_event.get("setup_s", {})
+    return RunStart(
+        began=_time(start_event) - sum(setup.values()),
+        setup=setup,
+        first_step=start_event["step"],
+        repeated=start_event.get("repeated", 0),
+        last=max(_time(event) for event in [start_event, *later_events]),
+        last_step=newest_progress["step"],
+        spent=_spent_s(start_event, progress),
+    )
+
+
+def _start_indexes(ledger: Sequence[Record]) -> list[int]:
+    """Return the index in `ledger` of each event that begins a start of the ranks ("start" or "resume")."""
+    return [index for index, event in enumerate(ledger) if event["event"] in STARTS]
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
@@ -244,75 +301,97 @@ def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> l
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
 
-def _estimated_spent_s(start: Record, progress: Sequence[Record]) -> dict[str, float]:
-    """Estimate how a start spent its seconds if its events do not record that: stalls as recorded, the rest as steps.
+def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
+    """Return the seconds that a start of the ranks spent on each activity, from its setup to its newest progress.
+
+    They are those that the newest event records as `spent_s`. If it does not, they are estimated from the times of the
+    events: stalls as recorded, all other time as steps.
 
     Args:
-        start: the start event.
-        progress: the later events of this start that record steps, such as checkpoints; without any, the result is
-            empty.
+        start_event: its event "start" or "resume".
+        progress: its later events that record steps, such as checkpoints, oldest first; may be empty.
     """
+    newest = progress[-1] if progress else start_event
+    if "spent_s" in newest:
+        return newest["spent_s"]
     if not progress:
         return {}
-    stall = sum(event.get("stall_s", 0.0) + event.get("wait_s", 0.0) for event in progress)
-    return {"step": max(0.0, _time(progress[-1]) - _time(start) - stall), "stall": stall}
+    stall_s = sum(event.get("stall_s", 0.0) + event.get("wait_s", 0.0) for event in progress)
+    steps_s = max(0.0, _time(newest) - _time(start_event) - stall_s)
+    return {"step": steps_s, "stall": stall_s}
 
 
 def seconds_per_step(starts: Sequence[RunStart]) -> float:
     """Return the mean seconds of a step over all starts, without compilation and waits; 0 before the first step."""
-    steps = sum(start.num_steps for start in starts)
-    return sum(start.steps_s for start in starts) / steps if steps else 0.0
+    num_steps = sum(start.num_steps for start in starts)
+    if num_steps == 0:
+        return 0.0
+    return sum(start.steps_s for start in starts) / num_steps
 
 
-def _queue_and_boot(
-    ledger: Sequence[Record], jobs: Sequence[Record], number: int, starts: Sequence[RunStart]
-) -> tuple[float, float]:
-    """Return (queue, boot) of one start of the ranks, in seconds.
+def _queue_and_boot_of_starts(
+    ledger: Sequence[Record], jobs: Sequence[Record], starts: Sequence[RunStart]
+) -> list[tuple[float, float]]:
+    """Return the seconds (queue, boot) of each start of the ranks, as `_queue_and_boot` computes them.
 
-    `queue` is how long its Slurm jobs waited for nodes; `boot` is the time from the last job's start to the process.
-    Several Slurm jobs may begin before one start, if all but the last ended before they started the ranks.
+    A job's "begin" record holds the number of ledger events at that time. The job belongs to the first start event
+    that was written after it.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
         jobs: records of slurm/jobs.jsonl, oldest first.
-        number: index of the start in `starts`.
         starts: all starts of the ledger, see `starts_of`.
     """
-    start_indexes = [index for index, event in enumerate(ledger) if event["event"] in STARTS]
-    own_index = start_indexes[number]
-    if number == 0:
-        previous_index = -1
-        waiting_since = -math.inf
-    else:
-        previous_index = start_indexes[number - 1]
-        waiting_since = starts[number - 1].last
-    begins = [job for job in jobs if job["event"] == "begin" and previous_index < job["ledger_events"] <= own_index]
+    begins = [job for job in jobs if job["event"] == "begin"]
+    queue_and_boot_s = []
+    previous_index = -1
+    previous_end = -math.inf
+    for start, index in zip(starts, _start_indexes(ledger)):
+        own_begins = [job for job in begins if previous_index < job["ledger_events"] <= index]
+        queue_and_boot_s.append(_queue_and_boot(own_begins, previous_end, start.began))
+        previous_index = index
+        previous_end = start.last
+    return queue_and_boot_s
+
+
+def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
+    """Return how long one start of the ranks waited for nodes, and how long it then booted: (queue, boot) in seconds.
+
+    `queue` is the time in which its Slurm jobs waited for nodes; `boot` is the time from the last job's start to the
+    process. Several jobs may begin before one start, if all but the last ended before they started the ranks.
+
+    Args:
+        begins: "begin" records of these jobs in slurm/jobs.jsonl, oldest first; without any the result is (0, 0).
+        previous_end: Unix time of the last event of the start before; -infinity for the first start.
+        process_began: Unix time at which the process of this start began.
+    """
     queue_s = 0.0
     boot_s = 0.0
+    waiting_since = previous_end  # a job that was submitted earlier did not delay the run before that time
     for job in begins:
         started = _seconds(job.get("started")) or _time(job)
         submitted = _seconds(job.get("submitted")) or started
         queue_s += max(0.0, started - max(waiting_since, submitted))
-        boot_s = max(0.0, starts[number].began - started)  # only the last job started the process
+        boot_s = max(0.0, process_began - started)  # replaced by each later job: only the last started the process
         waiting_since = _time(job)
     return queue_s, boot_s
 
 
 def _first_submission(jobs: Sequence[Record]) -> float:
     """Return the Unix time at which the first job was submitted; infinity if none is known."""
-    times = [_seconds(job.get("submitted")) for job in jobs if job["event"] == "begin"]
-    return min((t for t in times if t is not None), default=math.inf)
+    submissions = [_seconds(job.get("submitted")) for job in jobs if job["event"] == "begin"]
+    known_submissions = [submitted for submitted in submissions if submitted is not None]
+    return min(known_submissions, default=math.inf)
 
 
-def _total(starts: Sequence[RunStart], field: str, part: str) -> float:
-    """Return the seconds that all starts together spent on one activity.
+def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) -> float:
+    """Return the seconds that all starts of a run together spent on one activity.
 
     Args:
-        starts: the starts to add up.
-        field: "setup" or "spent", the mapping of `RunStart` that has the activity.
-        part: name of the activity, for example "import"; a start without it counts as 0.
+        seconds_by_activity: for each start, its seconds by activity.
+        activity: for example "import"; a start without it counts as 0.
     """
-    return math.fsum(getattr(start, field).get(part, 0.0) for start in starts)
+    return math.fsum(seconds.get(activity, 0.0) for seconds in seconds_by_activity)
 
 
 def _time(event: Record) -> float:

@@ -17,7 +17,10 @@ from electra_dist.run.heartbeat import Beat, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Limits for the silence of a rank: seconds without a heartbeat, in each phase, after which it counts as hung."""
+    """Limits for the silence of a rank: seconds without a heartbeat, in each phase, after which it counts as hung.
+
+    A rank writes the phase that it is in (setup, step, checkpoint, eval or done) into each of its heartbeats.
+    """
 
     setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
     step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
@@ -26,26 +29,40 @@ class HangLimits:
     eval_s: float = 600.0
 
     def of(self, beat: Beat) -> float:
-        """Return the seconds for which a rank may be silent after its heartbeat `beat`; infinite if it is done."""
+        """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done.
+
+        In a step the limit is a multiple of the rank's own step time. The first steps have the limit of the setup,
+        because their time is not learned yet.
+
+        Args:
+            beat: the newest heartbeat of the rank.
+        """
+        if beat.phase == "done":
+            return float("inf")
+        if beat.phase == "checkpoint":
+            return self.checkpoint_s
+        if beat.phase == "eval":
+            return self.eval_s
         if beat.phase == "step" and beat.step_s is not None:
             return max(self.step_floor_s, self.step_factor * beat.step_s)
-        fixed_limits = {"checkpoint": self.checkpoint_s, "eval": self.eval_s, "done": float("inf")}
-        return fixed_limits.get(beat.phase, self.setup_s)
+        return self.setup_s
 
     def of_its_collective(self, beat: Beat) -> float:
         """Return the seconds that a collective may take, as far as the rank that sent `beat` can know.
 
         This is the limit of the rank's phase, except in the first step after a checkpoint or an evaluation: another
         rank may still be in that phase, so the longest of the three limits applies.
+
+        Args:
+            beat: the newest heartbeat of the rank.
         """
-        is_first_step_of_phase = beat.phase == "step" and beat.time == beat.phase_since and beat.step_s is not None
-        if is_first_step_of_phase:
+        if _is_first_of_step_phase(beat) and beat.step_s is not None:
             return max(self.of(beat), self.checkpoint_s, self.eval_s)
         return self.of(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits that the keys `hang_...` in the `cluster` section of the config set."""
+    """Return the limits that the keys `hang_...` in the `cluster` section of the config set, in seconds."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -91,31 +108,50 @@ def hung(
         started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
         everyone: reads the heartbeats of the ranks of all nodes; called only if a rank exceeds its limit in the first
-            step after a checkpoint or an evaluation.
+            step after a checkpoint or an evaluation. The default returns none.
     """
-    current = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    silences = [_silence(beat, now, limits, everyone) for beat in current.values()]
-    silences += [
-        Hung(rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s)
-        for rank in ranks
-        if rank not in current
-    ]
-    too_long = [silence for silence in silences if silence.quiet_s > silence.limit_s]
-    return sorted(too_long, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
+    beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
+    silences = [_silence(beat, now, limits, everyone) for beat in beat_of_rank.values()]
+    for rank in ranks:
+        if rank not in beat_of_rank:
+            silences.append(
+                Hung(rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s)
+            )
+    hung_ranks = [silence for silence in silences if silence.quiet_s > silence.limit_s]
+    return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
 
 
 def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], Iterable[Beat]]) -> Hung:
-    """Return how long the rank that sent `beat` has been silent, and the limit, whether or not the limit is exceeded.
+    """Return how long a rank has been silent, and its limit, whether or not the limit is exceeded.
 
-    The other arguments are those of `hung`. In the first step after a checkpoint or an evaluation, the silence counts
-    from the moment at which the last rank changed its phase, and ranks that are still in that phase raise the limit.
+    In the first step after a checkpoint or an evaluation, the silence counts from the moment at which the last rank
+    changed its phase, and ranks that are still in that phase raise the limit.
+
+    Args:
+        beat: the newest heartbeat of the rank.
+        now: Unix time in seconds.
+        limits: the longest silence that each phase allows.
+        everyone: reads the heartbeats of the ranks of all nodes.
     """
-    since = beat.time
+    silent_since = beat.time
     limit_s = limits.of(beat)
-    is_first_step_of_phase = beat.phase == "step" and beat.time == beat.phase_since
-    if is_first_step_of_phase and now - since > limit_s:
-        others = [other for other in everyone() if other.attempt == beat.attempt]
-        since = max([since, *(other.phase_since for other in others)])
-        still_busy = [other for other in others if other.phase in ("checkpoint", "eval")]
-        limit_s = max([limit_s, *(limits.of(other) for other in still_busy)])
-    return Hung(rank=beat.rank, host=beat.host, phase=beat.phase, step=beat.step, quiet_s=now - since, limit_s=limit_s)
+    exceeds_own_limit = now - silent_since > limit_s
+    if exceeds_own_limit and _is_first_of_step_phase(beat):
+        # It may wait for ranks in a checkpoint or evaluation. Heartbeats of an earlier attempt do not count.
+        all_beats = [other for other in everyone() if other.attempt == beat.attempt]
+        busy_beats = [other for other in all_beats if other.phase in ("checkpoint", "eval")]
+        silent_since = max([silent_since, *(other.phase_since for other in all_beats)])
+        limit_s = max([limit_s, *(limits.of(other) for other in busy_beats)])
+    return Hung(
+        rank=beat.rank,
+        host=beat.host,
+        phase=beat.phase,
+        step=beat.step,
+        quiet_s=now - silent_since,
+        limit_s=limit_s,
+    )
+
+
+def _is_first_of_step_phase(beat: Beat) -> bool:
+    """Return whether a heartbeat is the first one that its rank sent after it entered the phase "step"."""
+    return beat.phase == "step" and beat.time == beat.phase_since

@@ -19,12 +19,16 @@ _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it coun
 _FIRST_STEPS = 100  # interval before the first save of a run has been measured
 _LEAST_STEPS = 10
 _MOST_S = 3600.0  # at most an hour of work is at risk, however rare interruptions are
+_NEWEST_STALLS = 20  # checkpoints whose median stall counts
+_UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
     """Return the number of steps between checkpoints that `checkpoint.every_steps: auto` stands for.
 
-    The result lies between 10 steps and as many as take an hour. It is 100 until a save has been measured.
+    It loses the least time to saves and interruptions, by the formula of Young and Daly with the times that this run
+    has measured. The result lies between 10 steps and as many as take an hour. It is 100 until a save has been
+    measured.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -33,46 +37,69 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
     step_s = seconds_per_step(starts_of(ledger))
     if stall_s is None or step_s <= 0:
         return _FIRST_STEPS
-    most_steps = max(_LEAST_STEPS, round(_MOST_S / step_s))
-    return young_daly_steps(stall_s, mean_time_between_interruptions_s(ledger), step_s, _LEAST_STEPS, most_steps)
+    return young_daly_steps(
+        stall_s=stall_s,
+        interruption_s=mean_time_between_interruptions_s(ledger),
+        step_s=step_s,
+        least=_LEAST_STEPS,
+        most=max(_LEAST_STEPS, round(_MOST_S / step_s)),
+    )
 
 
 def interruptions(ledger: Sequence[Record]) -> int:
     """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes.
 
     Stops on request and rollbacks are not counted. A start without any recorded end counts as killed.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
     """
-    count = 0
-    ending = ""
+    num_interruptions = 0
+    previous_end: str | None = None  # how the previous start ended; None before the first start
     for event in ledger:
         if event["event"] in STARTS:
-            if ending in ("crash", "unhealthy", "none"):
-                count += 1
-            ending = "none"
+            if previous_end in ("crash", "unhealthy", _UNKNOWN_END):
+                num_interruptions += 1
+            previous_end = _UNKNOWN_END  # until an event records the end of this start
         elif event["event"] in ("stop", "done", "crash", "unhealthy", "rollback"):
-            ending = event["event"]
-    return count
+            previous_end = event["event"]
+    return num_interruptions
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
     """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes).
 
     One day and one interruption are added as a first guess, so that the result is defined before the first real one.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
     """
     running_s = sum(start.last - start.began for start in starts_of(ledger))
-    return (running_s + _PRIOR_S) / (interruptions(ledger) + 1)
+    num_interruptions = interruptions(ledger) + 1
+    return (running_s + _PRIOR_S) / num_interruptions
 
 
 def measured_stall_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one."""
-    stalls = [e.get("stall_s", 0.0) + e.get("wait_s", 0.0) for e in ledger if e["event"] == "checkpoint"]
-    return statistics.median(stalls[-20:]) if stalls else None
+    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one.
+
+    A checkpoint stops training while the state is copied (`stall_s`), and while the previous save is still being
+    written (`wait_s`).
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
+    """
+    checkpoints = [event for event in ledger if event["event"] == "checkpoint"]
+    if not checkpoints:
+        return None
+    newest = checkpoints[-_NEWEST_STALLS:]
+    return statistics.median(event.get("stall_s", 0.0) + event.get("wait_s", 0.0) for event in newest)
 
 
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
     """Return the steps between checkpoints that lose the least time: sqrt(2 x stall x time between interruptions).
 
-    Source: Young 1974, Daly 2006, first order.
+    Longer intervals lose more work at an interruption (half an interval on average), shorter ones stop training more
+    often. Source: Young 1974, Daly 2006, first order.
 
     Args:
         stall_s: seconds for which one save stops training.

@@ -31,7 +31,8 @@ class Separation:
 def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
     """Return the exact area under the ROC curve: the probability that a positive scores above a negative.
 
-    A tie counts one half. Equals scikit-learn's `roc_auc_score`. Cost: one sort.
+    It is the share of all pairs (positive, negative) in which the positive scores higher; a tie counts one half.
+    Equals scikit-learn's `roc_auc_score`. Cost: one sort.
 
     Args:
         scores: any real numbers, [N]; larger means more likely positive.
@@ -50,16 +51,22 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
     num_negative = positive.size - num_positive
     if num_positive == 0 or num_negative == 0:
         return math.nan
-    _, group, group_size = np.unique(score, return_inverse=True, return_counts=True)
-    positives_per_group = np.bincount(group, weights=positive, minlength=group_size.size)
+
+    # Group the tokens by score, lowest score first: tokens of one group are ties.
+    _, group_of_token, group_size = np.unique(score, return_inverse=True, return_counts=True)
+    positives_per_group = np.bincount(group_of_token, weights=positive, minlength=group_size.size)
     negatives_per_group = group_size - positives_per_group
+
+    # A positive wins against each negative of a lower group, and half against each negative of its own group.
     negatives_below = np.cumsum(negatives_per_group) - negatives_per_group
-    wins = float((positives_per_group * (negatives_below + 0.5 * negatives_per_group)).sum())
-    return wins / (num_positive * num_negative)
+    wins_per_positive = negatives_below + 0.5 * negatives_per_group
+    num_wins = float((positives_per_group * wins_per_positive).sum())
+    num_pairs = num_positive * num_negative
+    return num_wins / num_pairs
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Return the AUC of the logits, and accuracy, precision and recall of the decision "positive where logit > 0".
+    """Return the ROC-AUC of the logits, and accuracy, precision and recall of the decision "positive if logit > 0".
 
     Args:
         logits: scores of the tokens, [N].
@@ -72,10 +79,12 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
         raise ValueError("no labelled token to evaluate; give at least one held-out row with real tokens")
-    num_hits = int((predicted & positive).sum())
+    num_true_positive = int((predicted & positive).sum())
+    num_predicted = int(predicted.sum())
+    num_positive = int(positive.sum())
     return Separation(
         auc=roc_auc(logits, labels),
         accuracy=float((predicted == positive).mean()),
-        precision=num_hits / max(1, int(predicted.sum())),
-        recall=num_hits / max(1, int(positive.sum())),
+        precision=num_true_positive / max(1, num_predicted),
+        recall=num_true_positive / max(1, num_positive),
     )

@@ -42,7 +42,7 @@ class Mark:
     Marks sort by step.
     """
 
-    step: int
+    step: int  # optimizer steps done, from the start of the run
     source: str  # where it is recorded, for messages
     receipt: Receipt
 
@@ -87,65 +87,82 @@ class Expected:
         self.order = order
         self.global_batch = global_batch
         self.skipped = sorted(skipped)
-        shard_starts = np.concatenate([[0], np.cumsum(rows_per_shard)])
-        self._shards = [Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(shard_starts)]
-        self._epoch = sum(self._shards, Receipt())
+        shard_starts = np.concatenate([[0], np.cumsum(rows_per_shard)])  # id of the first row of each shard
+        self._shard_receipts = [Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(shard_starts)]
+        self._epoch_receipt = sum(self._shard_receipts, Receipt())
         self._newest_query = (0, Receipt())  # position, receipt of all rows before it
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt of the rows of steps 0 to `step` - 1, without the rows of skipped steps."""
-        receipt = self._before(step * self.global_batch)
-        for skipped in self.skipped:
-            if skipped < step:
-                receipt -= Receipt.of(self.row_ids(skipped, skipped + 1))
+        """Return the receipt of the rows of steps 0 to `step` - 1, without the rows of skipped steps.
+
+        Cost: least if the steps of successive calls ascend, because then only the rows in between are added.
+        """
+        receipt = self._receipt_before(step * self.global_batch)
+        for skipped_step in self.skipped:
+            if skipped_step < step:
+                receipt -= Receipt.of(self.row_ids(skipped_step, skipped_step + 1))
         return receipt
 
     def row_ids(self, first_step: int, end_step: int) -> NDArray[np.int64]:
         """Return the ids of the rows of steps [first_step, end_step), in the order of use, skipped steps included."""
-        return self._row_ids(first_step * self.global_batch, end_step * self.global_batch)
+        return self._row_ids_at(first_step * self.global_batch, end_step * self.global_batch)
 
-    def _before(self, position: int) -> Receipt:
+    def _receipt_before(self, position: int) -> Receipt:
         """Return the receipt of the first `position` rows of the row order, those of skipped steps included.
 
-        Continues from the result of the newest query, unless that was for a later position.
+        A receipt is a sum over rows in any order. It is therefore put together from the known sums of whole epochs,
+        then of whole shuffle windows; only the rows of a part of a window are located one by one. The computation
+        continues from the result of the newest query, unless that was for a later position.
         """
-        reached, receipt = self._newest_query
+        reached, receipt = self._newest_query  # `receipt` is always that of the first `reached` rows
         if position < reached:
-            reached, receipt = 0, Receipt()
+            reached = 0
+            receipt = Receipt()
+
+        # Every epoch uses each row of the corpus once, so all epochs have the same receipt.
         rows_per_epoch = self.order.rows_per_epoch
-        num_epochs = position // rows_per_epoch
-        if num_epochs > reached // rows_per_epoch:
-            reached, receipt = num_epochs * rows_per_epoch, self._epoch.times(num_epochs)
+        num_whole_epochs = position // rows_per_epoch
+        if num_whole_epochs > reached // rows_per_epoch:
+            reached = num_whole_epochs * rows_per_epoch
+            receipt = self._epoch_receipt.times(num_whole_epochs)
+
         while reached < position:
             window = self.order.window_at(reached)
-            if reached == window.first_position and window.end_position <= position:
-                receipt = sum((self._shards[shard] for shard in window.shards), receipt)
+            whole_window_is_due = reached == window.first_position and window.end_position <= position
+            if whole_window_is_due:
+                # Rows are shuffled within a window only, so a window has exactly the rows of its shards.
+                receipt = sum((self._shard_receipts[shard] for shard in window.shards), receipt)
                 reached = window.end_position
             else:
                 end = min(position, window.end_position, reached + _CHUNK)
-                receipt += Receipt.of(self._row_ids(reached, end))
+                receipt += Receipt.of(self._row_ids_at(reached, end))
                 reached = end
         self._newest_query = (reached, receipt)
         return receipt
 
-    def _row_ids(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the ids of the rows at positions [first, end) of the run's row order."""
+    def _row_ids_at(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return the ids of the rows at positions [first, end) of the run's row order, [end - first]."""
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
+
+
+def _no_progress(num_checked: int, num_to_check: int) -> None:
+    """Ignore the progress of an audit; the default of `verify`."""
 
 
 def verify(
     marks: Sequence[Mark],
     expected: Expected,
     corpus: CorpusManifest,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = _no_progress,
 ) -> AuditResult:
     """Check the receipts that a run recorded, in the order of their steps, up to the first wrong one.
 
     Of more than 20 million rows, 200 evenly spaced receipts are checked instead of all.
 
     Args:
-        marks: the recorded receipts with their steps, sorted by step; may be empty.
+        marks: the recorded receipts (number of rows used, and a digest of their ids) with their steps, sorted by
+            step; may be empty.
         expected: calculator of the receipts that the run must have.
         corpus: manifest of the corpus, from which a deviation takes the names of rows.
         advance: called with (receipts checked, receipts to check) after every good receipt.
@@ -153,40 +170,56 @@ def verify(
     Returns:
         The result; its `deviation` describes the first range of steps whose rows are wrong, or is None.
     """
-    last = marks[-1] if marks else None
-    chosen = _indexes_to_check(marks, expected.global_batch)
-    last_good = -1
-    for num_checked, index in enumerate(chosen, start=1):
+    last_mark = marks[-1] if marks else None
+    indexes = _indexes_to_check(marks, expected.global_batch)
+    last_good = -1  # index of the newest mark that was found right
+    for num_checked, index in enumerate(indexes, start=1):
         if _is_good(marks[index], expected):
             last_good = index
-            advance(num_checked, len(chosen))
+            advance(num_checked, len(indexes))
             continue
+        # Between the two checked marks there may be others: the first wrong one gives the smallest range of steps.
         first_bad = _first_bad_index(marks, expected, last_good, index)
-        good_mark = marks[first_bad - 1] if first_bad > 0 else Mark(0, "start", Receipt())
-        deviation = _explain(good_mark, marks[first_bad], expected, corpus)
-        return AuditResult(num_marks=num_checked, last=last, deviation=deviation)
-    return AuditResult(num_marks=len(chosen), last=last, deviation=None)
+        good_mark = marks[first_bad - 1] if first_bad > 0 else Mark(step=0, source="start", receipt=Receipt())
+        deviation = _deviation(good_mark, marks[first_bad], expected, corpus)
+        return AuditResult(num_marks=num_checked, last=last_mark, deviation=deviation)
+    return AuditResult(num_marks=len(indexes), last=last_mark, deviation=None)
 
 
 def _is_good(mark: Mark, expected: Expected) -> bool:
-    """Return whether the receipt of a mark equals the one that the row order gives after that many steps."""
+    """Return whether a recorded receipt equals the one that the row order gives after that many steps."""
     return mark.receipt == expected.after(mark.step)
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the marks to check: all, or 200 evenly spaced ones above 20 million rows."""
-    num_rows = marks[-1].step * global_batch if marks else 0
-    if num_rows > _ALL_MARKS_ROWS and len(marks) > _NUM_MARKS:
-        return sorted({round(index) for index in np.linspace(0, len(marks) - 1, _NUM_MARKS)})
-    return list(range(len(marks)))
+    """Return the indexes of the recorded receipts to check: all, or 200 evenly spaced ones above 20 million rows.
+
+    The first and the last receipt are always among them.
+
+    Args:
+        marks: the recorded receipts with their steps, sorted by step.
+        global_batch: rows of a step.
+    """
+    if not marks:
+        return []
+    num_rows = marks[-1].step * global_batch
+    if num_rows <= _ALL_MARKS_ROWS or len(marks) <= _NUM_MARKS:
+        return list(range(len(marks)))
+    evenly_spaced = np.linspace(0, len(marks) - 1, _NUM_MARKS)
+    return sorted({round(index) for index in evenly_spaced})
 
 
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
-    """Find the first mark with a wrong receipt by bisection between a right and a wrong one, and return its index.
+    """Find a wrong receipt whose predecessor is right, by bisection between a right and a wrong one; return its index.
+
+    A receipt counts all rows up to its step. Once one is wrong, the later ones are wrong, too, unless a second error
+    cancels the first; without such an error the result is the first wrong receipt.
 
     Args:
-        good: index of a mark that is right, or -1 for the start of the run.
-        bad: index of a later mark that is wrong.
+        marks: the recorded receipts with their steps, sorted by step.
+        expected: calculator of the receipts that the run must have.
+        good: index of a receipt that is right, or -1 for the start of the run.
+        bad: index of a later receipt that is wrong.
     """
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -197,68 +230,105 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
     return bad
 
 
-def _explain(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Describe how the rows that were used between a right mark and the next, wrong mark differ from those due.
+def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
+    """Describe how the rows that were used between two recorded receipts differ from those that the order gives.
 
-    The description names the rows if one is missing, one is too many, or one replaces another.
+    Args:
+        good: the last right receipt, with its step.
+        bad: the next receipt, which is wrong.
+        expected: calculator of the receipts that the run must have.
+        corpus: manifest of the corpus, which gives rows their names.
     """
-    surplus = bad.receipt - good.receipt - (expected.after(bad.step) - expected.after(good.step))
+    used_receipt = bad.receipt - good.receipt
+    due_receipt = expected.after(bad.step) - expected.after(good.step)
     skipped = set(expected.skipped)
-    steps = [step for step in range(good.step, bad.step) if step not in skipped]
-    due = np.concatenate([expected.row_ids(step, step + 1) for step in steps]) if steps else np.empty(0, np.int64)
-    rows = _find_rows(surplus, due, expected.order.rows_per_epoch)
-    if rows is not None:
-        missing, extra = rows
-        parts = []
-        if missing is not None:
-            parts.append(f"{corpus.row_name(missing)} is missing")
-        if extra is not None:
-            parts.append(f"{corpus.row_name(extra)} was taken once too often")
-        text = ", ".join(parts)
-    elif surplus.rows == 0:
-        text = "the number of rows is right, but some are not the rows that the order gives"
-    elif surplus.rows > 0:
-        text = f"{surplus.rows} rows too many"
-    else:
-        text = f"{-surplus.rows} rows too few"
-    return Deviation(first_step=good.step, end_step=bad.step, source=bad.source, text=text)
+    due_ids = [expected.row_ids(step, step + 1) for step in range(good.step, bad.step) if step not in skipped]
+    return Deviation(
+        first_step=good.step,
+        end_step=bad.step,
+        source=bad.source,
+        text=_describe_surplus(
+            surplus=used_receipt - due_receipt,
+            due=np.concatenate([np.empty(0, np.int64), *due_ids]),
+            num_rows=expected.order.rows_per_epoch,
+            corpus=corpus,
+        ),
+    )
 
 
-def _find_rows(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int | None, int | None] | None:
-    """Find the row that is missing and the row that is too many in a wrong receipt, if there is at most one of each.
+def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
+    """Describe in words which rows a run used too many or too few, by their names if there is at most one of each.
 
-    A row's hash is a bijection of its id (data/row_receipt.py), so the digest of a surplus of one row identifies the
-    row. With one row in the place of another, the digest is hash(extra) - hash(missing), modulo 2**64.
+    A row's hash is a bijection of its id (data/row_receipt.py), so the digest of a single row identifies the row.
 
     Args:
         surplus: receipt of the rows that were used minus that of the rows that were due.
-        due: ids of the rows that were due.
+        due: ids of the rows that were due, [k].
         num_rows: rows of the corpus.
-
-    Returns:
-        (id of the missing row, id of the row too many), either may be None; None if no rows explain the surplus.
+        corpus: manifest of the corpus, which gives rows their names.
     """
-    digest = np.uint64(surplus.digest)
-    due_hashes = row_hash(due)
     if surplus.rows == -1:
-        missing_hash = np.uint64((Receipt() - surplus).digest)
-        hits = np.flatnonzero(due_hashes == missing_hash)
-        return (int(due[hits[0]]), None) if hits.size else None
-    if surplus.rows == 1:
-        extra = _first_row_with_hash(np.array([digest]), num_rows)
-        return None if extra is None else (None, extra)
+        missing = _find_missing_row(surplus, due)
+        if missing is not None:
+            return f"{corpus.row_name(missing)} is missing"
+    elif surplus.rows == 1:
+        extra = _first_row_with_hash(np.array([surplus.digest], np.uint64), num_rows)
+        if extra is not None:
+            return f"{corpus.row_name(extra)} was taken once too often"
+    elif surplus.rows == 0:
+        replaced = _find_replaced_row(surplus, due, num_rows)
+        if replaced is not None:
+            missing, extra = replaced
+            return f"{corpus.row_name(missing)} is missing, {corpus.row_name(extra)} was taken once too often"
+
+    # More than one row is wrong: only their number is known.
     if surplus.rows == 0:
-        extra_hash_if_missing = due_hashes + digest  # hash of the row too many, for each due row as the missing one
-        extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
-        if extra is None:
-            return None
-        hits = np.flatnonzero(extra_hash_if_missing == row_hash(np.array([extra]))[0])
-        return int(due[hits[0]]), extra
-    return None
+        return "the number of rows is right, but some are not the rows that the order gives"
+    if surplus.rows > 0:
+        return f"{surplus.rows} rows too many"
+    return f"{-surplus.rows} rows too few"
+
+
+def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
+    """Return the id of the one row that was due and not used; None if no single row explains the receipt.
+
+    Args:
+        surplus: receipt of the rows that were used minus that of the rows that were due: -1 row.
+        due: ids of the rows that were due, [k].
+    """
+    missing_hash = np.uint64((Receipt() - surplus).digest)
+    hits = np.flatnonzero(row_hash(due) == missing_hash)
+    if hits.size == 0:
+        return None
+    return int(due[hits[0]])
+
+
+def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
+    """Return (id of the missing row, id of the row used in its place); None if no such pair explains the receipt.
+
+    If one row replaces another, the digest of the surplus is hash(extra) - hash(missing), modulo 2**64. Each row that
+    was due is tried as the missing one: hash(missing) + digest is then the hash of the extra row, which must be the
+    hash of some row of the corpus.
+
+    Args:
+        surplus: receipt of the rows that were used minus that of the rows that were due: 0 rows.
+        due: ids of the rows that were due, [k].
+        num_rows: rows of the corpus.
+    """
+    extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
+    extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
+    if extra is None:
+        return None
+    extra_hash = row_hash(np.array([extra]))[0]
+    hits = np.flatnonzero(extra_hash_if_missing == extra_hash)
+    return int(due[hits[0]]), extra
 
 
 def _first_row_with_hash(hashes: NDArray[np.uint64], num_rows: int) -> int | None:
-    """Return the first row id in [0, num_rows) whose hash is one of `hashes`; None if there is none."""
+    """Return the first row id in [0, num_rows) whose hash is one of `hashes`; None if there is none.
+
+    The ids are hashed and compared 4 million at a time, which bounds the memory.
+    """
     for first in range(0, num_rows, _SEARCH_CHUNK):
         rows = np.arange(first, min(num_rows, first + _SEARCH_CHUNK))
         hits = np.flatnonzero(np.isin(row_hash(rows), hashes))

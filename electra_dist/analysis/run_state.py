@@ -34,29 +34,37 @@ class RunEvidence:
 def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
     """Classify the state of a run from its ledger and other evidence.
 
-    "finished" takes precedence over everything; then what the queue shows; then the ledger's last event and the newest
-    sign of life.
+    The first evidence that decides is used: an event "done" in the ledger, then the jobs in Slurm's queue, then the
+    ledger's last event and the newest sign of life.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
         evidence: the newest sign of life, and the run's jobs in Slurm's queue.
 
     Returns:
-        The state. "dead" means that the run ended with a fault, or has been silent for longer than
-        `evidence.patience_s`.
+        "finished", "living" (it runs), "held" or "waiting" (in the queue), "stopped" (on request), "dead" (it ended
+        with a fault, or has been silent for `evidence.patience_s`) or "not begun".
     """
-    ending = ledger[-1]["event"] if ledger else ""
     if any(event["event"] == "done" for event in ledger):
         return "finished"
+
+    # Slurm's queue is right even if the run is silent.
     if evidence.running:
         return "living"
     if evidence.held:
         return "held"
     if evidence.pending:
         return "waiting"
+
+    # No job is known: the ledger and the newest sign of life decide.
     if not ledger and evidence.sign_of_life is None:
         return "not begun"
-    silent_s = evidence.now - (evidence.sign_of_life or 0.0)
-    if ending not in ("stop", "crash", "unhealthy") and silent_s < evidence.patience_s:
+    last_event = ledger[-1]["event"] if ledger else ""
+    if last_event == "stop":
+        return "stopped"
+    if last_event in ("crash", "unhealthy"):
+        return "dead"
+    silent_since = evidence.sign_of_life or 0.0  # without any sign of life: since 1970
+    if evidence.now - silent_since < evidence.patience_s:
         return "living"
-    return "stopped" if ending == "stop" else "dead"
+    return "dead"

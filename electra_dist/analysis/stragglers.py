@@ -30,10 +30,11 @@ def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_ro
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:
         return []
-    slow = set(range(len(last_looks[0])))
+    num_ranks = len(last_looks[0])
+    always_slow = set(range(num_ranks))  # ranks that were slow in each look so far
     for times in last_looks:
-        assert len(times) == len(last_looks[0]), "looks differ in their number of ranks; pass one time per rank"
-        median = statistics.median(times)
-        slow &= {rank for rank, seconds in enumerate(times) if seconds > factor * median}
+        assert len(times) == num_ranks, "looks differ in their number of ranks; pass one time per rank"
+        limit_s = factor * statistics.median(times)
+        always_slow &= {rank for rank, seconds in enumerate(times) if seconds > limit_s}
     newest_times = last_looks[-1]
-    return sorted(slow, key=lambda rank: -newest_times[rank])
+    return sorted(always_slow, key=lambda rank: -newest_times[rank])  # slowest first

@@ -39,9 +39,10 @@ class SaveTiming:
 
 
 class CheckpointWriter:
-    """Background writer of checkpoints, one per rank, with a buffer in host memory and at most one writing thread.
+    """Background writer of checkpoints: a save copies the state to host memory, and a thread writes it to the stores.
 
-    Not thread-safe: all methods are for the training thread. Call `close` at the end, which waits for the last save.
+    Every rank has one writer for its own part of the training state. Not thread-safe: all methods are for the training
+    thread. Call `close` at the end, which waits for the last save.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class CheckpointWriter:
         Args:
             targets: the stores that every checkpoint is written to.
             staging: local folder for files on their way to the targets, if no target is a local folder.
+            rank: number of this process in the run; rank 0 also commits and deletes checkpoints.
             attempt: number of this start of the run, from `begin_attempt`.
             policy: which checkpoints rank 0 keeps after each commit.
         """
@@ -74,11 +76,16 @@ class CheckpointWriter:
 
         Does nothing if the buffer has the right size already. Call it while no save is in flight. The buffer takes 12
         bytes for each element: three fp32 values.
+
+        Args:
+            fragments: the ranges of parameters that this rank saves; only their sizes matter.
         """
-        total = sum(fragment.numel for fragment in fragments) * len(KINDS)
-        if self._buffer is None or self._buffer.numel() != total:
-            self._buffer = None  # frees the old buffer before the new one is allocated
-            self._buffer = torch.empty(total, dtype=torch.float32, pin_memory=torch.cuda.is_available()).fill_(0)
+        num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
+        if self._buffer is not None and self._buffer.numel() == num_values:
+            return
+        self._buffer = None  # frees the old buffer before the new one is allocated
+        self._buffer = torch.empty(num_values, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+        self._buffer.fill_(0)  # the operating system provides a page when it is first written
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy the fragments to host memory and start writing them in the background.
@@ -86,17 +93,22 @@ class CheckpointWriter:
         Every rank calls it at the same step. It first waits for the previous save. The caller may change the fragments
         as soon as it returns; the checkpoint exists later, when `on_commit` is called.
 
+        Args:
+            state: the part of the checkpoint that is not tensors, equal on all ranks.
+            fragments: the ranges of parameters that this rank saves, with views of their values on any device.
+
         Returns:
-            How long the call waited and copied.
+            How long the call waited for the previous save, and how long it copied.
 
         Raises:
             Exception: whatever the previous save raised in its thread, for example StoreError or Fenced.
         """
-        begin = time.perf_counter()
+        wait_begin = time.perf_counter()
         self.wait()
-        copied = time.perf_counter()
+        copy_begin = time.perf_counter()
         tensors = self._copy_to_host(fragments)
-        timing = SaveTiming(wait_s=copied - begin, stall_s=time.perf_counter() - copied)
+        copy_end = time.perf_counter()
+        timing = SaveTiming(wait_s=copy_begin - wait_begin, stall_s=copy_end - copy_begin)
         self._thread = threading.Thread(target=self._run, args=(state, tensors, timing), name="checkpoint")
         self._thread.start()
         return timing
@@ -121,7 +133,11 @@ class CheckpointWriter:
         self._buffer = None
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments into the host buffer, one kind after the other; return when the copies are complete."""
+        """Copy the fragments into the host buffer and return them as tensors of it, which the thread writes.
+
+        First come the master weights of all fragments, then their first moments, then their second moments. It returns
+        when the copies are complete, so the fragments may then change.
+        """
         self.reserve(fragments)
         assert self._buffer is not None
         tensors = []
@@ -132,28 +148,40 @@ class CheckpointWriter:
                 host.copy_(fragment.views[kind], non_blocking=True)
                 tensors.append(Tensor(kind=kind, name=fragment.name, start=fragment.start, values=host))
                 offset += fragment.numel
+        # Copies from a GPU into pinned memory are asynchronous.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Write this rank's file; on rank 0 commit on every target, then delete old checkpoints. Runs in the thread.
+        """Write this rank's file; on rank 0 also commit the checkpoint. This is what the writing thread runs.
 
-        `wait` raises an error of this method in the training thread. Rank 0 deletes nothing on any target before all
-        targets have the new checkpoint.
+        Nothing is raised in the thread: an error is stored, and `wait` raises it in the training thread.
         """
         try:
             begin = time.perf_counter()
             self._write(state, tensors)
             if self._rank == 0:
-                saved_at = datetime.now(UTC).isoformat(timespec="seconds")
-                for target in self._targets:
-                    commit(target, state, saved_at)
-                self.on_commit(state, timing, time.perf_counter() - begin)
-                for target, losses in zip(self._targets, self._losses):
-                    retain(target, self._policy, state.attempt, losses)
+                self._commit_everywhere(state, timing, begin)
         except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
             self._error = error
+
+    def _commit_everywhere(self, state: RunState, timing: SaveTiming, begin: float) -> None:
+        """Commit the checkpoint on every target, call `on_commit`, then delete old checkpoints. Rank 0 only.
+
+        Nothing is deleted on any target before all targets have the new checkpoint.
+
+        Args:
+            state: run state of the checkpoint.
+            timing: passed to `on_commit`.
+            begin: reading of `time.perf_counter` at which the thread began this save.
+        """
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        for target in self._targets:
+            commit(target, state, saved_at)
+        self.on_commit(state, timing, time.perf_counter() - begin)
+        for target, losses in zip(self._targets, self._losses):
+            retain(target, self._policy, state.attempt, losses)
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's tensor file and its manifest entry in every target.
@@ -163,13 +191,14 @@ class CheckpointWriter:
         """
         folder = folder_name(state.step, state.attempt)
         key = f"{folder}/rank-{self._rank:05d}.safetensors"
-        path_in_target = [target.local_path(key) for target in self._targets]
-        first_local_path = next((path for path in path_in_target if path is not None), None)
-        written_path = first_local_path or self._staging.local_path(key)
+        path_in_target = [target.local_path(key) for target in self._targets]  # None for a target on S3
+        local_paths = [path for path in path_in_target if path is not None]
+        written_path = local_paths[0] if local_paths else self._staging.local_path(key)
         entry = write_tensor_file(written_path, tensors)
         for target, path in zip(self._targets, path_in_target):
-            if path is None or path != first_local_path:
+            has_file = path == written_path
+            if not has_file:
                 target.upload(written_path, key)
             submit(target, folder, self._rank, entry)
-        if first_local_path is None:
+        if not local_paths:
             self._staging.delete(key)

@@ -18,7 +18,6 @@ Cost: 150 bytes for each tensor. ZeRO-3 has ranks x parameters x 3 tensors: 23 M
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -51,28 +50,28 @@ class TensorEntry(_Frozen):
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
-    start: int  # element
-    numel: int
-    offset: int  # byte in the file
-    sha256: str
+    start: int  # first element, counted in the flattened parameter
+    numel: int  # number of elements
+    offset: int  # first byte, counted from the beginning of the file
+    sha256: str  # of the tensor's bytes, hexadecimal
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that the tensor takes in its file."""
+        """Return the number of bytes that the tensor takes in its file, 4 for each element."""
         return 4 * self.numel
 
 
 class FileEntry(_Frozen):
     """Manifest entry of one rank's safetensors file: a header, then `tensors` without a gap up to its end."""
 
-    name: str
-    size_bytes: int
+    name: str  # file name, such as rank-00003.safetensors
+    size_bytes: int  # of the whole file
     header_bytes: int
-    header_sha256: str
-    tensors: tuple[TensorEntry, ...]
+    header_sha256: str  # hexadecimal
+    tensors: tuple[TensorEntry, ...]  # in the order of the file
 
     def check_layout(self) -> None:
-        """Verify that header and tensors cover every byte of the tensor file exactly once.
+        """Verify that header and tensors cover every byte of this rank's file exactly once.
 
         Only the numbers in this entry are compared; the tensor file is not read.
 
@@ -95,12 +94,15 @@ class FileEntry(_Frozen):
 
 
 class RunState(_Frozen):
-    """What a checkpoint records of its run beside tensors: identity, progress, and the rows that it was trained on."""
+    """Part of a checkpoint that is not tensors: identity of the run, its progress, and the rows that it trained on.
+
+    It is stored in the manifest. A load compares identity, corpus, parameter shapes and skipped steps with the run.
+    """
 
     step: int  # steps done or skipped; the next one has this number
     attempt: int  # start of the run that wrote the checkpoint, from 1
-    identity_sha256: str
-    corpus_fingerprint: str
+    identity_sha256: str  # of the config fields that decide what is computed (model, objective, seed, ...)
+    corpus_fingerprint: str  # digest of the corpus
     world_size: int  # of the run that saved; a load may have another
     zero_stage: int
     shapes: dict[str, list[int]]  # parameter -> shape
@@ -114,7 +116,7 @@ class RunState(_Frozen):
 
 
 class Manifest(_Frozen):
-    """Manifest of one checkpoint: its run state and every file, with a digest for each range of bytes."""
+    """Manifest of one checkpoint: its run state and every tensor file, with a SHA-256 for each range of bytes."""
 
     format: Literal[2] = 2
     saved_at: str  # UTC, ISO 8601; the same in all targets
@@ -123,15 +125,15 @@ class Manifest(_Frozen):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all tensor files together, headers included; the manifest is not counted."""
+        """Return the size in bytes of all tensor files together, headers included; the manifest is not counted."""
         return sum(file.size_bytes for file in self.files)
 
     def dump(self) -> bytes:
-        """Return the manifest as bytes: canonical JSON that ends with a newline.
+        """Return the manifest as bytes: canonical JSON (keys sorted, no spaces) that ends with a newline.
 
         The key `sha256` holds the digest of the manifest without that key. A loss that is not finite becomes null.
         """
-        tree = json.loads(self.model_dump_json())  # through JSON, which turns a NaN into null
+        tree = json.loads(self.model_dump_json())  # through JSON text, which turns a NaN into null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
@@ -143,10 +145,16 @@ class Manifest(_Frozen):
         """
         try:
             tree = json.loads(data)
-            if not isinstance(tree, dict) or canonical_json(tree).encode() + b"\n" != data:
-                raise TornCheckpoint(f"{MANIFEST} is not in the canonical form (a byte was changed)")
-            if tree.pop("sha256", None) != _sha256(tree):
-                raise TornCheckpoint(f"{MANIFEST} does not match the digest in its key sha256 (a byte was changed)")
+            # Equal numbers can be written in several ways in JSON; only the way of `dump` is accepted.
+            is_canonical = isinstance(tree, dict) and canonical_json(tree).encode() + b"\n" == data
+        except (ValueError, RecursionError):
+            raise TornCheckpoint(f"{MANIFEST} is not valid JSON: bytes of it were changed") from None
+        if not is_canonical:
+            raise TornCheckpoint(f"{MANIFEST} is not in its canonical form: bytes of it were changed")
+        recorded_digest = tree.pop("sha256", None)
+        if recorded_digest != _sha256(tree):
+            raise TornCheckpoint(f"{MANIFEST} does not match the digest in its key sha256: bytes of it were changed")
+        try:
             manifest = cls.model_validate(tree)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
@@ -154,8 +162,6 @@ class Manifest(_Frozen):
                 f"{MANIFEST} has a format that this version of electra-dist cannot read ({reason}); use the version "
                 f"that wrote it"
             ) from None
-        except (ValueError, RecursionError):
-            raise TornCheckpoint(f"{MANIFEST} is not valid JSON (a byte was changed)") from None
         manifest.check_coverage()
         return manifest
 
@@ -167,39 +173,60 @@ class Manifest(_Frozen):
         Raises:
             TornCheckpoint: names the first file or parameter for which this does not hold.
         """
+        # Ranges of elements [start, end) that the files hold, by kind and parameter.
         ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for file in self.files:
             file.check_layout()
             for tensor in file.tensors:
                 ranges[tensor.kind, tensor.name].append((tensor.start, tensor.start + tensor.numel))
-        unknown = {name for _, name in ranges} - set(self.state.shapes)
-        if unknown:
+        unknown_names = {name for _, name in ranges} - set(self.state.shapes)
+        if unknown_names:
             raise TornCheckpoint(
-                f"{MANIFEST} is inconsistent: it lists tensors of unknown parameters {sorted(unknown)[:3]}"
+                f"{MANIFEST} is inconsistent: it lists tensors of unknown parameters {sorted(unknown_names)[:3]}"
             )
-        for kind, (name, shape) in itertools.product(KINDS, self.state.shapes.items()):
-            numel = math.prod(shape)
-            covered = 0  # elements [0, covered) are there exactly once
-            for start, end in sorted(ranges[kind, name]):
-                if start != covered:
-                    where = f"elements {min(start, covered)} to {max(start, covered)}"
-                    raise TornCheckpoint(
-                        f"{MANIFEST} is inconsistent: {where} of {kind} of {name} are missing or stored twice"
-                    )
-                covered = end
-            if covered != numel:
-                raise TornCheckpoint(
-                    f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {kind} of {name}"
-                )
+        for kind in KINDS:
+            for name, shape in self.state.shapes.items():
+                _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
+
+
+def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None:
+    """Verify that ranges of elements [start, end) cover the elements [0, numel) exactly once.
+
+    Args:
+        label: the kind and the name of the parameter, such as "exp_avg of towers.embeddings.word.weight".
+        numel: number of elements of the parameter.
+        ranges: the ranges in any order.
+
+    Raises:
+        TornCheckpoint: there is a gap or an overlap, or the last range does not end at `numel`.
+    """
+    covered = 0  # elements [0, covered) are in exactly one of the ranges so far
+    for start, end in sorted(ranges):
+        if start != covered:
+            raise TornCheckpoint(
+                f"{MANIFEST} is inconsistent: elements {min(start, covered)} to {max(start, covered)} of {label} are "
+                f"missing or stored twice"
+            )
+        covered = end
+    if covered != numel:
+        raise TornCheckpoint(f"{MANIFEST} is inconsistent: it lists {covered} of the {numel} elements of {label}")
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the folder name of the checkpoint that start number `attempt` of a run writes after `step` steps."""
+    """Return the folder name of a checkpoint, such as step-00000400-a0003.
+
+    Args:
+        step: number of steps after which the checkpoint was taken.
+        attempt: number of the start of the run that writes it, from 1.
+    """
     return f"step-{step:08d}-a{attempt:04d}"
 
 
 def parse_folder(folder: str) -> tuple[int, int] | None:
-    """Return (step, number of the start that wrote it) from a checkpoint folder's name; None for any other name."""
+    """Return (step, number of the start that wrote it) from a checkpoint folder's name; None for any other name.
+
+    For example, step-00000400-a0003 gives (400, 3).
+    """
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -209,12 +236,12 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 def committed(store: Store) -> list[tuple[int, int, str]]:
     """Return (step, attempt, folder) of every committed checkpoint in a store, sorted, the newest last.
 
-    The attempt is the number of the start of the run that wrote the checkpoint.
-    Costs one listing; no manifest is read, so a damaged checkpoint is included.
+    A checkpoint is committed if its folder holds a manifest. The attempt is the number of the start of the run that
+    wrote it. Costs one listing; no manifest is read, so a damaged checkpoint is included.
     """
     checkpoints = []
     for key in store.list("step-"):
-        folder, _, name = key.partition("/")
+        folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
         step_and_attempt = parse_folder(folder)
         if name == MANIFEST and step_and_attempt is not None:
             checkpoints.append((*step_and_attempt, folder))
@@ -231,13 +258,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
         StoreMissing: there is no manifest.
         StoreError: the store cannot be read.
     """
-    for reading in range(1, READINGS + 1):
-        try:
-            manifest = Manifest.parse(store.read(f"{folder}/{MANIFEST}"))
-            break
-        except TornCheckpoint:
-            if reading == READINGS:
-                raise
+    manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(
             f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, attempt "
@@ -246,18 +267,31 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     return manifest
 
 
+def _read_until_it_parses(store: Store, key: str) -> Manifest:
+    """Read and parse a manifest, up to `READINGS` times; raise the TornCheckpoint of the last reading if all fail."""
+    for _ in range(READINGS - 1):
+        try:
+            return Manifest.parse(store.read(key))
+        except TornCheckpoint:
+            continue
+    return Manifest.parse(store.read(key))
+
+
 def set_aside(store: Store, folder: str, reason: str) -> None:
     """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it.
 
     The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from another target.
 
     Args:
+        store: the store that holds the checkpoint.
+        folder: the checkpoint's folder in the store.
         reason: what is wrong; stored beside the manifest, in set-aside.txt.
 
     Raises:
         StoreMissing: there is no manifest.
     """
     data = store.read(f"{folder}/{MANIFEST}")
+    # The copy is complete before the original is deleted, so that a kill in between loses nothing.
     store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())
     store.write(f"{folder}/{SET_ASIDE}", data)
     store.delete(f"{folder}/{MANIFEST}")

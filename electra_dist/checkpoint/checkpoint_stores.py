@@ -11,8 +11,10 @@ def open_targets(config: Config) -> list[Store]:
     """Open the stores that every checkpoint is written to, the preferred one for loading first.
 
     Their URLs are in `checkpoint.targets`; without it, the only store is the folder `checkpoints` in the run folder.
-
     Nothing is read or written until a store is first used.
+
+    Args:
+        config: the run's config; its section `checkpoint` names the stores and the S3 endpoint.
 
     Raises:
         UserError: a URL is malformed or has an unknown scheme, or S3 is named without boto3 being installed.

@@ -82,16 +82,28 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
                 f"set checkpoint.targets to a folder that only this run uses"
             )
         attempt = max(attempt, newest + 1)
-    while not all(target.write_new(_attempt_key(attempt), document) for target in targets):
+    # Another start may take the same number at the same time; on each target only one of them creates the file.
+    while not _take_number(targets, attempt, document):
         attempt += 1
     for target in targets:
         sweep(target, attempt)
     return attempt
 
 
+def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
+    """Try to create the file of an attempt number on every target, and return whether this call created all of them.
+
+    It stops at the first target on which another start has already created the file. Files that it created before
+    stay, so that the number remains unused.
+    """
+    key = _attempt_key(attempt)
+    return all(target.write_new(key, document) for target in targets)
+
+
 def newest_attempt(target: Store) -> int:
     """Return the number of the newest start of a run (its "attempt") that a target records; 0 before the first."""
-    return max((int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)), default=0)
+    numbers = [int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)]  # attempts/0003.json -> 3
+    return max(numbers, default=0)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
@@ -100,22 +112,29 @@ def leftovers(target: Store, attempt: int) -> list[str]:
     These are the ranks' JSON entries of checkpoints that are committed or were set aside as damaged, and all files of
     checkpoint folders without a manifest that starts of the run before number `attempt` wrote. A folder without a
     manifest of `attempt` itself or of a later start is never included, because its writer may still be running.
+
+    Args:
+        target: the store to list.
+        attempt: number of the newest start of the run.
     """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
     leftover_keys = []
     for key in keys:
-        folder, _, name = key.partition("/")
-        is_leftover = _is_entry(name) if folder in finished_folders else is_older(key, attempt)
-        if is_leftover:
+        folder, _, name = key.partition("/")  # step-00000400-a0003/rank-00000.json
+        is_finished = folder in finished_folders
+        is_used_entry = is_finished and _is_entry(name)  # the manifest contains the entry
+        is_abandoned = not is_finished and is_older(key, attempt)  # nobody will commit this folder any more
+        if is_used_entry or is_abandoned:
             leftover_keys.append(key)
     return leftover_keys
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the files that no checkpoint needs (`leftovers`), and the unfinished uploads of older attempts.
+    """Delete the files that no checkpoint needs (`leftovers`), and the unfinished uploads of older starts of the run.
 
     Args:
+        target: the store to clean.
         attempt: number of a start of the run; what this start or a later one has not committed yet stays.
 
     Returns:
@@ -129,11 +148,13 @@ def sweep(target: Store, attempt: int) -> list[str]:
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder that an attempt before `attempt` wrote.
+    """Return whether a key is in a checkpoint folder that a start of the run before number `attempt` wrote.
 
-    False for a key outside any checkpoint folder.
+    For example, step-00000400-a0003/rank-00000.json is older than attempt 4. False for a key outside any checkpoint
+    folder.
     """
-    step_and_attempt = parse_folder(key.partition("/")[0])
+    folder = key.partition("/")[0]
+    step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
         return False
     _, folder_attempt = step_and_attempt
@@ -145,9 +166,16 @@ def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
 
     Every rank calls it once its tensor file is complete in the target. The object has the SHA-256 of the entry on its
     first line, then the entry as JSON, so that rank 0 notices a damaged read. Rank 0 deletes it after the commit.
+
+    Args:
+        target: the store that holds the tensor file.
+        folder: the checkpoint's folder in the store.
+        rank: number of the calling process.
+        entry: the name, the size and all digests of the tensor file.
     """
     data = entry.model_dump_json().encode()
-    target.write(_entry_key(folder, rank), hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    digest = hashlib.sha256(data).hexdigest().encode()
+    target.write(_entry_key(folder, rank), digest + b"\n" + data)
 
 
 def commit(target: Store, state: RunState, saved_at: str) -> None:
@@ -157,10 +185,12 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
     are deleted afterwards.
 
     Args:
+        target: the store; every rank has written its tensor file to it, or is about to.
+        state: run state of the checkpoint; its step, attempt and world size decide which files are expected.
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
 
     Raises:
-        Fenced: a newer attempt of the run exists, or the manifest was there already.
+        Fenced: a newer start of the run exists, or the manifest was there already.
         TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S`.
         StoreError: an entry cannot be read.
         TornCheckpoint: the entries do not cover every parameter exactly once.
@@ -171,19 +201,23 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
     files = tuple(_read_entry(target, key) for key in keys)
     manifest = Manifest(saved_at=saved_at, state=state, files=files)
     manifest.check_coverage()
-    check_fence(target, state.attempt)
+    check_fence(target, state.attempt)  # before the commit
     if not target.write_new(f"{folder}/{MANIFEST}", manifest.dump()):
         raise Fenced(
             f"{target.url}/{folder}: another process has committed this checkpoint; "
             f"stop all processes of this run, then start it once"
         )
-    check_fence(target, state.attempt)
+    check_fence(target, state.attempt)  # before the deletion: a newer start may have begun during the commit
     for key in keys:
         target.delete(key)
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise `Fenced` if a newer attempt of the run has started; called before every commit and every deletion."""
+    """Raise `Fenced` if a newer start of the run exists than number `attempt`, which is the caller's.
+
+    Call it before every commit and every deletion: two processes of one run must not change the same store. Costs one
+    listing.
+    """
     newest = newest_attempt(target)
     if newest > attempt:
         raise Fenced(
@@ -199,19 +233,21 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
     that a kill in between leaves unused files, and never a manifest whose files are missing.
 
     Args:
+        target: the store to delete from.
         policy: the section `checkpoint` of the config, which sets what is kept.
         attempt: number of the caller's start of the run.
         losses: cache of held-out losses by folder, None where there is no loss. Missing folders are read from their
             manifests and added, but only if the policy has `keep_best`.
 
     Raises:
-        Fenced: a newer attempt exists; nothing was deleted.
+        Fenced: a newer start of the run exists; nothing was deleted.
     """
     checkpoints = []
-    for step, saved_by, folder in committed(target):
+    for step, writing_attempt, folder in committed(target):
         if policy.keep_best and folder not in losses:
             losses[folder] = _held_out_loss(target, folder)
-        checkpoints.append(CheckpointInfo(step, saved_by, folder, losses.get(folder)))
+        info = CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, eval_rtd_loss=losses.get(folder))
+        checkpoints.append(info)
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
@@ -231,12 +267,19 @@ def _held_out_loss(target: Store, folder: str) -> float | None:
 
 
 def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
-    """Poll a checkpoint's folder until all `keys` are in it; raise TimeoutError after `ENTRY_TIMEOUT_S` seconds."""
+    """Poll a checkpoint's folder until all `keys` are in it, first often and then once per second.
+
+    Raises:
+        TimeoutError: a key is missing after `ENTRY_TIMEOUT_S` seconds; the message names the first one.
+    """
     deadline = time.monotonic() + ENTRY_TIMEOUT_S
     poll_s = _POLL_S
-    while missing := set(keys) - set(target.list(f"{folder}/")):
+    while True:
+        missing_keys = set(keys) - set(target.list(f"{folder}/"))
+        if not missing_keys:
+            return
         if time.monotonic() > deadline:
-            name = min(missing).rpartition("/")[2]
+            name = PurePosixPath(min(missing_keys)).name
             raise TimeoutError(
                 f"checkpoint {target.url}/{folder} was not committed: its file {name} was not written within "
                 f"{ENTRY_TIMEOUT_S:.0f} s; look for the error of that rank in the run's output"
@@ -252,7 +295,7 @@ def _read_entry(target: Store, key: str) -> FileEntry:
         StoreError: no reading matched the digest, or the object cannot be read.
     """
     for _ in range(READINGS):
-        digest, _, data = target.read(key, must_exist=True).partition(b"\n")
+        digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
         if hashlib.sha256(data).hexdigest().encode() == digest:
             return FileEntry.model_validate_json(data)
     raise StoreError(
@@ -262,7 +305,7 @@ def _read_entry(target: Store, key: str) -> FileEntry:
 
 
 def _is_entry(name: str) -> bool:
-    """Return whether a file name is rank-NNNNN.json, which holds a rank's entry for the manifest."""
+    """Return whether a file name in a checkpoint's folder is that of a rank's manifest entry, rank-NNNNN.json."""
     return name.startswith("rank-") and name.endswith(".json")
 
 

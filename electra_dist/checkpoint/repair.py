@@ -33,13 +33,13 @@ Status = Literal["committed", "damaged", "set aside", "leftover"]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder in a target and its status, as `survey` finds it without reading the tensor files."""
+    """A checkpoint folder in a store and its status, determined without reading the tensor files."""
 
-    target: Store
-    folder: str
+    target: Store  # the store
+    folder: str  # name of the folder in the store
     step: int
-    attempt: int
-    status: Status  # "committed": the manifest is good; "leftover": there is no manifest
+    attempt: int  # number of the start of the run that wrote it
+    status: Status  # "committed": the manifest is good; "damaged": it is not; "leftover": there is no manifest
     manifest: Manifest | None = None  # only if the status is "committed"
     note: str = ""  # what is wrong with its manifest, or why it was set aside
 
@@ -50,7 +50,7 @@ class Found:
 
 
 def survey(target: Store) -> list[Found]:
-    """List every checkpoint folder of a target, oldest first, whatever its status.
+    """List every checkpoint folder of a store, oldest first, whatever its status.
 
     Costs one listing, and one request for each folder that has a manifest or was set aside.
 
@@ -59,7 +59,7 @@ def survey(target: Store) -> list[Found]:
     """
     names_by_folder: dict[str, set[str]] = {}
     for key in target.list("step-"):
-        folder, _, name = key.partition("/")
+        folder, _, name = key.partition("/")  # step-00000400-a0003/rank-00000.safetensors
         names_by_folder.setdefault(folder, set()).add(name)
     checkpoints = []
     for folder in names_by_folder:
@@ -73,8 +73,16 @@ def survey(target: Store) -> list[Found]:
 
 
 def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str]) -> Found:
-    """Determine the status of a checkpoint folder from the names of its files and from its manifest."""
-    status: Status = "leftover"
+    """Determine the status of a checkpoint folder from the names of its files and from its manifest.
+
+    Args:
+        target: the store that holds the folder.
+        folder: name of the folder.
+        step: step in the folder's name.
+        attempt: number of the start of the run, in the folder's name.
+        names: names of all files in the folder.
+    """
+    status: Status
     manifest = None
     note = ""
     if MANIFEST in names:
@@ -87,6 +95,8 @@ def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str
     elif SET_ASIDE in names:
         status = "set aside"
         note = target.read(f"{folder}/{SET_ASIDE_REASON}").decode(errors="replace").strip()
+    else:
+        status = "leftover"
     return Found(target=target, folder=folder, step=step, attempt=attempt, status=status, manifest=manifest, note=note)
 
 
@@ -117,8 +127,8 @@ def repair(
         for found in survey(target):
             yield from _repair_checkpoint(found, other_stores, dry_run, advance)
         newest = newest_attempt(target)
-        removed = leftovers(target, newest) if dry_run else sweep(target, newest)
-        for key in removed:
+        removed_keys = leftovers(target, newest) if dry_run else sweep(target, newest)
+        for key in removed_keys:
             yield f"{target.url}/{key}: leftover of an unfinished save, removed"
 
 
@@ -128,29 +138,38 @@ def _repair_checkpoint(
     """Verify one checkpoint; if it is damaged, restore it from a store with a good copy; without a copy, set it aside.
 
     Yields one line of text for each change.
+
+    Args:
+        found: the checkpoint and its status; a folder without a manifest is left as it is.
+        other_stores: stores that may hold a copy of it.
+        dry_run: change nothing; the lines then report what would be done.
+        advance: called with the bytes verified since its last call, from several threads.
     """
     if found.status == "leftover":
         return
-    if found.status == "set aside":
+    is_set_aside = found.status == "set aside"
+    if is_set_aside:
         faults = [found.note]
     else:
         _, faults = verify(found.target, found.folder, advance)
     if not faults:
         return
-    donor = next((store for store in other_stores if _is_good(store, found.folder, advance)), None)
-    if donor is not None:
-        yield from _restore(found, donor, faults, dry_run)
-    elif found.status != "set aside":
-        yield (
-            f"{found.url}: set aside, no other target has a good copy ({faults[0]}); if a copy exists elsewhere, run "
-            f"the repair with --from URL"
-        )
-        if not dry_run:
-            set_aside(found.target, found.folder, faults[0])
+    for store in other_stores:
+        if _is_good(store, found.folder, advance):
+            yield from _restore(found, store, faults, dry_run)
+            return
+    if is_set_aside:
+        return  # there is nothing more to do without a good copy
+    yield (
+        f"{found.url}: set aside, no other target has a good copy ({faults[0]}); if a copy exists elsewhere, run "
+        f"the repair with --from URL"
+    )
+    if not dry_run:
+        set_aside(found.target, found.folder, faults[0])
 
 
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
-    """Return whether a target has the checkpoint of this folder name and every byte of it is good. Reads all of it."""
+    """Return whether a store has the checkpoint of this folder name and every byte of it is good. Reads all of it."""
     manifest, faults = verify(target, folder, advance)
     return manifest is not None and not faults
 
@@ -161,14 +180,22 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
     Only damaged files are copied. The manifest is written last, so that a checkpoint that was set aside exists again
     only when all of its files are good.
 
+    Args:
+        found: the damaged checkpoint.
+        donor: the store to copy from.
+        faults: what is wrong with the checkpoint, for the first line of text.
+        dry_run: change nothing; the lines then report what would be done.
+
     Raises:
         StoreError: the checkpoint is still damaged afterwards.
     """
-    target, folder = found.target, found.folder
+    target = found.target
+    folder = found.folder
     manifest = read_manifest(donor, folder)
     yield f"{found.url} is damaged: {'; '.join(faults)}"
     for file in manifest.files:
-        if verify_file(target, folder, file):
+        file_faults = verify_file(target, folder, file)
+        if file_faults:
             yield f"{found.url}/{file.name}: restored from {donor.url}"
             if not dry_run:
                 _copy(donor, target, f"{folder}/{file.name}")

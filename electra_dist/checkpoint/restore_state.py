@@ -27,14 +27,33 @@ from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
+# Fields of RunState in which a checkpoint must equal the run -> what differs otherwise, for the message.
+_FIELDS_OF_A_RUN = {
+    "identity_sha256": "another config (model, objective, optimizer, seed, steps, batch)",
+    "corpus_fingerprint": "another corpus",
+    "shapes": "other parameter shapes",
+    "shared": "other shared parameters",
+}
+
 
 class _Candidate(NamedTuple):
     """A committed checkpoint that might be loaded; it is not verified yet."""
 
     step: int
-    attempt: int
-    target_index: int
+    attempt: int  # number of the start of the run that wrote it
+    target_index: int  # position of its store in the list of stores
     folder: str
+
+    def is_copy_of(self, candidate: _Candidate) -> bool:
+        """Return whether two candidates are the same checkpoint, possibly in two stores."""
+        return self.step == candidate.step and self.attempt == candidate.attempt
+
+
+class _Fault(NamedTuple):
+    """Reason why a rank cannot use a checkpoint."""
+
+    text: str
+    proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
 
 
 def load_newest(
@@ -57,33 +76,30 @@ def load_newest(
     Raises:
         StoreError: a checkpoint cannot be read, and no other target has it.
     """
-    damaged: list[tuple[int, str]] = []  # step, line about it
+    damaged: list[tuple[int, str]] = []  # step of each checkpoint that was set aside, and the line about it
     unreadable: _Candidate | None = None
     unreadable_reason = ""
     for candidate in from_rank_0(lambda: _newest_first(targets)):
-        if unreadable is not None and unreadable[:2] != candidate[:2]:
-            break  # no other target has that step and attempt; an older checkpoint would lose steps
+        if unreadable is not None and not candidate.is_copy_of(unreadable):
+            break  # no further target has a copy; an older checkpoint would lose steps
         target = targets[candidate.target_index]
-        state, own_fault, own_readable = _try(target, candidate.folder, fragments, expected)
-        faults = [(fault, readable) for fault, readable in gather((own_fault, own_readable)) if fault]
+        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected)
+        # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
+        faults = [fault for fault in gather(own_fault) if fault is not None]
         if not faults:
             assert state is not None
             return state, [_note(line, step, state.step, target) for step, line in damaged]
-        damage = next((fault for fault, readable in faults if readable), "")
-        if damage:
-            line = f"checkpoint {target.url}/{candidate.folder} is set aside: {damage}"
+        damages = [fault.text for fault in faults if fault.proves_damage]
+        if damages:
+            line = f"checkpoint {target.url}/{candidate.folder} is set aside: {damages[0]}"
             damaged.append((candidate.step, line))
-            _set_aside_on_rank_0(target, candidate.folder, damage)
+            _set_aside_on_rank_0(target, candidate.folder, damages[0])
         else:
             unreadable = candidate
-            unreadable_reason = faults[0][0]
+            unreadable_reason = faults[0].text
     if unreadable is not None:
         raise StoreError(unreadable_reason)
-    return None, [
-        f"{line}; no other one is left, so training starts at step 0; if there is a copy elsewhere, stop the run and "
-        f"run `electra-dist checkpoint repair --from URL`"
-        for _, line in damaged
-    ]
+    return None, [_note_without_replacement(line) for _, line in damaged]
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
@@ -104,7 +120,7 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
     """
     damaged: list[str] = []
     for candidate in _newest_first(targets):
-        if step not in (None, candidate.step):
+        if step is not None and candidate.step != step:
             continue
         target = targets[candidate.target_index]
         try:
@@ -113,18 +129,38 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
             damaged.append(f"checkpoint {target.url}/{candidate.folder} is damaged: {error}")
             continue
         return state, weights, damaged
-    where = " and ".join(target.url for target in targets)
+    raise _no_checkpoint_error(targets, step, damaged)
+
+
+def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
+    """Return the error of `assemble`: no store has a good checkpoint, or none after `step` steps (None: any).
+
+    Args:
+        targets: the stores that were searched.
+        step: the step that was asked for, or None.
+        damaged: one line for each checkpoint that was rejected as damaged.
+    """
+    urls = " and ".join(target.url for target in targets)
     if damaged:
-        reason = f"none is good ({'; '.join(damaged)}); run `electra-dist checkpoint repair`, or name another run"
-    elif step is not None:
-        reason = f"there is none of step {step:,}; choose a step that `electra-dist checkpoint list` shows"
-    else:
-        reason = "there is none yet; train until the first checkpoint, or name another run"
-    raise UserError(f"{where}: no checkpoint to read: {reason}")
+        return UserError(
+            f"{urls}: no checkpoint to read: none is good ({'; '.join(damaged)}); run `electra-dist checkpoint "
+            f"repair`, or name another run"
+        )
+    if step is not None:
+        return UserError(
+            f"{urls}: no checkpoint to read: there is none of step {step:,}; choose a step that `electra-dist "
+            f"checkpoint list` shows"
+        )
+    return UserError(
+        f"{urls}: no checkpoint to read: there is none yet; train until the first checkpoint, or name another run"
+    )
 
 
 def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
     """Read and verify the fp32 master weights of one checkpoint.
+
+    Returns:
+        The run state of the checkpoint; parameter name -> whole fp32 CPU tensor.
 
     Raises:
         TornCheckpoint: the manifest or a file is damaged.
@@ -152,14 +188,10 @@ def check_belongs(found: RunState, expected: RunState) -> None:
     Raises:
         TornCheckpoint: names the first thing that differs.
     """
-    for field, description in (
-        ("identity_sha256", "another config (model, objective, optimizer, seed, steps, batch)"),
-        ("corpus_fingerprint", "another corpus"),
-        ("shapes", "other parameter shapes"),
-        ("shared", "other shared parameters"),
-    ):
+    for field, description in _FIELDS_OF_A_RUN.items():
         if getattr(found, field) != getattr(expected, field):
             raise TornCheckpoint(f"the checkpoint comes from a run of {description}")
+    # Steps that the run will skip after the checkpoint do not matter to it.
     expected_skips = tuple(step for step in expected.skipped if step < found.step)
     if found.skipped != expected_skips:
         raise TornCheckpoint(
@@ -173,40 +205,59 @@ def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
 
     Copies of the same checkpoint come in the order of the targets. Nothing is verified.
     """
-    candidates = [
-        _Candidate(step, attempt, target_index, folder)
-        for target_index, target in enumerate(targets)
-        for step, attempt, folder in committed(target)
-    ]
+    candidates = []
+    for target_index, target in enumerate(targets):
+        for step, attempt, folder in committed(target):
+            candidates.append(_Candidate(step, attempt, target_index, folder))
     return sorted(candidates, key=lambda candidate: (-candidate.step, -candidate.attempt, candidate.target_index))
 
 
-def _try(
+def _read_own_part(
     target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
-) -> tuple[RunState | None, str, bool]:
+) -> tuple[RunState | None, _Fault | None]:
     """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
 
     Each rank also checks the sizes and headers of its share of the checkpoint's files.
 
+    Args:
+        target: the store that holds the checkpoint.
+        folder: the checkpoint's folder in the store.
+        fragments: ranges of parameters that are filled; partly overwritten if there is a fault.
+        expected: state of the run, with which that of the checkpoint is compared.
+
     Returns:
-        The checkpoint's state, None if it was refused; the first fault, "" if there is none; whether the checkpoint
-        could be read at all (False: the fault is the store's error, and proves no damage).
+        The checkpoint's run state and None, or None and the first fault.
     """
     try:
         manifest = read_manifest(target, folder)
         check_belongs(manifest.state, expected)
+        # With W ranks, this rank checks every W-th file.
         files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
         faults = fill(target, folder, manifest, fragments, files_to_check)
     except (TornCheckpoint, StoreMissing) as error:
-        return None, str(error), True
+        return None, _Fault(str(error), proves_damage=True)
     except StoreError as error:
-        return None, str(error), False
-    return manifest.state, faults[0] if faults else "", True
+        return None, _Fault(str(error), proves_damage=False)
+    if faults:
+        return None, _Fault(faults[0], proves_damage=True)
+    return manifest.state, None
 
 
 def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
     """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective."""
     from_rank_0(lambda: set_aside(target, folder, reason))
+
+
+def _note_without_replacement(line: str) -> str:
+    """Return the log line about a damaged checkpoint if no good one is left, with what the user may do.
+
+    Args:
+        line: which checkpoint is damaged and why.
+    """
+    return (
+        f"{line}; no other one is left, so training starts at step 0; if there is a copy elsewhere, stop the run and "
+        f"run `electra-dist checkpoint repair --from URL`"
+    )
 
 
 def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:

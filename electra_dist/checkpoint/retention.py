@@ -10,10 +10,10 @@ from electra_dist.config import CheckpointConfig
 
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
-    """The facts about a committed checkpoint that decide whether it is kept. Sorts by step, then by attempt."""
+    """Facts about a committed checkpoint that decide whether it is kept. Sorts by step, then by attempt."""
 
     step: int
-    attempt: int
+    attempt: int  # number of the start of the run that wrote it
     folder: str
     eval_rtd_loss: float | None = None  # None: no evaluation at its step, or its manifest is damaged
 
@@ -26,7 +26,8 @@ def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig)
     newer one). The newest checkpoint is always kept, whatever the policy is.
 
     Args:
-        checkpoints: all committed checkpoints of one target, in any order.
+        checkpoints: all committed checkpoints of one store, in any order.
+        policy: the section `checkpoint` of the config.
     """
     ordered = sorted(checkpoints)
     num_newest = max(1, policy.keep_last)
@@ -34,10 +35,13 @@ def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig)
     keep |= {checkpoint for checkpoint in ordered if checkpoint.step in policy.keep_steps}
     if policy.keep_every_steps:
         keep |= {checkpoint for checkpoint in ordered if checkpoint.step % policy.keep_every_steps == 0}
-    by_loss = sorted(
-        (checkpoint.eval_rtd_loss, -checkpoint.step, -checkpoint.attempt, checkpoint)
-        for checkpoint in ordered
-        if checkpoint.eval_rtd_loss is not None
-    )
-    keep |= {checkpoint for *_, checkpoint in by_loss[: policy.keep_best]}
+    keep |= set(_best_first(ordered)[: policy.keep_best])
     return [checkpoint for checkpoint in ordered if checkpoint not in keep]
+
+
+def _best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return the checkpoints that have a held-out loss, the lowest loss first; of equal losses the newest first."""
+    losses = {
+        checkpoint: checkpoint.eval_rtd_loss for checkpoint in checkpoints if checkpoint.eval_rtd_loss is not None
+    }
+    return sorted(losses, key=lambda checkpoint: (losses[checkpoint], -checkpoint.step, -checkpoint.attempt))

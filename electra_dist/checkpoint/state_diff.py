@@ -18,9 +18,9 @@ from electra_dist.store.interface import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far one parameter and its optimizer moments are apart in two checkpoints."""
+    """Result of comparing one parameter and its optimizer moments in two checkpoints."""
 
-    name: str
+    name: str  # of the parameter
     largest: dict[Kind, float]  # kind -> largest absolute difference; NaN if either side has a NaN
     equal: bool  # bit for bit, in all kinds
 
@@ -55,7 +55,11 @@ class Side:
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ."""
+    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
+
+    Besides the progress of the run these fields include world size, ZeRO stage and versions, which may differ between
+    equal weights.
+    """
     return [
         (field, getattr(a, field), getattr(b, field))
         for field in RunState.model_fields
@@ -77,8 +81,7 @@ def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
             continue
         left = a.read(name)
         right = b.read(name)
-        yield Difference(
-            name=name,
-            largest={kind: float((left[kind] - right[kind]).abs().max()) for kind in KINDS},
-            equal=all(torch.equal(left[kind].view(torch.int32), right[kind].view(torch.int32)) for kind in KINDS),
-        )
+        largest = {kind: float((left[kind] - right[kind]).abs().max()) for kind in KINDS}
+        # Bits are compared as integers: as floats a NaN would differ from itself, and -0 would equal 0.
+        is_equal = all(torch.equal(left[kind].view(torch.int32), right[kind].view(torch.int32)) for kind in KINDS)
+        yield Difference(name=name, largest=largest, equal=is_equal)

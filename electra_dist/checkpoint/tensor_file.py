@@ -29,11 +29,14 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """The part of a parameter, with its moments, that a rank holds: elements [start, start + numel), flattened."""
+    """Part of a parameter, with its moments, that a rank holds: elements [start, start + numel), flattened.
 
-    name: str
-    start: int
-    numel: int
+    It gives access to live training state: writing to its views changes the parameter or its moments.
+    """
+
+    name: str  # of the parameter
+    start: int  # first element, counted in the flattened parameter
+    numel: int  # number of elements
     views: dict[Kind, torch.Tensor]  # kind -> writable 1-D fp32 view of `numel` elements
 
 
@@ -41,13 +44,17 @@ class Fragment:
 class Tensor:
     """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments."""
 
-    kind: Kind
-    name: str
+    kind: Kind  # master weight, or first or second moment of the optimizer
+    name: str  # of the parameter
     start: int  # element of the parameter at which `values` begins
     values: torch.Tensor  # 1-D, fp32, contiguous, on the CPU
 
     def pieces(self) -> list[Tensor]:
-        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory."""
+        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory.
+
+        Each piece is stored with a digest of its own, so that a rank that needs a part of the tensor reads little more
+        than that part.
+        """
         return [
             Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
             for begin in range(0, len(self.values), PIECE)
@@ -57,7 +64,12 @@ class Tensor:
 def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
     """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest.
 
-    An existing file is overwritten in place, so readers must not look at it before its manifest exists.
+    Tensors of more than `PIECE` elements are stored in pieces, each with its own name and digest. An existing file is
+    overwritten in place, so readers must not look at it before the checkpoint's manifest exists.
+
+    Args:
+        path: the file; its folder is created if missing.
+        tensors: fp32 values on the CPU, in the order in which they are written.
 
     Raises:
         StoreError: the disk is full or refuses the write.
@@ -65,13 +77,13 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
     header = _header(pieces)
     entries = []
-    offset = len(header)
+    offset = len(header)  # at which the next piece begins in the file
     with writable(path):
         make_folder(path.parent)
         with path.open("wb") as file:
             file.write(header)
             for piece in pieces:
-                data = piece.values.numpy().data.cast("B")
+                data = piece.values.numpy().data.cast("B")  # the bytes of the values, without a copy
                 sha256 = _write_and_hash(file, data)
                 entries.append(
                     TensorEntry(
@@ -113,7 +125,7 @@ def _header(pieces: Sequence[Tensor]) -> bytes:
     the data after it is aligned.
     """
     table: dict[str, object] = {}
-    offset = 0
+    offset = 0  # of a tensor's data, counted from the end of the header
     for piece in pieces:
         assert piece.values.dtype == torch.float32
         assert piece.values.is_contiguous()
@@ -123,5 +135,6 @@ def _header(pieces: Sequence[Tensor]) -> bytes:
         table[name] = {"dtype": "F32", "shape": [len(piece.values)], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    num_spaces = -len(text) % 8  # up to the next multiple of 8
+    text += b" " * num_spaces
     return len(text).to_bytes(8, "little") + text

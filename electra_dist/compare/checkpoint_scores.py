@@ -33,12 +33,12 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, l
 from electra_dist.store.atomic_files import replacing
 
 MINIMAL_PAIRS = "minimal-pairs"
-_NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so changing it makes all scores new
+_NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so old scores are not used after a change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Score of one checkpoint on one task; the fields are the keys of its JSON file."""
+    """Score of one checkpoint on one task, or on minimal pairs; the fields are the keys of its JSON file."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int  # seed of the pretraining run
@@ -54,14 +54,18 @@ class Score:
 class Measure(abc.ABC):
     """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences."""
 
-    name: str  # the column of the table
-    metric: str  # name of the score
-    digest: str  # of the data and of how they are used; part of the identity of a score
+    name: str  # title of the column in the table of scores
+    metric: str  # name of the score, such as "accuracy"
+    digest: str  # digest of the data and of how they are used; part of the identity of a score
     at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
         """Score an encoder.
+
+        Args:
+            encoder: the pretrained weights; they are not changed.
+            progress: called while the score is computed.
 
         Returns:
             (score, failures): the score as a fraction, None if there is none, and one line for each failure.
@@ -72,7 +76,7 @@ class Measure(abc.ABC):
 
 
 class TaskMeasure(Measure):
-    """A task on texts, scored by a linear probe or by fine-tuning."""
+    """Measure of how well an encoder solves a task on texts, by a linear probe or by fine-tuning."""
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
         """Store a task and the way in which encoders are scored on it.
@@ -94,7 +98,15 @@ class TaskMeasure(Measure):
         )
 
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Return the score of the probe, or the median over the seeds of fine-tuning; see `Measure.score`."""
+        """Return the score of the probe, or the median over the seeds of fine-tuning.
+
+        Args:
+            encoder: the pretrained weights; they are not changed.
+            progress: called while the encoder is trained or computes features.
+
+        Returns:
+            (score, failures): the score as a fraction, None if all seeds diverged, and why seeds count as failed.
+        """
         device = device_of_choice()
         if self._entry.how == "probe":
             results = [probe_task(encoder, self._task, self._settings, device, progress)]
@@ -115,9 +127,14 @@ class PairsMeasure(Measure):
     digest = f"{MINIMAL_PAIRS} {_NUM_PAIRS}"
 
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Return the accuracy over the pairs of all phenomena, and no failures."""
+        """Return the accuracy over the pairs of all phenomena, as a fraction, and no failures.
+
+        Raises:
+            UserError: the encoder has no pretraining head, or its vocabulary has no pairs.
+        """
         scores = score_minimal_pairs(encoder, _NUM_PAIRS, device_of_choice(), progress)
-        return next(score.accuracy for score in scores if score.phenomenon == ALL), ()
+        accuracy_of = {score.phenomenon: score.accuracy for score in scores}
+        return accuracy_of[ALL], ()
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
@@ -138,8 +155,12 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
         try:
             task = _open_task(name, entry, glue)
             overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
-            width = model.discriminator.hidden_size
-            settings = settings_for(entry.task or name, width, model.max_positions, overrides)
+            settings = settings_for(
+                task=entry.task or name,
+                width=model.discriminator.hidden_size,
+                max_positions=model.max_positions,
+                overrides=overrides,
+            )
             measures.append(TaskMeasure(name, task, entry, settings))
         except UserError as error:
             raise UserError(f"{file}: tasks.{name}: {error}") from None
@@ -149,7 +170,7 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
 
 
 def with_prefix(progress: Progress, prefix: str) -> Progress:
-    """Return a progress callback that puts `prefix` before the name of the activity."""
+    """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`."""
 
     def report(activity: str, done: int, total: int) -> None:
         """Report progress with the prefix before the name of the activity."""
@@ -161,12 +182,18 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
     """Read the data of a task: one of GLUE if its name is known, otherwise a custom task with columns of its own.
 
+    Args:
+        name: name of the entry in the comparison's `tasks`; also that of the task if the entry has no key `task`.
+        entry: where the data are, and the columns of a custom task.
+        glue: folder of the GLUE tasks, used if the entry has no key `data`; may be None.
+
     Raises:
         UserError: there is no folder with data, the columns of a custom task are not set, or the data are not valid.
     """
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
+
     task_name = entry.task or name
     if task_name in GLUE:
         return TextTask(GLUE[task_name], folder, entry.max_train)
@@ -175,15 +202,22 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
             f"not a GLUE task ({', '.join(GLUE)}), and a custom task needs `text_a` and `label`; "
             f"correct the name, or set both keys"
         )
-    metric = "accuracy" if entry.kind == "classification" else "spearman"
     spec = TextSpec(
-        name=name, text_a=entry.text_a, text_b=entry.text_b, label=entry.label, kind=entry.kind, metric=metric
+        name=name,
+        text_a=entry.text_a,
+        text_b=entry.text_b,
+        label=entry.label,
+        kind=entry.kind,
+        metric="accuracy" if entry.kind == "classification" else "spearman",
     )
     return TextTask(spec, folder, entry.max_train)
 
 
 class Scores:
-    """Store of a comparison's scores: a folder with one JSON file per checkpoint and measure."""
+    """Store of a comparison's scores: a folder with one JSON file for each checkpoint and task.
+
+    A file is used only if it was computed from the same config, corpus and data; otherwise it is replaced.
+    """
 
     def __init__(self, folder: Path, vocab_file: Path, fingerprint: str) -> None:
         """Use a folder as the store; it is created with the first score.
@@ -198,7 +232,14 @@ class Scores:
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no score yet."""
+        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no score yet.
+
+        Args:
+            entry: name of the run's entry, or "random" for the initial weights.
+            cell: the run.
+            step: step of the checkpoint; 0 for the initial weights.
+            measures: the ways to score it.
+        """
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
@@ -208,7 +249,7 @@ class Scores:
             entry: name of the run's entry, or "random" for the initial weights.
             cell: the run.
             step: step of the checkpoint; 0 for the initial weights.
-            measure: what is scored.
+            measure: the way in which it was scored.
 
         Raises:
             ValueError: the file of the score is not valid JSON; delete it, and the checkpoint is scored again.
@@ -217,29 +258,34 @@ class Scores:
         if not path.exists():
             return None
         record: dict[str, Any] = json.loads(path.read_text())
-        if record.pop("identity") != self._identity(cell, step, measure):
+        identity = record.pop("identity")
+        if identity != self._identity(cell, step, measure):
             return None
-        return Score(**{**record, "failures": tuple(record["failures"])})
+        record["failures"] = tuple(record["failures"])  # JSON has lists only
+        return Score(**record)
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
-        """Score a checkpoint on each of `measures`, and write each score as soon as it is complete.
+        """Score a checkpoint in several ways, and write each score as soon as it is complete.
+
+        An interrupt thus loses one score at most. Existing scores are computed again and replaced.
 
         Args:
             entry: name of the run's entry, or "random" for the initial weights.
             cell: the run.
             step: step of the checkpoint; 0 for the initial weights.
-            measures: what is scored.
+            measures: the ways to score it.
             progress: called while scores are computed.
 
         Raises:
             UserError: the checkpoint cannot be read, or the encoder cannot be scored.
         """
         if step == 0:
+            # The initial weights are a function of the run's config, so no checkpoint is needed.
             encoder = load_pretrained(f"random:{cell.file}", vocab=self._vocab_file, step=None)
         else:
             encoder = load_pretrained(cell.config.run_dir, vocab=self._vocab_file, step=step)
         for measure in measures:
-            begin = time.monotonic()
+            start = time.monotonic()
             value, failures = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
             score = Score(
                 entry=entry,
@@ -250,14 +296,15 @@ class Scores:
                 metric=measure.metric,
                 score=value,
                 failures=failures,
-                seconds=time.monotonic() - begin,
+                seconds=time.monotonic() - start,
             )
-            record = dataclasses.asdict(score) | {"identity": self._identity(cell, step, measure)}
+            record = dataclasses.asdict(score)
+            record["identity"] = self._identity(cell, step, measure)
             with replacing(self._path(entry, cell, step, measure)) as file:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of the JSON file of a score."""
+        """Return the path of the JSON file of a score, as in FOLDER/rtd-seed1/step-00000500-rte.json."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:

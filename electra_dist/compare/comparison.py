@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -43,7 +43,6 @@ from electra_dist.store.atomic_files import replacing
 from electra_dist.train.input_checks import check_inputs
 
 Note = Callable[[str], None]  # called with one line of text for the user
-_RESULTS = ("compare.json", "compare.md", "compare.png")
 
 
 class Comparison:
@@ -67,15 +66,17 @@ class Comparison:
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
         for cell in self.plan.cells:
-            inputs = check_inputs(cell.config, compare.ranks)
-        corpus = inputs.corpus  # all runs have the same corpus
+            corpus = check_inputs(cell.config, compare.ranks).corpus  # the same one for all runs
+
+        # Everything is valid, so the output folder may be written.
         tokenizer = corpus.manifest.tokenizer
         vocab_file = self.folder / tokenizer.vocab_file
         _replace_file(vocab_file, corpus.store.read(tokenizer.vocab_file))
         for cell in self.plan.cells:
             _replace_file(cell.file, dump_yaml(cell.config).encode())
         self._scores = Scores(self.folder / "scores", vocab_file, corpus.manifest.fingerprint)
-        # Keyed by the name of the run, or by name and step of a checkpoint that cannot be scored.
+        # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
+        # cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}
 
     def run(self, progress: Progress, note: Note) -> bool:
@@ -89,27 +90,35 @@ class Comparison:
             Whether every run is finished and every checkpoint could be scored.
         """
         num_runs = len(self.plan.cells)
-        baseline_entry = self._compare.objectives[0].name
+        first_objective = self._compare.objectives[0].name
         with Pretrainings(self.plan.cells, self._compare.ranks, self._compare.parallel) as runs:
             for number, cell in enumerate(self.plan.cells, start=1):
                 title = f"[{number}/{num_runs}] {cell.name}"
                 report = with_prefix(progress, f"{title} ")
-                if cell.entry == baseline_entry:
+                # All objectives start with the same weights of the encoder, so these are scored once per seed.
+                if cell.entry == first_objective:
                     self._score(RANDOM, cell, 0, report)
+
                 failure = runs.result(cell, report)
                 if failure:
                     self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
+                # A run that failed may have saved some of its checkpoints; these are scored, too.
                 saved = saved_steps(cell)
                 for step in cell.marks:
                     if step in saved:
                         self._score(cell.entry, cell, step, report)
+
                 self.write()
-                outcome = failure or f"{cell.marks[-1]:,} steps, scored at {len(cell.marks)}"
-                note(f"{title}: {outcome}")
+                if failure:
+                    note(f"{title}: {failure}")
+                else:
+                    note(f"{title}: {cell.marks[-1]:,} steps, scored at {len(cell.marks)}")
         return not self._failures
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint on every task that it has no score of; record a failure if it cannot be scored.
+        """Score a checkpoint in every way in which it has no score yet; record a failure if it cannot be scored.
+
+        Some tasks are scored for the initial and the last weights only (`at: ends` in the config).
 
         Args:
             entry: name of the objective's entry, or `RANDOM` for the initial weights.
@@ -117,24 +126,31 @@ class Comparison:
             step: step of the checkpoint; 0 for the initial weights.
             progress: called while the checkpoint is scored.
         """
-        is_end = step in (0, cell.marks[-1])
-        due = [measure for measure in self._measures if measure.at == "all" or is_end]
-        missing = self._scores.missing(entry, cell, step, due)
-        if not missing:
+        is_first_or_last = step in (0, cell.marks[-1])
+        due_measures = [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
+        missing_measures = self._scores.missing(entry, cell, step, due_measures)
+        if not missing_measures:
             return
         try:
-            self._scores.make(entry, cell, step, missing, progress)
+            self._scores.make(entry, cell, step, missing_measures, progress)
         except UserError as error:
             key = f"{entry}-seed{cell.seed} {step}"
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def scores(self) -> list[Score]:
-        """Read all scores that exist: those of the initial weights, then those of each objective by seed and step."""
-        checkpoints = [(RANDOM, cell, 0) for cell in self.plan.of(self._compare.objectives[0].name)]
+        """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.
+
+        A score that depends on another config or on other data is left out.
+        """
+        checkpoints = []  # (name of the objective, run, step)
+        first_objective = self._compare.objectives[0].name
+        for cell in self.plan.of(first_objective):  # the initial weights are scored once per seed
+            checkpoints.append((RANDOM, cell, 0))
         for objective in self._compare.objectives:
-            checkpoints += [
-                (objective.name, cell, step) for cell in self.plan.of(objective.name) for step in cell.marks
-            ]
+            for cell in self.plan.of(objective.name):
+                for step in cell.marks:
+                    checkpoints.append((objective.name, cell, step))
+
         scores = []
         for entry, cell, step in checkpoints:
             for measure in self._measures:
@@ -144,17 +160,36 @@ class Comparison:
         return scores
 
     def failures(self) -> list[Failure]:
-        """Return what has failed: runs and checkpoints since this start, then failures that scores contain."""
+        """Return everything that has failed.
+
+        First come runs that did not finish and checkpoints that could not be scored since this start, then seeds of
+        fine-tuning that diverged or learnt nothing, which are stored with the scores.
+        """
         return [*self._failures.values(), *score_failures(self.scores())]
 
     def table(self) -> Table:
-        """Return the scores that exist as a table for the terminal."""
+        """Return the scores that exist as a table for the terminal: one row per objective and number of steps."""
         return console_table(self._title, self._rows(), len(self._compare.seeds))
 
     def write(self) -> list[Path]:
-        """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths."""
+        """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths.
+
+        Existing files are replaced, each at once, so a reader never sees half a file.
+        """
         rows = self._rows()
         failures = self.failures()
+        metric_of = {measure.name: measure.metric for measure in self._measures}
+
+        json_file = self.folder / "compare.json"
+        _replace_file(json_file, self._json_text(rows, failures).encode())
+        page_file = self.folder / "compare.md"
+        _replace_file(page_file, self._markdown_page(rows, failures).encode())
+        picture_file = self.folder / "compare.png"
+        write_picture(rows, panel_titles(metric_of, rows), picture_file)
+        return [json_file, page_file, picture_file]
+
+    def _json_text(self, rows: Sequence[ScoreRow], failures: Sequence[Failure]) -> str:
+        """Return the content of compare.json: config, runs, table, single scores and failures."""
         tree = {
             "command": self._command,
             "budget_flops": self.plan.budget_flops,
@@ -164,19 +199,16 @@ class Comparison:
             "scores": [dataclasses.asdict(score) for score in self.scores()],
             "failures": [dataclasses.asdict(failure) for failure in failures],
         }
+        return json.dumps(tree, indent=1) + "\n"
+
+    def _markdown_page(self, rows: Sequence[ScoreRow], failures: Sequence[Failure]) -> str:
+        """Return the content of compare.md: how the comparison was made, the table, and what has failed."""
         seeds = ", ".join(map(str, self._compare.seeds))
         remark = (
             f"`{self._command}`: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
-        page = markdown(self._title, rows, failures, len(self._compare.seeds), [remark])
-        titles = panel_titles({measure.name: measure.metric for measure in self._measures}, rows)
-
-        json_file, page_file, picture_file = (self.folder / name for name in _RESULTS)
-        _replace_file(json_file, (json.dumps(tree, indent=1) + "\n").encode())
-        _replace_file(page_file, page.encode())
-        write_picture(rows, titles, picture_file)
-        return [json_file, page_file, picture_file]
+        return markdown(self._title, rows, failures, num_seeds=len(self._compare.seeds), notes=[remark])
 
     @property
     def _title(self) -> str:
@@ -185,28 +217,34 @@ class Comparison:
 
     @property
     def _command(self) -> str:
-        """Shell command that makes or continues this comparison."""
-        glue = f" --glue {shlex.quote(str(self._glue))}" if self._glue else ""
-        return f"electra-dist compare {shlex.quote(str(self._file))}{glue}"
+        """Shell command that makes or continues this comparison, with quotes where a path needs them."""
+        command = f"electra-dist compare {shlex.quote(str(self._file))}"
+        if self._glue:
+            command += f" --glue {shlex.quote(str(self._glue))}"
+        return command
 
     def _rows(self) -> list[ScoreRow]:
-        """Return the rows of the table; only tasks that are scored at all checkpoints count in the average."""
+        """Return the rows of the table, one for each objective and number of steps, from the scores that exist.
+
+        Only tasks that are scored at all checkpoints count in the average; the others (`at: ends`) have gaps.
+        """
         is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
         return summarize_rows(self.scores(), is_averaged)
 
     def _describe_run(self, cell: Cell) -> dict[str, object]:
-        """Return the entry of a run in compare.json."""
+        """Return the entry of a run in the list `runs` of compare.json: its folder, steps, FLOPs and parameters."""
+        num_steps = cell.marks[-1]
         return {
             "objective": cell.entry,
             "seed": cell.seed,
             "run": cell.config.run_dir,
-            "steps": cell.marks[-1],
-            "flops": cell.flops(cell.marks[-1]),
+            "steps": num_steps,
+            "flops": cell.flops(num_steps),
             "parameters": parameter_counts(cell.config.model, cell.config.objective)._asdict(),
         }
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Write a whole file at once: readers see the old content or the new one."""
+    """Write a whole file at once, so that readers see either the old content or the new one."""
     with replacing(path) as file:
         file.write(data)

@@ -1,4 +1,8 @@
-"""Defines the config of a comparison, a YAML file that names the config of an ordinary run."""
+"""Defines the config of a comparison of objectives: a YAML file that names the config of an ordinary run.
+
+That run is the base: every run of the comparison has its settings, and differs in the objective, the seed and the
+number of steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Entry(Section):
-    """One objective of a comparison, with changes to the base config. A bare name is short for {name: NAME}."""
+    """One objective of a comparison, with changes to the base config.
+
+    In the YAML file, a bare name such as `rtd` is short for {name: rtd, objective: rtd}.
+    """
 
     name: Name = Field(description="name of the entry in the table, the picture and the names of folders")
     objective: str = Field(
@@ -32,17 +39,19 @@ class Entry(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, value: Any) -> Any:
-        """Expand a bare name to {name: NAME}, and use the name as the objective if none is given."""
-        if isinstance(value, str):
-            value = {"name": value}
-        if isinstance(value, dict) and "name" in value:
-            value = {"objective": value["name"], **value}
-        return value
+        """Expand a bare name to {name: NAME}, and use the name as the objective if none is given.
+
+        Anything that is not a name or a mapping is returned as it is; pydantic then reports it.
+        """
+        fields = {"name": value} if isinstance(value, str) else value
+        if isinstance(fields, dict) and "name" in fields:
+            return {"objective": fields["name"], **fields}
+        return fields
 
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, value: str) -> str:
-        """Raise ValueError if there is no objective of this name."""
+        """Return the name of an objective; raise ValueError if there is no objective of this name."""
         if value not in OBJECTIVES:
             raise ValueError(f"no such objective; set one of {', '.join(OBJECTIVES)}")
         return value
@@ -50,10 +59,17 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Raise ValueError for a key, or a key below it, that must be the same in all runs of a comparison."""
+        """Raise ValueError for a key that must be the same in all runs of a comparison, and for any key below it.
+
+        `data` is such a key, and `data.seq_len` is a key below it (see `RESERVED`).
+        """
         for key in value:
-            if any(f"{key}.".startswith(f"{reserved}.") for reserved in RESERVED):
-                raise ValueError(f"`{key}` must be the same in all runs; move it to the base config, or leave it out")
+            for reserved_key in RESERVED:
+                is_reserved = key == reserved_key or key.startswith(f"{reserved_key}.")
+                if is_reserved:
+                    raise ValueError(
+                        f"`{key}` must be the same in all runs; move it to the base config, or leave it out"
+                    )
         return value
 
 
@@ -140,18 +156,25 @@ class CompareConfig(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompareConfig:
-        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing."""
+        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing.
+
+        The names of objectives and the seeds must be distinct, there must be one budget (`steps` or `flops`), and the
+        shares of `evaluate_at` must ascend to 1.0.
+        """
         names = [entry.name for entry in self.objectives]
-        if len(set(names)) < len(names) or RANDOM in names:
+        has_repeated_name = len(set(names)) < len(names)
+        if has_repeated_name or RANDOM in names:
             raise ValueError(
                 f"objectives need names of their own other than `{RANDOM}`, which is the baseline, but are named "
                 f"{', '.join(names)}; rename one"
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: {', '.join(map(str, self.seeds))} has a seed twice; remove the repeated one")
-        if (self.steps is None) == (self.flops is None):
+        num_budgets = sum(budget is not None for budget in (self.steps, self.flops))
+        if num_budgets != 1:
             raise ValueError("give either `steps` or `flops`, exactly one of them, as the budget")
-        if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or self.evaluate_at[-1] != 1.0:
+        is_ascending = list(self.evaluate_at) == sorted(set(self.evaluate_at))
+        if not is_ascending or self.evaluate_at[-1] != 1.0:
             raise ValueError(
                 f"evaluate_at: {', '.join(map(str, self.evaluate_at))} must ascend and end with 1.0, where the "
                 f"objectives are compared; correct the shares"

@@ -30,7 +30,7 @@ class Cell:
     entry: str  # name of the objective's entry
     seed: int
     config: Config  # the complete config with which the run is started
-    marks: tuple[int, ...]  # steps whose checkpoints are scored, ascending; the last one ends the run
+    marks: tuple[int, ...]  # steps whose checkpoints are scored, ascending; the last one is the last step of the run
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Cell:
         return Path(f"{self.config.run_dir}.yaml")
 
     def flops(self, step: int) -> float:
-        """Return the training FLOPs of the run's first `step` steps."""
+        """Return the training FLOPs of the run's first `step` optimizer steps, on all ranks together."""
         return run_flops(self.config, step)
 
 
@@ -75,43 +75,56 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
             checkpoints at `evaluate_at`; the message names file and key.
     """
     base = file.parent / compare.base
+    # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
     objective_configs = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
-    first_config = objective_configs[compare.objectives[0].name]
-    budget = compare.flops or run_flops(first_config, compare.steps)
+    if compare.flops is not None:
+        budget = compare.flops
+    else:
+        first_objective = compare.objectives[0]
+        budget = run_flops(objective_configs[first_objective.name], compare.steps)
+
     cells = []
     for seed in compare.seeds:
         for entry in compare.objectives:
             objective_config = objective_configs[entry.name]
             num_steps = steps_of_flops(objective_config, budget)
-            marks = _scored_steps(compare, file, entry, num_steps)
+            scored_steps = _scored_steps(compare, file, entry, num_steps)
+            # Warm-up is the same share of all steps as in the base config.
             warmup_share = objective_config.optimizer.warmup_steps / objective_config.train.num_steps
             run_keys = {
                 "run_dir": str(Path(compare.output) / "runs" / _run_name(entry.name, seed)),
                 "seed": seed,
                 "train.num_steps": num_steps,
                 "optimizer.warmup_steps": round(warmup_share * num_steps),
-                "checkpoint.keep_steps": marks,
-                "checkpoint.targets": [],
+                "checkpoint.keep_steps": scored_steps,
+                "checkpoint.targets": [],  # checkpoints are in the run's folder only
             }
             config = _load(file, base, entry, run_keys)
-            cells.append(Cell(entry=entry.name, seed=seed, config=config, marks=marks))
+            cells.append(Cell(entry=entry.name, seed=seed, config=config, marks=scored_steps))
     return Plan(budget_flops=budget, cells=tuple(cells))
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
     """Return the steps of a run at which its checkpoints are scored, one for each share of `evaluate_at`.
 
+    With 1,000 steps and the shares 0.25, 0.5 and 1.0, these are the steps 250, 500 and 1,000.
+
+    Args:
+        compare: the config of the comparison.
+        file: the file from which it was read, for the message.
+        entry: the objective, for the message.
+        num_steps: number of steps of the run.
+
     Raises:
-        UserError: two shares of `evaluate_at` give the same step.
+        UserError: the run is so short that two shares of `evaluate_at` give the same step.
     """
-    rounded = [max(1, round(share * num_steps)) for share in compare.evaluate_at]
-    distinct = tuple(dict.fromkeys(rounded))
-    if len(distinct) < len(compare.evaluate_at):
+    steps = tuple(max(1, round(share * num_steps)) for share in compare.evaluate_at)
+    if len(set(steps)) < len(steps):
         raise UserError(
             f"{file}: {num_steps} steps of {entry.name} are too few for {len(compare.evaluate_at)} different "
             f"checkpoints at {', '.join(map(str, compare.evaluate_at))}; raise steps or flops"
         )
-    return distinct
+    return steps
 
 
 def _run_name(entry: str, seed: int) -> str:
@@ -122,11 +135,18 @@ def _run_name(entry: str, seed: int) -> str:
 def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) -> Config:
     """Load the base config with the changes of an entry and, applied last, the dotted keys of one run.
 
+    Args:
+        file: the config of the comparison, for error messages.
+        base: the config file of an ordinary run, whose settings all runs share.
+        entry: an objective of the comparison, with its changes to the base config.
+        run_keys: dotted key -> value, such as {"train.num_steps": 1000}.
+
     Raises:
         UserError: the base config or a change is not valid; the message names the comparison's file and the entry.
     """
-    changes = {"objective.name": entry.objective, **entry.set}
-    overrides = [_override(key, value) for key, value in (*changes.items(), *run_keys.items())]
+    overrides = [_override("objective.name", entry.objective)]
+    overrides += [_override(key, value) for key, value in entry.set.items()]
+    overrides += [_override(key, value) for key, value in run_keys.items()]
     try:
         return load_config(base, overrides)
     except UserError as error:
@@ -134,5 +154,5 @@ def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) 
 
 
 def _override(key: str, value: object) -> str:
-    """Return the `key=value` text of an override; the value is written as JSON, which is also YAML."""
+    """Return the text of a config override, as in `train.num_steps=1000`; the value is JSON, which is also YAML."""
     return f"{key}={json.dumps(value)}"

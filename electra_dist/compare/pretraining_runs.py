@@ -29,8 +29,12 @@ _POLL_S = 0.5  # seconds between checks of a run
 
 
 def saved_steps(cell: Cell) -> set[int]:
-    """Return the steps of the committed checkpoints of a run."""
-    return {step for target in open_targets(cell.config) for step, _, _ in committed(target)}
+    """Return the steps of the complete checkpoints of a run; an unfinished checkpoint does not count."""
+    steps = set()
+    for target in open_targets(cell.config):
+        for step, _, _ in committed(target):
+            steps.add(step)
+    return steps
 
 
 class Pretrainings:
@@ -56,11 +60,14 @@ class Pretrainings:
         self._started: dict[str, Future[str]] = {}
 
     def __enter__(self) -> Self:
-        """Return the pool itself."""
+        """Return the pool itself; no run is started yet."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop all runs that are still training, and wait until their ranks have saved a checkpoint and ended."""
+        """Stop all runs that are still training, and wait until their ranks have saved a checkpoint and ended.
+
+        Runs that wait for their turn are not started.
+        """
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -74,10 +81,11 @@ class Pretrainings:
         Returns:
             Why the run is not finished, in one line; empty if it is.
         """
-        position = self._cells.index(cell)
-        for next_cell in self._cells[position : position + self._parallel]:
-            if next_cell.name not in self._started:
-                self._started[next_cell.name] = self._pool.submit(pretrain, next_cell, self._ranks, self._pause)
+        first = self._cells.index(cell)
+        due_cells = self._cells[first : first + self._parallel]  # this run, and those that may train beside it
+        for due_cell in due_cells:
+            if due_cell.name not in self._started:
+                self._started[due_cell.name] = self._pool.submit(pretrain, due_cell, self._ranks, self._pause)
         run = self._started[cell.name]
         while not run.done():
             progress("pretraining", _current_step(cell), cell.marks[-1])
@@ -105,10 +113,14 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     Returns:
         Why the run is not finished, in one line; empty if it is.
     """
+    last_step = cell.marks[-1]
+    # The value of an environment variable by which the run's processes on this machine are found.
+    process_mark = mark_of(Path(cell.config.run_dir), node=0)
     exit_code: int | None = None  # of the supervisor that this call has started
-    while cell.marks[-1] not in saved_steps(cell):
-        if marked_pids(mark_of(Path(cell.config.run_dir), 0)):
-            pause()
+    while last_step not in saved_steps(cell):
+        is_running = bool(marked_pids(process_mark))
+        if is_running:
+            pause()  # an earlier, interrupted comparison has started the run, which still trains
         elif exit_code is None:
             exit_code = _supervise(cell, ranks, pause)
         else:
@@ -125,7 +137,7 @@ class _StoppedError(Exception):
 
 
 def _current_step(cell: Cell) -> int:
-    """Return the step in the newest heartbeat file of a run's rank 0; 0 if there is no heartbeat yet."""
+    """Return the optimizer step that rank 0 of a run reports in its heartbeat file; 0 if there is none yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:
             return beat.step
@@ -135,10 +147,17 @@ def _current_step(cell: Cell) -> int:
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
     """Start the supervisor of a run, wait for it and return its exit code.
 
-    If `pause` raises, the supervisor receives SIGTERM, and the exception passes on after it has ended.
+    The supervisor's output is appended to the run's log.
+
+    Args:
+        cell: the run.
+        ranks: ranks of the run, all on this machine.
+        pause: called between checks of the supervisor. If it raises, the supervisor receives SIGTERM, and the
+            exception passes on after the supervisor has ended.
     """
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
+        # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -146,7 +165,7 @@ def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
         while process.poll() is None:
             pause()
     finally:
-        process.terminate()  # does nothing if the process has ended; otherwise its ranks save and end
+        process.terminate()  # no effect if the process has ended; otherwise its ranks save a checkpoint and end
         process.wait()
     return process.returncode
 
@@ -157,11 +176,16 @@ def _log_file(cell: Cell) -> Path:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of a log that starts with "error: ", or its last line if there is no error."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1]
-    if lines:
-        return lines[-1]
-    return "the log is empty"
+    """Return the last line of a log that starts with "error: ", or its last line if there is no such line.
+
+    Blank lines do not count; a log without any other line gives "the log is empty".
+    """
+    last_line = "the log is empty"
+    last_error = ""
+    for line in log.read_text(errors="replace").splitlines():
+        text = line.strip()
+        if text:
+            last_line = text
+        if text.startswith("error: "):
+            last_error = text
+    return last_error or last_line

@@ -52,35 +52,56 @@ class ScoreRow:
 
 
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
-    """Group scores into the rows of the table: one for each step of an objective.
+    """Group scores into the rows of the table: one for each objective and number of steps.
 
-    Objectives are in the order in which they first occur in the scores; the rows of one are ordered by step.
+    Objectives are in the order in which they first occur in the scores; the rows of an objective are ordered by step.
+    A row summarizes, for each task, the scores of all seeds.
 
     Args:
         scores: all scores of the comparison.
         tasks: task -> whether it counts in the average, in the order of the columns. With less than two tasks that
             count, there is no average.
     """
-    averaged = [task for task, is_averaged in tasks.items() if is_averaged]
+    scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
+    for score in scores:
+        scores_of_row.setdefault((score.entry, score.step), []).append(score)
+    objectives = list(dict.fromkeys(score.entry for score in scores))
+    row_keys = sorted(scores_of_row, key=lambda row_key: (objectives.index(row_key[0]), row_key[1]))
+
     rows = []
-    for entry in dict.fromkeys(score.entry for score in scores):
-        for step in sorted({score.step for score in scores if score.entry == entry}):
-            row_scores = [score for score in scores if score.entry == entry and score.step == step]
-            by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
-            if len(averaged) > 1:
-                by_task[AVERAGE] = _average_by_seed([by_task[task] for task in averaged])
-            columns = {task: _summarize(by_seed) for task, by_seed in by_task.items() if by_seed}
-            rows.append(ScoreRow(entry=entry, step=step, flops=row_scores[0].flops, columns=columns))
+    for objective, step in row_keys:
+        row_scores = scores_of_row[objective, step]
+        columns = _summarize_columns(row_scores, tasks)
+        rows.append(ScoreRow(entry=objective, step=step, flops=row_scores[0].flops, columns=columns))
     return rows
 
 
+def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -> dict[str, ScoreSummary]:
+    """Return task, or `AVERAGE` -> summary over the seeds, for one row; a task without any score is left out.
+
+    Args:
+        row_scores: the scores of one objective after one number of steps.
+        tasks: task -> whether it counts in the average, in the order of the columns. With less than two tasks that
+            count, there is no average.
+    """
+    by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
+    averaged_tasks = [task for task, is_averaged in tasks.items() if is_averaged]
+    if len(averaged_tasks) > 1:
+        by_task[AVERAGE] = _average_by_seed([by_task[task] for task in averaged_tasks])
+    return {task: _summarize(by_seed) for task, by_seed in by_task.items() if by_seed}
+
+
 def score_failures(scores: Sequence[Score]) -> list[Failure]:
-    """Return the failures that are stored in scores, one per line, each line with the task and the step before it."""
-    return [
-        Failure(entry=score.entry, seed=score.seed, what=f"{score.task} after {score.step:,} steps: {text}")
-        for score in scores
-        for text in score.failures
-    ]
+    """Return the failures that are stored in scores, such as "rte after 1,000 steps: degenerate: ...".
+
+    A score may have several failures, one for each failed seed of fine-tuning.
+    """
+    failures = []
+    for score in scores:
+        for reason in score.failures:
+            description = f"{score.task} after {score.step:,} steps: {reason}"
+            failures.append(Failure(entry=score.entry, seed=score.seed, what=description))
+    return failures
 
 
 def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
@@ -88,7 +109,7 @@ def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table
 
     Args:
         title: shown above the table.
-        rows: rows of the table.
+        rows: rows of the table, one for each objective and number of steps.
         num_seeds: seeds of the comparison; a cell with fewer shows their number.
     """
     columns = _columns(rows)
@@ -101,67 +122,92 @@ def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table
 def markdown(
     title: str, rows: Sequence[ScoreRow], failures: Sequence[Failure], num_seeds: int, notes: Sequence[str]
 ) -> str:
-    """Return the table and the failures as a Markdown page.
+    """Return the table and the failures as the text of a Markdown page.
 
     Args:
         title: heading of the page.
-        rows: rows of the table.
-        failures: listed below the table.
+        rows: rows of the table, one for each objective and number of steps.
+        failures: runs, checkpoints and tasks that have failed, listed below the table.
         num_seeds: seeds of the comparison; a cell with fewer shows their number.
         notes: lines between the heading and the table.
     """
     columns = _columns(rows)
-    table = [
+    table_lines = [
         _markdown_row(["objective", "steps", "FLOPs", *columns]),
-        "|---|--:|--:|" + "--:|" * len(columns),
-        *(_markdown_row(_row_texts(row, columns, num_seeds)) for row in rows),
+        "|---|--:|--:|" + "--:|" * len(columns),  # aligns the objectives left, and all other columns right
     ]
-    failure_lines = [f"* {failure.entry} seed {failure.seed}: {failure.what}" for failure in failures] or ["None."]
-    lines = [f"# {title}", "", *notes, "", *table, "", "## Failed or degenerate", "", *failure_lines]
+    for row in rows:
+        table_lines.append(_markdown_row(_row_texts(row, columns, num_seeds)))
+
+    failure_lines = [f"* {failure.entry} seed {failure.seed}: {failure.what}" for failure in failures]
+    if not failure_lines:
+        failure_lines = ["None."]
+
+    lines = [f"# {title}", "", *notes, "", *table_lines, "", "## Failed or degenerate", "", *failure_lines]
     return "\n".join(lines) + "\n"
 
 
 def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
-    """Return seed -> score on one task; seeds without a score are left out."""
+    """Return seed -> score on one task; seeds without a score, because fine-tuning diverged, are left out.
+
+    `scores` are those of one objective after one number of steps, on all tasks.
+    """
     return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return seed -> mean over the tasks (each seed -> score), for the seeds that every task has, ascending."""
-    complete_seeds = set.intersection(*(set(by_seed) for by_seed in by_task))
+    """Return seed -> mean score over the tasks, for the seeds that have a score on every task, ascending.
+
+    `by_task` has one mapping, seed -> score, for each of at least one task.
+    """
+    seeds_per_task = [set(by_seed) for by_seed in by_task]
+    complete_seeds = set.intersection(*seeds_per_task)
     return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
 
 
 def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
-    """Summarize at least one score by the median, the lowest and the highest; `by_seed` is seed -> score."""
+    """Summarize scores over the seeds by the median, the lowest and the highest one.
+
+    `by_seed` is seed -> score, as a fraction, of at least one seed.
+    """
     values = list(by_seed.values())
     return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=by_seed)
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
     """Return the names of the table's columns, those that at least one row has, with the average last."""
-    names = list(dict.fromkeys(name for row in rows for name in row.columns if name != AVERAGE))
-    if any(AVERAGE in row.columns for row in rows):
+    names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
+    if AVERAGE in names:
+        names.remove(AVERAGE)
         names.append(AVERAGE)
     return names
 
 
 def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
-    """Return the texts of a row: objective, steps, FLOPs, then one per column."""
+    """Return the texts of the cells of a row: objective, steps, FLOPs, then the scores of each of `columns`.
+
+    `num_seeds` is the number of seeds of the comparison; a score from fewer seeds shows their number.
+    """
     name = "random initialisation" if row.entry == RANDOM else row.entry
     scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]
     return [name, f"{row.step:,}", f"{row.flops:.3g}", *scores]
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" if there is no score."""
+    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)".
+
+    These are the median, the lowest and the highest score, and how many of the comparison's `num_seeds` have a score,
+    unless all have one. Without any score (None), the text is "-".
+    """
     if summary is None:
         return "-"
     num_scores = len(summary.scores)
-    missing = f", {num_scores} of {num_seeds} seeds" if num_scores < num_seeds else ""
-    return f"{100 * summary.median:.1f} ({100 * summary.low:.1f} to {100 * summary.high:.1f}{missing})"
+    spread = f"{100 * summary.low:.1f} to {100 * summary.high:.1f}"
+    if num_scores < num_seeds:
+        spread += f", {num_scores} of {num_seeds} seeds"
+    return f"{100 * summary.median:.1f} ({spread})"
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table."""
+    """Return a row of a Markdown table, as in "| rtd | 1,000 |"; a cell must not contain "|"."""
     return f"| {' | '.join(cells)} |"

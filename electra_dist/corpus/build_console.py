@@ -27,26 +27,31 @@ class BuildConsole:
         """
         self._console = console or Console()
         self._total_bytes = max(total_bytes, 1)
-        self._resumed_bytes = 0
-        self._documents = 0
+        self._resumed_bytes = 0  # input bytes of the shards that an earlier build finished
+        self._documents = 0  # of this build
         self._tokens = 0
-        self._started = self._last_line = time.monotonic()
-        self._bar: Progress | None = None
+        self._started = time.monotonic()
+        self._last_line = self._started  # when the last line of progress was printed
+        self._bar: Progress | None = None  # None if the console is no terminal
 
     def __enter__(self) -> BuildConsole:
         """Start the progress bar if the console is a terminal."""
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("corpus"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[counts]}"),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
+                TextColumn("corpus"),
+                BarColumn(),
+                DownloadColumn(),
+                TextColumn("{task.fields[counts]}"),  # the text that `update` passes as `counts`
+                TimeRemainingColumn(),
+                console=self._console,
+            )
             self._bar.start()
             self._task = self._bar.add_task("corpus", total=self._total_bytes, counts="")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         """Stop the progress bar; an exception of the block is not suppressed."""
-        if self._bar:
+        if self._bar is not None:
             self._bar.stop()
 
     def say(self, text: str) -> None:
@@ -64,7 +69,9 @@ class BuildConsole:
         self._started = time.monotonic()
 
     def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
-        """Show the progress after another chunk; without a terminal at most one line every ten seconds is printed.
+        """Show the progress after another chunk of documents has been turned into rows.
+
+        On a terminal the bar is updated; otherwise a line is printed, at most every ten seconds.
 
         Args:
             bytes_done: input bytes read in all.
@@ -74,21 +81,22 @@ class BuildConsole:
         self._documents += num_documents
         self._tokens += num_tokens
         now = time.monotonic()
-        elapsed = max(now - self._started, 1e-9)
-        counts = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens, "
-        counts += f"{self._tokens / elapsed / 1e3:,.0f} k tokens/s"
-        if self._bar:
+        elapsed_s = max(now - self._started, 1e-9)  # not 0, because it is a divisor
+        k_tokens_per_s = self._tokens / elapsed_s / 1e3
+        counts = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens, {k_tokens_per_s:,.0f} k tokens/s"
+        if self._bar is not None:
             self._bar.update(self._task, completed=bytes_done, counts=counts)
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
+            # The time that is left is estimated from the speed since the build began or resumed.
             bytes_since_start = max(bytes_done - self._resumed_bytes, 1)
-            remaining_s = elapsed * (self._total_bytes - bytes_done) / bytes_since_start
+            remaining_s = elapsed_s * (self._total_bytes - bytes_done) / bytes_since_start
             percent = 100 * bytes_done / self._total_bytes
             self.say(f"corpus: {percent:.0f} % of the input read, {counts}, {remaining_s:.0f} s left")
 
 
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
-    """Return the table that closes a build: documents by outcome, then text, tokens, examples, rows and padding.
+    """Return the table that a build prints at its end: documents by outcome, then text, tokens, rows and padding.
 
     Args:
         totals: counts of the training corpus, the key `totals` of its corpus.json.
@@ -105,13 +113,26 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
         if count:
             table.add_row(f"  skipped: {kind} ({SKIPPED_KINDS[kind]})", f"{count:,}")
     table.add_section()
-    for name, part in (("", totals), ("held-out ", heldout)):
-        if part is not None:
-            padding = 1 - part["tokens"] / max(part["rows"] * seq_len, 1)
-            table.add_row(f"{name}text, MB", f"{part['text_bytes'] / 1e6:,.1f}")
-            table.add_row(f"{name}tokens of text", f"{part['text_tokens']:,}")
-            table.add_row(f"{name}tokens with [CLS] and [SEP]", f"{part['tokens']:,}")
-            table.add_row(f"{name}examples", f"{part['examples']:,}")
-            table.add_row(f"{name}rows", f"{part['rows']:,}")
-            table.add_row(f"{name}padding", f"{100 * padding:.2f} %")
+    _add_text_rows(table, "", totals, seq_len)
+    if heldout is not None:
+        _add_text_rows(table, "held-out ", heldout, seq_len)
     return table
+
+
+def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
+    """Add the size of one corpus to the table: its text, tokens, examples, rows and share of padding.
+
+    Args:
+        table: the table, of two columns.
+        prefix: begins the label of each added row, for example "held-out ".
+        totals: counts of the corpus, the key `totals` of its corpus.json.
+        seq_len: tokens of a row.
+    """
+    num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
+    padding = 1 - totals["tokens"] / num_places
+    table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")
+    table.add_row(f"{prefix}tokens of text", f"{totals['text_tokens']:,}")
+    table.add_row(f"{prefix}tokens with [CLS] and [SEP]", f"{totals['tokens']:,}")
+    table.add_row(f"{prefix}examples", f"{totals['examples']:,}")
+    table.add_row(f"{prefix}rows", f"{totals['rows']:,}")
+    table.add_row(f"{prefix}padding", f"{100 * padding:.2f} %")

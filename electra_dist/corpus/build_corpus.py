@@ -7,7 +7,7 @@ corpus that is already finished is not changed.
 
 How: the main process reads the documents and cuts their stream into chunks; workers turn chunks into rows
 (`chunk_processor.py`). The chunks, taken in order, fill a shard until it reaches its size. The shard is written
-first, then a note that it is finished (`finished_shards.py`). A build that resumes reads up to the first unfinished
+first, then a record that it is finished (`finished_shards.py`). A build that resumes reads up to the first unfinished
 shard without tokenizing. Held-out documents become a corpus of their own in OUTPUT/heldout.
 
 Cost: 0.6 to 1 million tokens per second and worker; 250 MB of memory per worker, 400 MB in the main process.
@@ -21,7 +21,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from electra_kernels.keyed_random import Purpose, derive_seed
@@ -45,6 +45,8 @@ from electra_dist.tokenizer import VOCAB_FILE
 _BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
 _DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
+_TRAIN_STREAM = 0  # numbers of the two random streams of a chunk, from which its seeds are derived
+_HELDOUT_STREAM = 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
     if console is None:
-        console = BuildConsole(sum(file.size for file in request.inputs))
+        console = BuildConsole(total_bytes=sum(file.size for file in request.inputs))
     return _Build(request, console).run()
 
 
@@ -98,83 +100,118 @@ class _Build:
     def run(self) -> BuildResult:
         """Build every shard that is not finished, then write corpus.json of the held-out and the training corpus.
 
-        A corpus that is finished already is returned unchanged. `build_corpus` lists the errors.
+        The training corpus gets its corpus.json last, because that file marks the whole build as finished. A corpus
+        that is finished already is returned unchanged. `build_corpus` lists the errors.
         """
-        finished = self._progress.finished_corpus()
-        if finished is not None:
-            return BuildResult(finished, self._read_heldout(finished), True, len(finished.shards))
-        notes = self._progress.finished_shards()
-        num_resumed = len(notes)
+        manifest = self._progress.finished_corpus()
+        if manifest is not None:
+            return BuildResult(
+                manifest=manifest,
+                heldout=self._read_heldout(manifest),
+                was_there=True,
+                resumed_shards=len(manifest.shards),
+            )
+
+        resumed = self._progress.finished_shards()
         with self._console:
-            if num_resumed:
-                self._console.say(f"{self._store.url}: resuming the build after {num_resumed} finished shards")
-            self._build_remaining_shards(notes)
-        entries = [note.entry for note in notes if note.entry]
+            if resumed:
+                self._console.say(f"{self._store.url}: resuming the build after {len(resumed)} finished shards")
+            shards = resumed + self._build_remaining_shards(resumed)
+
+        # A shard has no entry if all of its documents were held out or skipped.
+        entries = [shard.entry for shard in shards if shard.entry is not None]
         if not entries:
             self._release_folder()
-            raise self._nothing_usable(notes)
-        heldout = self._commit_heldout(notes)
-        manifest = self._commit(self._store, entries, _totals(notes, "train"))
+            raise self._nothing_usable(shards)
+        heldout = self._commit_heldout(shards)
+        manifest = self._commit(self._store, entries, _totals(shards, "train"))
         self._progress.clear()
-        return BuildResult(manifest, heldout, False, num_resumed)
+        return BuildResult(manifest=manifest, heldout=heldout, was_there=False, resumed_shards=len(resumed))
 
-    def _build_remaining_shards(self, notes: list[FinishedShard]) -> None:
-        """Build all shards of the corpus that are not finished.
+    def _build_remaining_shards(self, finished: Sequence[FinishedShard]) -> list[FinishedShard]:
+        """Build all shards of the corpus that are not finished, and return their records, in order.
 
         Args:
-            notes: records of the shards that are finished, in order; the record of each new shard is appended.
+            finished: records of the shards that earlier calls have built, in order from shard 0.
         """
-        chunks = self._unfinished_chunks(notes)
+        chunks = self._unfinished_chunks(finished)
         results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
         with contextlib.closing(results):  # stops the workers if this process fails
-            for shard_chunks in self._group_into_shards(results):
-                notes.append(self._finish_shard(len(notes), shard_chunks))
+            shards = enumerate(self._group_into_shards(results), start=len(finished))
+            return [self._finish_shard(number, shard_chunks) for number, shard_chunks in shards]
 
-    def _unfinished_chunks(self, notes: Sequence[FinishedShard]) -> Iterator[Chunk]:
-        """Yield the chunks of documents that follow the last finished shard.
+    def _unfinished_chunks(self, finished: Sequence[FinishedShard]) -> Iterator[Chunk]:
+        """Yield the chunks of documents that follow the last finished shard, each with its random seeds.
 
-        A resumed build must read the earlier chunks again to find its place. They are not tokenized; only a digest of
-        their text is compared with the one that was recorded with the last finished shard.
+        A chunk is a group of consecutive documents of the inputs, the unit of work of a worker process.
 
         Args:
-            notes: records of the finished shards, in order.
+            finished: records of the finished shards, in order; empty for a new build.
 
         Raises:
             ManifestMismatch: the text of finished shards has changed.
         """
         request = self._request
-        num_finished = notes[-1].end_chunk if notes else 0
-        num_read = 0
         stream = DocumentStream(request.inputs, request.text_field)
-        for number, (documents, stream_digest) in enumerate(cut_chunks(stream, request.chunk_bytes)):
-            num_read = number + 1
-            if num_read == num_finished:
-                if stream_digest != notes[-1].stream_digest:
+        numbered_chunks = enumerate(cut_chunks(stream, request.chunk_bytes))
+        if finished:
+            self._skip_finished_chunks(numbered_chunks, finished[-1], stream)
+        for number, (documents, stream_digest) in numbered_chunks:
+            if number == 0:
+                self._claim_folder()
+            yield Chunk(
+                number=number,
+                documents=documents,
+                seed=derive_seed(request.seed, Purpose.CORPUS, number, _TRAIN_STREAM),
+                heldout_seed=derive_seed(request.seed, Purpose.CORPUS, number, _HELDOUT_STREAM),
+                bytes_done=stream.bytes_done,
+                stream_digest=stream_digest,
+            )
+
+    def _skip_finished_chunks(
+        self,
+        numbered_chunks: Iterator[tuple[int, tuple[list[RawDocument], str]]],
+        last_shard: FinishedShard,
+        stream: DocumentStream,
+    ) -> None:
+        """Read the chunks of the finished shards again, to find where a resumed build continues.
+
+        The chunks are not tokenized. Only the digest of their text is compared with the one that was recorded with the
+        last finished shard.
+
+        Args:
+            numbered_chunks: chunks as `cut_chunks` yields them, with their numbers from 0; advanced to the first chunk
+                that is in no finished shard.
+            last_shard: record of the last finished shard.
+            stream: the documents from which the chunks are cut.
+
+        Raises:
+            ManifestMismatch: the inputs hold other text than the shards were built from, or end earlier.
+        """
+        last_chunk = last_shard.end_chunk - 1
+        for number, (_, stream_digest) in numbered_chunks:
+            if number == last_chunk:
+                if stream_digest != last_shard.stream_digest:
                     raise self._inputs_changed()
                 self._console.resume_at(stream.bytes_done)
-            if number == 0 and not notes:
-                self._claim_folder()
-            if number >= num_finished:
-                yield Chunk(
-                    number=number,
-                    documents=documents,
-                    seed=derive_seed(request.seed, Purpose.CORPUS, number, 0),
-                    heldout_seed=derive_seed(request.seed, Purpose.CORPUS, number, 1),
-                    bytes_done=stream.bytes_done,
-                    stream_digest=stream_digest,
-                )
-        if num_read < num_finished:
-            raise self._inputs_changed()
+                return
+        raise self._inputs_changed()  # the inputs end before the last finished shard does
 
     def _group_into_shards(
         self, results: Iterable[tuple[Chunk, ChunkRows]]
     ) -> Iterator[list[tuple[Chunk, ChunkRows]]]:
-        """Yield groups of consecutive chunks whose training rows fill a shard; the last group may be smaller."""
+        """Yield groups of consecutive chunks whose training rows fill a shard; the last group may be smaller.
+
+        The progress on the console is updated after every chunk.
+
+        Args:
+            results: chunks and their rows, in the order of the inputs.
+        """
         group: list[tuple[Chunk, ChunkRows]] = []
         group_bytes = 0
         for chunk, rows in results:
             num_tokens = rows.train.counts["text_tokens"] + rows.heldout.counts["text_tokens"]
-            self._console.update(chunk.bytes_done, rows.documents["in"], num_tokens)
+            self._console.update(chunk.bytes_done, num_documents=rows.documents["in"], num_tokens=num_tokens)
             group.append((chunk, rows))
             group_bytes += rows.train.block.nbytes
             if group_bytes >= self._request.shard_bytes:
@@ -185,57 +222,77 @@ class _Build:
             yield group
 
     def _finish_shard(self, number: int, chunks: Sequence[tuple[Chunk, ChunkRows]]) -> FinishedShard:
-        """Write the training rows of `chunks` as shard `number`, then record that the shard is finished.
+        """Write the training rows of `chunks` as shard `number`, then record in the store that it is finished.
 
         If the chunks have no training row, no shard is written, and the record has no entry for corpus.json.
 
+        Args:
+            number: position of the shard in the corpus, from 0.
+            chunks: consecutive chunks and their rows, in order; at least one.
+
         Returns:
-            The record of the shard, which is in the store.
+            The record of the shard.
         """
         last_chunk, _ = chunks[-1]
         results = [rows for _, rows in chunks]
         train_rows = np.concatenate([rows.train.block for rows in results])
         heldout_rows = np.concatenate([rows.heldout.block for rows in results])
-        train_counts = sum((rows.train.counts for rows in results), Counter[str]())
+        train_counts = _sum_counts(rows.train.counts for rows in results)
         entry = None
         if len(train_rows):
             entry = _put_shard(self._store, number, train_rows, train_counts["tokens"])
-        note = FinishedShard(
+        shard = FinishedShard(
             number=number,
             entry=entry,
             end_chunk=last_chunk.number + 1,
             stream_digest=last_chunk.stream_digest,
             heldout_rows=len(heldout_rows),
-            documents=sum((rows.documents for rows in results), Counter[str]()),
+            documents=_sum_counts(rows.documents for rows in results),
             train=train_counts,
-            heldout=sum((rows.heldout.counts for rows in results), Counter[str]()),
+            heldout=_sum_counts(rows.heldout.counts for rows in results),
         )
-        self._progress.record(note, heldout_rows)
-        return note
+        self._progress.record(shard, heldout_rows)
+        return shard
 
-    def _commit_heldout(self, notes: Sequence[FinishedShard]) -> CorpusManifest | None:
+    def _commit_heldout(self, finished: Sequence[FinishedShard]) -> CorpusManifest | None:
         """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out.
 
         Args:
-            notes: records of all shards of the build; the held-out rows of each shard are in a file beside its record.
+            finished: records of all shards of the build, in order.
         """
-        entries: list[ShardEntry] = []
         pad_id = self._request.vocabulary.special["[PAD]"]
-        blocks: list[np.ndarray] = []
-        notes_with_rows = [note for note in notes if note.heldout_rows]
-        for note in notes_with_rows:
-            blocks.append(self._progress.heldout_rows(note))
-            is_full = sum(block.nbytes for block in blocks) >= self._request.shard_bytes
-            is_last = note is notes_with_rows[-1]
-            if is_full or is_last:
-                rows = np.concatenate(blocks)
-                num_tokens = int(np.count_nonzero(rows != pad_id))
-                entries.append(_put_shard(self._heldout_store, len(entries), rows, num_tokens))
-                blocks = []
+        entries: list[ShardEntry] = []
+        for rows in self._heldout_shards(finished):
+            num_tokens = int(np.count_nonzero(rows != pad_id))
+            entries.append(_put_shard(self._heldout_store, len(entries), rows, num_tokens))
         if not entries:
             return None
         self._heldout_store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
-        return self._commit(self._heldout_store, entries, _totals(notes, "heldout"))
+        return self._commit(self._heldout_store, entries, _totals(finished, "heldout"))
+
+    def _heldout_shards(self, finished: Sequence[FinishedShard]) -> Iterator[np.ndarray]:
+        """Yield the rows of each shard of the held-out corpus, [rows, seq_len].
+
+        Every training shard has its own, much smaller file of held-out rows. Consecutive files are joined until they
+        reach the size of a shard; only the last shard may be smaller.
+
+        Args:
+            finished: records of all shards of the training corpus, in order.
+        """
+        blocks: list[np.ndarray] = []
+        blocks_bytes = 0
+        for shard in finished:
+            if not shard.heldout_rows:
+                continue
+            block = self._progress.heldout_rows(shard)
+            blocks.append(block)
+            blocks_bytes += block.nbytes
+            if blocks_bytes >= self._request.shard_bytes:
+                yield np.concatenate(blocks)
+                blocks = []
+                blocks_bytes = 0
+        if blocks:
+            yield np.concatenate(blocks)
 
     def _commit(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
         """Write corpus.json, which marks the corpus in `store` as finished, and return its content.
@@ -246,9 +303,10 @@ class _Build:
             totals: counts of its documents, tokens and rows.
         """
         request = self._request
+        ids_are_uint16 = row_dtype(request.vocabulary.size) is np.uint16
         manifest = CorpusManifest(
             seq_len=request.seq_len,
-            dtype="uint16" if row_dtype(request.vocabulary.size) is np.uint16 else "uint32",
+            dtype="uint16" if ids_are_uint16 else "uint32",
             tokenizer=tokenizer_entry(request.vocabulary, request.corpus.lowercase),
             builder={**request.parameters(), **request.input_names()},
             totals=totals,
@@ -280,19 +338,24 @@ class _Build:
     def _inputs_changed(self) -> ManifestMismatch:
         """Return the error for a resumed build whose input text changed after its finished shards were written."""
         return ManifestMismatch(
-            f"{self._store.url}: holds a corpus half built from inputs that have changed since; restore the "
-            "inputs, or delete this folder, or choose another --output"
+            f"{self._store.url}: holds a corpus half built from inputs that have changed since (the digest of their "
+            "text differs from the recorded one); restore the inputs, delete this folder, or choose another --output"
         )
 
-    def _nothing_usable(self, notes: Sequence[FinishedShard]) -> UserError:
-        """Return the error for a build without a training document; its message counts why documents were left out."""
-        totals = _totals(notes, "train")
+    def _nothing_usable(self, finished: Sequence[FinishedShard]) -> UserError:
+        """Return the error for a build without a training document; its message counts why documents were left out.
+
+        Args:
+            finished: records of all shards of the build; empty if the inputs hold no document.
+        """
+        totals = _totals(finished, "train")
         reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
         if totals["documents_heldout"]:
             reasons.append(f"held out {totals['documents_heldout']}")
-        explanation = ", ".join(reasons) or "the inputs are empty"
+        if not reasons:
+            reasons.append("the inputs are empty")
         return UserError(
-            f"{self._store.url}: no usable document among {totals['documents_in']} ({explanation}); "
+            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
             "correct --input, --text-field or corpus.heldout_fraction"
         )
 
@@ -308,30 +371,35 @@ def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tupl
     """
     digest = hashlib.blake2b(digest_size=16)
     documents: list[RawDocument] = []
-    size = 0
+    chunk_size = 0
     for document in stream:
         data = document.data or b""
+        # The length before the data makes the digest depend on where a document ends; -1 stands for a null cell.
         length = -1 if document.data is None else len(data)
         digest.update(b"%d%d:" % (document.is_json, length))
         digest.update(data)
         documents.append(document)
-        size += len(data) + _DOCUMENT_BYTES
-        if size >= chunk_bytes:
+        chunk_size += len(data) + _DOCUMENT_BYTES
+        if chunk_size >= chunk_bytes:
             yield documents, digest.hexdigest()
             documents = []
-            size = 0
+            chunk_size = 0
     if documents:
         yield documents, digest.hexdigest()
 
 
 def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write `rows`, [rows, seq_len], as shard-NNNNNN.tar and return its entry for corpus.json.
+    """Write rows as a shard of a corpus, and return the entry of the shard for corpus.json.
 
-    `num_tokens` is the number of ids that are not [PAD].
+    Args:
+        store: the training or the held-out corpus.
+        number: position of the shard in the corpus, from 0; number 7 is written as shard-000007.tar.
+        rows: ids, [rows, seq_len]; at least one row.
+        num_tokens: number of ids in `rows` that are not [PAD].
     """
+    row_bytes = rows[0].nbytes
     tar = io.BytesIO()
-    rows_per_block = max(1, _BLOCK_BYTES // rows[0].nbytes)
-    write_shard(tar, rows, rows_per_block)
+    write_shard(tar, rows, max(1, _BLOCK_BYTES // row_bytes))
     data = tar.getvalue()
     name = f"shard-{number:06d}.tar"
     store.write(name, data)
@@ -340,15 +408,19 @@ def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> 
     )
 
 
-def _totals(notes: Sequence[FinishedShard], part: str) -> dict[str, Any]:
+def _totals(finished: Sequence[FinishedShard], part: Literal["train", "heldout"]) -> dict[str, Any]:
     """Return the `totals` of corpus.json, added up over all shards of a build.
 
     Args:
-        notes: records of all shards of the build.
-        part: "train" or "heldout": whose bytes, tokens, examples and rows to count. Documents are counted for both.
+        finished: records of all shards of the build.
+        part: the corpus whose bytes, tokens, examples and rows to count. The counts of documents are those of the
+            whole build in either case.
     """
-    documents = sum((Counter(note.documents) for note in notes), Counter[str]())
-    counts = sum((Counter(getattr(note, part)) for note in notes), Counter[str]())
+    documents = _sum_counts(Counter(shard.documents) for shard in finished)
+    if part == "train":
+        counts = _sum_counts(Counter(shard.train) for shard in finished)
+    else:
+        counts = _sum_counts(Counter(shard.heldout) for shard in finished)
     return {
         "documents_in": documents["in"],
         "documents_used": documents["used"],
@@ -356,3 +428,8 @@ def _totals(notes: Sequence[FinishedShard], part: str) -> dict[str, Any]:
         "documents_skipped": {kind: documents[kind] for kind in SKIPPED_KINDS},
         **{key: counts[key] for key in _COUNTS},
     }
+
+
+def _sum_counts(counters: Iterable[Counter[str]]) -> Counter[str]:
+    """Return the sum of several counters, key by key; keys whose sum is 0 are left out."""
+    return sum(counters, Counter[str]())

@@ -16,7 +16,8 @@ from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
-_CHUNK_BYTES = (1 << 16, 1 << 22)  # smallest and largest chunk
+_MIN_CHUNK_BYTES = 1 << 16  # 64 KiB
+_MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,8 @@ class BuildRequest:
         It is a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB. A shard holds the rows of about
         eight chunks, because rows take half as many bytes as their text.
         """
-        smallest, largest = _CHUNK_BYTES
-        return min(max(self.shard_bytes // 4, smallest), largest)
+        quarter_shard = self.shard_bytes // 4
+        return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
     def parameters(self) -> dict[str, Any]:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
@@ -71,11 +72,12 @@ class BuildRequest:
         With these a finished corpus recognizes its inputs without reading them. Names are those below the input
         paths, so moving the inputs to another folder changes nothing.
         """
-        names = canonical_json([[file.name, file.size] for file in self.inputs])
-        return {"num_inputs": len(self.inputs), "inputs_sha256": hashlib.sha256(names.encode()).hexdigest()}
+        names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
+        digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
+        return {"num_inputs": len(self.inputs), "inputs_sha256": digest}
 
     def rules(self) -> Rules:
-        """Return the part of the request that a worker process needs to turn a chunk into rows."""
+        """Return the part of the request that a worker process needs to turn a chunk of documents into rows."""
         return Rules(
             vocabulary_text=self.vocabulary.text,
             lowercase=self.corpus.lowercase,
@@ -90,7 +92,7 @@ class BuildRequest:
 
 
 def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """Return the entry of corpus.json that describes the vocab.txt beside it.
+    """Return the entry of corpus.json that describes the vocab.txt beside it: digest, size and special tokens.
 
     Args:
         vocabulary: the vocabulary of the ids in the rows.

@@ -13,7 +13,6 @@ Cost: tokenization takes most of the time. A worker process imports this module,
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,7 +30,10 @@ _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Parameters that, together with a chunk, determine its rows. The main process sends them to every worker."""
+    """Parameters that, together with a chunk of documents, determine its rows.
+
+    The main process of a corpus build sends them to every worker process.
+    """
 
     vocabulary_text: str  # the text of vocab.txt
     lowercase: bool  # lower-case the text and strip its accents
@@ -50,8 +52,8 @@ class Chunk:
 
     number: int  # position in the stream, from 0
     documents: list[RawDocument]
-    seed: int  # of the example builder of the training part
-    heldout_seed: int  # of the example builder of the held-out part
+    seed: int  # of the random draws for the examples of its training documents
+    heldout_seed: int  # of the random draws for the examples of its held-out documents
     bytes_done: int  # input bytes read when this chunk was complete, for the progress bar
     stream_digest: str  # of all documents of the stream up to the end of this chunk
 
@@ -66,11 +68,11 @@ class Rows:
 
 @dataclass
 class ChunkRows:
-    """Result of processing one chunk: training rows, held-out rows, and the number of documents by outcome."""
+    """Result of turning one chunk of documents into rows: training rows, held-out rows, and counts of documents."""
 
     train: Rows
     heldout: Rows
-    documents: Counter[str]  # in, used, heldout and each kind of SKIPPED_KINDS
+    documents: Counter[str]  # documents by outcome: in (all), used, heldout and each kind of SKIPPED_KINDS
 
 
 class ChunkProcessor:
@@ -95,103 +97,129 @@ class ChunkProcessor:
 
         The result depends on the rules and the chunk alone, not on chunks that were processed before.
         """
-        documents: Counter[str] = Counter()
+        outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
         train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
         heldout = _RowCollector(self._rules, self._vocabulary, chunk.heldout_seed)
-        texts = self._decoded(chunk.documents, documents)
-        for text, sentences in self._tokenized(texts, documents):
+        texts = self._decoded(chunk.documents, outcomes)
+        for text, sentences in self._tokenized(texts, outcomes):
             if self._is_heldout(text):
-                documents["heldout"] += 1
+                outcomes["heldout"] += 1
                 heldout.add(text, sentences)
             else:
-                documents["used"] += 1
+                outcomes["used"] += 1
                 train.add(text, sentences)
-        num_skipped = sum(documents[kind] for kind in SKIPPED_KINDS)
-        assert documents["in"] == documents["used"] + documents["heldout"] + num_skipped == len(chunk.documents)
-        return ChunkRows(train.finish(), heldout.finish(), documents)
+        num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
+        assert outcomes["in"] == len(chunk.documents), "a document was not read"
+        num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped
+        assert outcomes["in"] == num_counted, "a document was not counted once"
+        return ChunkRows(train=train.finish(), heldout=heldout.finish(), documents=outcomes)
 
-    def _decoded(self, raw: Iterable[RawDocument], documents: Counter[str]) -> Iterator[str]:
+    def _decoded(self, raw_documents: Iterable[RawDocument], outcomes: Counter[str]) -> Iterator[str]:
         """Decode documents, and yield the text of each one that no rule skips.
 
         Args:
-            raw: undecoded documents.
-            documents: counter to increase: "in" for each document, and the kind of each skipped one.
+            raw_documents: undecoded documents.
+            outcomes: counter to increase: "in" for each document, and the kind of each skipped one (a key of
+                `SKIPPED_KINDS`).
         """
-        for document in raw:
-            documents["in"] += 1
+        for document in raw_documents:
+            outcomes["in"] += 1
             try:
                 yield decode(document, self._rules.text_field)
             except SkippedDocument as skipped:
-                documents[skipped.kind] += 1
+                outcomes[skipped.kind] += 1
 
-    def _tokenized(self, texts: Iterable[str], documents: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
-        """Tokenize texts, and yield each text with the token ids of its lines, lines without tokens left out.
+    def _tokenized(self, texts: Iterable[str], outcomes: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
+        """Tokenize texts, and yield each text with its sentences: a list of token ids for each line that has tokens.
+
+        One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
 
         Args:
             texts: decoded documents.
-            documents: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
+            outcomes: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
         """
         for batch in _batches(texts):
             lines_of_texts = [text.splitlines() for text in batch]
             all_lines = [line for lines in lines_of_texts for line in lines]
-            ids_of_lines = iter(self._tokenizer.encode(all_lines))
+            ids_of_all_lines = self._tokenizer.encode(all_lines)
+            start = 0  # index in `ids_of_all_lines` of the first line of the text
             for text, lines in zip(batch, lines_of_texts):
-                sentences = [ids for ids in itertools.islice(ids_of_lines, len(lines)) if ids]
+                end = start + len(lines)
+                sentences = [ids for ids in ids_of_all_lines[start:end] if ids]
+                start = end
                 if sentences:
                     yield text, sentences
                 else:
-                    documents["no_tokens"] += 1
+                    outcomes["no_tokens"] += 1
 
     def _is_heldout(self, text: str) -> bool:
         """Return whether a document goes to the held-out corpus.
 
-        A keyed hash of its text decides, so all copies of a text are held out together.
+        A keyed 64-bit hash of its text decides: the lowest `heldout_fraction` of all hashes are held out. All copies
+        of a text are therefore held out together.
         """
-        if not self._rules.heldout_fraction:
+        if self._rules.heldout_fraction == 0:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
-        return int.from_bytes(digest, "little") < self._rules.heldout_fraction * 2**64
+        text_hash = int.from_bytes(digest, "little")
+        return text_hash < self._rules.heldout_fraction * 2**64
 
 
 class _RowCollector:
     """Collector of the examples that one chunk gives to one corpus (training or held-out)."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
-        """Start without examples; `seed` seeds the random draws of the example builder."""
+        """Start without examples.
+
+        Args:
+            rules: parameters of the rows.
+            vocabulary: the vocabulary of the ids; its size decides whether rows are uint16 or uint32.
+            seed: of the random draws of the example builder.
+        """
         self._rules = rules
         self._special = vocabulary.special
         self._dtype = row_dtype(vocabulary.size)
         self._builder = ExampleBuilder(
-            rules.seq_len,
-            self._special["[CLS]"],
-            self._special["[SEP]"],
-            rules.single_segment_prob,
-            rules.short_target_prob,
-            seed,
+            seq_len=rules.seq_len,
+            cls_id=self._special["[CLS]"],
+            sep_id=self._special["[SEP]"],
+            single_segment_prob=rules.single_segment_prob,
+            short_target_prob=rules.short_target_prob,
+            seed=seed,
         )
         self._examples: list[list[int]] = []
         self._counts: Counter[str] = Counter()
 
     def add(self, text: str, sentences: list[list[int]]) -> None:
-        """Build the examples of one document, given its text (to count bytes) and the ids of its lines."""
+        """Build the examples of one document, and count its bytes and tokens.
+
+        Args:
+            text: the document; only its size in UTF-8 is used.
+            sentences: token ids of each of its lines.
+        """
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
 
     def finish(self) -> Rows:
-        """Pack the examples into rows, and assert that no token was lost and no special token came from text."""
-        rules = self._rules
-        special = self._special
+        """Pack the examples of all added documents into rows, and return the rows with their counts.
+
+        Raises:
+            AssertionError: a token was lost or added, or text was encoded as [CLS] or [MASK].
+        """
+        pad_id = self._special["[PAD]"]
+        block = make_rows(self._examples, self._rules.seq_len, pad_id, self._dtype, self._rules.packing)
         counts = self._counts
-        block = make_rows(self._examples, rules.seq_len, special["[PAD]"], self._dtype, rules.packing)
         counts["examples"] = len(self._examples)
         counts["rows"] = len(block)
-        counts["tokens"] = int(np.count_nonzero(block != special["[PAD]"]))
-        num_sep = int(np.count_nonzero(block == special["[SEP]"]))
+        counts["tokens"] = int(np.count_nonzero(block != pad_id))
+        # Every token is a token of text, the one [CLS] of its example, or a [SEP].
+        num_cls = int(np.count_nonzero(block == self._special["[CLS]"]))
+        num_sep = int(np.count_nonzero(block == self._special["[SEP]"]))
         assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or added"
-        assert np.count_nonzero(block == special["[CLS]"]) == counts["examples"], "text was encoded as [CLS]"
-        assert not (block == special["[MASK]"]).any(), "text was encoded as [MASK]"
-        return Rows(block, counts)
+        assert num_cls == counts["examples"], "text was encoded as [CLS]"
+        assert not (block == self._special["[MASK]"]).any(), "text was encoded as [MASK]"
+        return Rows(block=block, counts=counts)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

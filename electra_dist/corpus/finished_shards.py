@@ -1,13 +1,13 @@
 """Record which shards of a corpus build are finished, so that a killed build can resume.
 
-Guarantee: a shard is finished if its record, the note `progress/NNNNNN.json`, exists. The note is written after the
-shard and its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of
+Guarantee: a shard is finished if its record `progress/NNNNNN.json` exists. The record is written after the shard and
+its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of
 the build: a folder that is half built from other parameters, text or vocabulary is refused, never mixed.
 
-How: a note records the chunk after which the shard ends and the digest of all documents up to that point. A build
-that resumes reads the inputs again, which it must do to find the place, and compares the digest. Input after that
-point may have changed, so a damaged file can be replaced and the build resumed. The notes are deleted after
-corpus.json has been written.
+How: a record holds the number of the chunk of documents after which the shard ends, and the digest of all documents
+up to that point. A build that resumes reads the inputs again, which it must do to find the place, and compares the
+digest. Input after that point may have changed, so a damaged file can be replaced and the build resumed. The records
+are deleted after corpus.json has been written.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BUILD_KEY = _FOLDER + "build.json"
 class FinishedShard(Section):
     """Record of one finished shard of a corpus build, stored as progress/NNNNNN.json until the corpus is complete.
 
-    Other docstrings of the corpus builder call it a note.
+    With it a build that was killed resumes after this shard.
     """
 
     number: int = Field(description="position of the shard in the corpus, from 0")
     entry: ShardEntry | None = Field(
         description="entry of the shard for corpus.json; null if its documents gave no training row"
     )
-    end_chunk: int = Field(description="number of the first chunk after this shard")
+    end_chunk: int = Field(description="number of the first chunk of documents after this shard")
     stream_digest: str = Field(description="BLAKE2b digest of all documents before end_chunk, in hexadecimal")
     heldout_rows: int = Field(description="rows in progress/NNNNNN.heldout.npy; 0: the file does not exist")
     documents: dict[str, int] = Field(
@@ -51,7 +51,7 @@ class FinishedShard(Section):
 class BuildProgress:
     """Reader and writer of the files in progress/ that record how far a corpus build has come.
 
-    They are the build's parameters, and for each finished shard a note (`FinishedShard`) and its held-out rows. One
+    They are the build's parameters, and for each finished shard a record (`FinishedShard`) and its held-out rows. One
     build at a time may write to a store.
     """
 
@@ -81,10 +81,11 @@ class BuildProgress:
         manifest = read_manifest(self._store)
         stored = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
         self._refuse_other_parameters(stored, "a finished corpus")
-        if any(stored.get(key) != value for key, value in self._inputs.items()):
+        same_inputs = all(stored.get(key) == value for key, value in self._inputs.items())
+        if not same_inputs:
             raise ManifestMismatch(
-                f"{self._store.url}: holds a finished corpus that was built from other inputs; delete that corpus or "
-                "choose another --output"
+                f"{self._store.url}: holds a finished corpus that was built from other inputs ({MANIFEST_KEY} records "
+                "other names or sizes of files); delete that corpus or choose another --output"
             )
         self.clear()
         return manifest
@@ -99,22 +100,19 @@ class BuildProgress:
             UserError: the store holds shards, but neither records of a build nor a corpus.json.
         """
         if not self._store.exists(_BUILD_KEY):
-            if any(key.endswith(".tar") for key in self._store.list("shard-")):
-                raise UserError(
-                    f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write "
-                    "one, or choose another --output"
-                )
+            self._refuse_foreign_shards()
             return []
-        self._refuse_other_parameters(json.loads(self._store.read(_BUILD_KEY)), "a half-built corpus")
-        notes: list[FinishedShard] = []
+        stored_parameters = json.loads(self._store.read(_BUILD_KEY))
+        self._refuse_other_parameters(stored_parameters, "a half-built corpus")
+        finished: list[FinishedShard] = []
         while True:
-            key = _note_key(len(notes))
+            key = _record_key(len(finished))
             if not self._store.exists(key):
-                return notes
-            note = FinishedShard.model_validate_json(self._store.read(key))
-            if note.entry and not self._has_shard(note.entry):
-                return notes
-            notes.append(note)
+                return finished
+            shard = FinishedShard.model_validate_json(self._store.read(key))
+            if shard.entry is not None and not self._has_shard(shard.entry):
+                return finished
+            finished.append(shard)
 
     def begin(self) -> None:
         """Write the build's parameters to progress/build.json; a later build with other parameters is then refused."""
@@ -124,21 +122,27 @@ class BuildProgress:
         """Record that a shard is finished. The caller must have written the shard to the store before.
 
         Args:
-            note: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
+            note: the record of the shard; its `heldout_rows` must be the number of rows in `heldout_rows`.
             heldout_rows: rows of the shard's held-out documents, [rows, seq_len]; may be empty.
         """
         if len(heldout_rows):
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
             self._store.write(_heldout_key(note.number), buffer.getvalue())
-        self._store.write(_note_key(note.number), (note.model_dump_json() + "\n").encode())
+        # The record is written last: its existence marks the shard and its held-out rows as finished.
+        self._store.write(_record_key(note.number), (note.model_dump_json() + "\n").encode())
 
     def heldout_rows(self, note: FinishedShard) -> np.ndarray:
-        """Return the held-out rows of the shard that `note` records, [rows, seq_len].
+        """Return the held-out rows that belong to a finished shard, [rows, seq_len] uint16 or uint32.
 
-        Call it only if `note.heldout_rows` is not 0: no file exists for an empty array.
+        Args:
+            note: the record of the shard; its `heldout_rows` must not be 0, because no file exists for an empty array.
+
+        Raises:
+            StoreError: the file progress/NNNNNN.heldout.npy is missing or cannot be read.
         """
-        return np.load(io.BytesIO(self._store.read(_heldout_key(note.number))), allow_pickle=False)
+        data = self._store.read(_heldout_key(note.number))
+        return np.load(io.BytesIO(data), allow_pickle=False)
 
     def clear(self) -> None:
         """Delete all files in progress/; shards and corpus.json stay.
@@ -152,12 +156,20 @@ class BuildProgress:
         """Return whether the shard of `entry` is in the store with the recorded size; its digest is not checked."""
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
+    def _refuse_foreign_shards(self) -> None:
+        """Raise UserError if the store, which has no records of a build, holds shards that another program wrote."""
+        if any(key.endswith(".tar") for key in self._store.list("shard-")):
+            raise UserError(
+                f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write one, "
+                "or choose another --output"
+            )
+
     def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
         """Raise an error if the parameters in the store differ from those of this build.
 
         Args:
             stored: parameters in the store.
-            description: what the store holds, for the error.
+            description: what the store holds, for the error: "a finished corpus" or "a half-built corpus".
 
         Raises:
             ManifestMismatch: a parameter differs; the message names the first one.
@@ -170,11 +182,11 @@ class BuildProgress:
                 )
 
 
-def _note_key(number: int) -> str:
-    """Return the key of the file that records shard `number` as finished."""
+def _record_key(number: int) -> str:
+    """Return the key of the file that records a shard as finished: progress/000007.json for shard 7."""
     return f"{_FOLDER}{number:06d}.json"
 
 
 def _heldout_key(number: int) -> str:
-    """Return the key of the file with the held-out rows of shard `number`."""
+    """Return the key of the file with the held-out rows of a shard: progress/000007.heldout.npy for shard 7."""
     return f"{_FOLDER}{number:06d}.heldout.npy"

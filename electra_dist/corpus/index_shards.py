@@ -44,20 +44,15 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
     """
     if store.exists(MANIFEST_KEY):
         raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
-    names = [key for key in store.list() if key.endswith(".tar") and "/" not in key]
+    names = [key for key in store.list() if _is_shard_of_top_folder(key)]
     if not names:
         raise UserError(f"{store.url}: has no *.tar to index; give the folder or s3:// prefix that holds the shards")
-    entries = []
-    row_shape: tuple[int, np.dtype[Any]] | None = None
+    entries: list[ShardEntry] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            path = store.local_path(name)
-            if path is None:
-                path = Path(folder) / "shard.tar"
-                store.fetch(name, path)
-            if row_shape is None:
-                row_shape = _row_shape(path, name)
-            seq_len, dtype = row_shape
+            path = _local_shard(store, name, Path(folder))
+            if not entries:  # the first shard decides the length and the type of all rows
+                seq_len, dtype = _row_shape(path, name)
             entries.append(_index_shard(path, name, seq_len, dtype, vocabulary))
     manifest = CorpusManifest(
         seq_len=seq_len,
@@ -72,8 +67,31 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
     return manifest
 
 
+def _is_shard_of_top_folder(key: str) -> bool:
+    """Return whether a key of the store is a shard to index: `a.tar` is, `heldout/a.tar` and `corpus.json` are not."""
+    return key.endswith(".tar") and "/" not in key
+
+
+def _local_shard(store: Store, name: str, folder: Path) -> Path:
+    """Return the path of a shard on a local disk; from S3 it is first downloaded to `folder`.
+
+    One download replaces the one before, so that the disk holds one shard at a time.
+    """
+    path = store.local_path(name)
+    if path is None:
+        path = folder / "shard.tar"
+        store.fetch(name, path)
+    return path
+
+
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the row length and the type of the first block in the shard at `path`; `name` is for errors.
+    """Return the number of ids of a row, and their type, as the first block of a shard has them.
+
+    A shard is a tar whose members are .npy files, each a block of rows.
+
+    Args:
+        path: the shard on a local disk.
+        name: its name in the corpus, for errors.
 
     Raises:
         ManifestMismatch: the file is not a tar, has no block, or its first block is not rows of uint16 or uint32.
@@ -90,11 +108,17 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
         raise ManifestMismatch(
             f"{name}: {member_name} holds {block.dtype} {block.shape}; write rows as [n, seq_len] uint16 or uint32"
         )
-    return block.shape[1], block.dtype
+    _, seq_len = block.shape
+    return seq_len, block.dtype
 
 
 def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
-    """Return the name and the array of the first member of a tar that is a block of rows; ("", None) without one."""
+    """Return the name and the array of the first member of a tar that is a block of rows; ("", None) without one.
+
+    Raises:
+        tarfile.TarError: the file is not an uncompressed tar.
+        ValueError: the member is not a .npy file, or needs pickle.
+    """
     with tarfile.open(path, "r:") as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
@@ -106,7 +130,14 @@ def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
 
 
 def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
-    """Check all rows of the shard at `path`, and return its entry for corpus.json.
+    """Check all rows of a shard, and return its entry for corpus.json.
+
+    Args:
+        path: the shard on a local disk.
+        name: its name in the corpus.
+        seq_len: ids that every row must have.
+        dtype: type that the rows must have, uint16 or uint32.
+        vocabulary: the vocabulary of the ids.
 
     Raises:
         ManifestMismatch: a block does not hold rows of `seq_len` ids of `dtype`, or a row cannot be trained on.
@@ -130,19 +161,23 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why the rows of a shard cannot be trained on; None if they can.
+    """Return why the rows of a shard cannot be trained on, as the predicate of a sentence; None if they can.
+
+    Rows must begin with [CLS], must have [PAD] only at their end, and must hold ids of the vocabulary only.
 
     Args:
         rows: ids, [rows, seq_len].
         is_pad: where `rows` is [PAD], same shape.
         vocabulary: the vocabulary of the ids.
     """
-    if not len(rows):
+    if len(rows) == 0:
         return "has no rows"
-    if rows.max() >= vocabulary.size:
-        return f"holds id {rows.max()}, but the vocabulary has {vocabulary.size} entries"
+    largest_id = rows.max()
+    if largest_id >= vocabulary.size:
+        return f"holds id {largest_id}, but the vocabulary has {vocabulary.size} entries"
     if (rows[:, 0] != vocabulary.special["[CLS]"]).any():
         return "has a row that does not begin with [CLS]"
-    if (is_pad[:, :-1] & ~is_pad[:, 1:]).any():
+    pad_before_token = is_pad[:, :-1] & ~is_pad[:, 1:]  # a [PAD] whose right neighbour is another token
+    if pad_before_token.any():
         return "has a row with [PAD] before its end"
     return None

@@ -41,6 +41,8 @@ PACKAGES = (
     "torch", "numpy", "matplotlib", "sympy", "networkx", "deepspeed", "pydantic", "rich", "click", "typer", "pip",
     "setuptools", "jinja2", "fsspec", "huggingface_hub", "webdataset", "tensorboard", "PIL", "psutil",
 )  # fmt: skip
+_MIN_PARAGRAPH_WORDS = 5  # a shorter paragraph is a heading or a label
+_MIN_LETTER_SHARE = 0.8  # share of a paragraph that must be letters of words, and spaces
 _WORD = re.compile(r"[A-Za-z]{2,}")
 # The first line of a list item, or of an argument in NumPy or Google style.
 _ITEM = re.compile(r"^\s*([-*+] |\d+[.)] |\*{0,2}`{0,2}[\w.]+`{0,2}( ?\([^)]*\))? ?: )")
@@ -83,75 +85,104 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     Args:
         packages: import names of installed packages to read beside the standard library; missing ones are ignored.
     """
-    seen: set[int] = set()
-    for docstrings in _sources(packages):
+    seen: set[int] = set()  # hashes of the paragraphs that a document contains
+    for docstrings in _docstrings_by_source(packages):
         document: list[str] = []
         for docstring in docstrings:
-            new_paragraphs: dict[int, str] = {}
-            for paragraph in prose(docstring):
-                key = _key(paragraph)
-                if key not in seen:
-                    new_paragraphs[key] = paragraph
+            new_paragraphs = _new_paragraphs(docstring, seen)
             num_words = sum(len(_WORD.findall(paragraph)) for paragraph in new_paragraphs.values())
             if num_words >= MIN_WORDS:
-                seen.update(new_paragraphs)
-                document += new_paragraphs.values()
+                seen.update(new_paragraphs.keys())
+                document.extend(new_paragraphs.values())
         if document:
             yield "\n".join(document)
+
+
+def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
+    """Return the paragraphs of prose in a docstring that are not in `seen`, by their hashes (`_paragraph_hash`).
+
+    Of equal paragraphs within the docstring the last one is returned, in the place of the first.
+
+    Args:
+        docstring: a docstring or help text, as it is in the source.
+        seen: hashes of the paragraphs to leave out.
+    """
+    new_paragraphs: dict[int, str] = {}
+    for paragraph in prose(docstring):
+        key = _paragraph_hash(paragraph)
+        if key not in seen:
+            new_paragraphs[key] = paragraph
+    return new_paragraphs
 
 
 def prose(docstring: str) -> list[str]:
     """Return the paragraphs of a docstring that are sentences, each on one line and without mark-up.
 
     Code, doctests, tables and paragraphs of fewer than five words are left out.
+
+    Args:
+        docstring: a docstring as it is in the source; its common indentation is removed first.
     """
     paragraphs: list[str] = []
-    code_indent: int | None = None  # set after a `::`; blocks that are indented deeper are code
+    # After a block that ends in `::`, its indentation: blocks that are indented deeper are code (reStructuredText).
+    code_indent: int | None = None
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         lines = block.splitlines()
         indent = _indent(lines[0]) if lines else 0
-        if code_indent is not None and indent > code_indent:
+        is_code = code_indent is not None and indent > code_indent
+        if is_code:
             continue
         code_indent = indent if block.rstrip().endswith("::") else None
-        paragraphs += filter(_is_prose, _paragraphs(lines))
+        paragraphs.extend(paragraph for paragraph in _paragraphs(lines) if _is_prose(paragraph))
     return paragraphs
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the paragraphs of a block of lines, each joined to one line.
+    """Yield the paragraphs of a block of lines, each joined to one line; some may be empty.
 
-    An item of a list begins a new paragraph; a doctest or other code ends the block.
+    An item of a list and a Sphinx field (`:param x:`) begin a new paragraph. A doctest or other code ends the block.
+    Lines without a word, such as the rules of a table, are left out.
     """
-    current: list[str] = []
+    paragraph_lines: list[str] = []
     for line in lines:
         if _NOT_PROSE.match(line):
             break
         if not _WORD.search(line):
             continue
         if _ITEM.match(line) or _FIELD.match(line):
-            yield _clean(current)
-            current = []
-        current.append(line)
-    yield _clean(current)
+            yield _joined_without_markup(paragraph_lines)
+            paragraph_lines = []
+        paragraph_lines.append(line)
+    yield _joined_without_markup(paragraph_lines)
 
 
-def _clean(lines: list[str]) -> str:
-    """Join the lines of a paragraph to one, without Sphinx roles and fields, quotes and repeated white space."""
-    text = _FIELD.sub(r"\2:", " ".join(lines))
-    text = _MARKS.sub("", _ROLE.sub(r"\1", text)).replace("::", ":")
-    return _SPACE.sub(" ", text).strip(" -*+:")
+def _joined_without_markup(lines: list[str]) -> str:
+    """Return the lines of a paragraph as one line, without mark-up and repeated white space.
+
+    For example, "- See :func:`f` for" and "  **details**." become "See f for details.".
+    """
+    text = " ".join(lines)
+    text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
+    text = _ROLE.sub(r"\1", text)
+    text = _MARKS.sub("", text)
+    text = text.replace("::", ":")
+    text = _SPACE.sub(" ", text)
+    return text.strip(" -*+:")
 
 
 def _is_prose(text: str) -> bool:
     """Return whether a paragraph has five words or more and is mostly letters: no code, table or formula."""
     words = _WORD.findall(text)
     num_letters = sum(map(len, words)) + text.count(" ")
-    return len(words) >= 5 and num_letters >= 0.8 * len(text) and "_" * 3 not in text
+    if len(words) < _MIN_PARAGRAPH_WORDS or num_letters < _MIN_LETTER_SHARE * len(text):
+        return False
+    return "___" not in text  # a blank to fill in, or a line of a drawing
 
 
-def _key(text: str) -> int:
+def _paragraph_hash(text: str) -> int:
     """Return a 64-bit hash of the text in lower case, by which repeated paragraphs are recognized."""
-    return int.from_bytes(hashlib.blake2b(text.lower().encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(text.lower().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _indent(line: str) -> int:
@@ -159,43 +190,60 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _sources(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a list of docstrings for each help topic, then for each C module, then for each .py file."""
+def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the docstrings of each source: first the help topics of Python, then C modules, then .py files.
+
+    The .py files are those of the standard library, then those of each package.
+
+    Args:
+        packages: import names of installed packages; for one that is not installed nothing is yielded.
+    """
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]
     for name in _C_MODULES:
-        yield _inspected(name)
+        yield _docstrings_of_c_module(name)
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
-    yield from map(_parsed, _python_files(library, skip=("site-packages", "dist-packages", "lib2to3", "idlelib")))
+    for path in _python_files(library, skip=("site-packages", "dist-packages", "lib2to3", "idlelib")):
+        yield _docstrings_of_file(path)
+    site_folders = sorted({paths["purelib"], paths["platlib"]})  # often one and the same
     for package in packages:
-        for site in sorted({paths["purelib"], paths["platlib"]}):
-            yield from map(_parsed, _python_files(Path(site) / package, skip=("_vendor",)))
+        for site_folder in site_folders:
+            for path in _python_files(Path(site_folder) / package, skip=("_vendor",)):
+                yield _docstrings_of_file(path)
 
 
 def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
-    """Return the .py files below `folder`, sorted; tests and folders named in `skip` are left out."""
+    """Return the .py files below `folder`, sorted; tests and folders named in `skip` are left out.
+
+    The result is empty if there is no such folder.
+    """
     excluded = {*skip, "test", "tests", "testing", "__pycache__"}
     return sorted(path for path in folder.rglob("*.py") if not excluded.intersection(path.relative_to(folder).parts))
 
 
-def _parsed(path: Path) -> list[str]:
-    """Return the docstrings of a .py file; [] if it has few, or is not valid in this version of Python."""
+def _docstrings_of_file(path: Path) -> list[str]:
+    """Return the docstrings of a .py file, in source order.
+
+    The result is empty if less than `MIN_SHARE` of the file is docstrings, or if this version of Python cannot parse
+    it.
+    """
     source = path.read_bytes()
+    # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))
     if docstring_bytes < MIN_SHARE * len(source):
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # about invalid escape sequences in the source
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return []
-    return list(_docstrings(tree))
+    return list(_docstrings_of_node(tree))
 
 
-def _docstrings(node: ast.AST) -> Iterator[str]:
+def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
     """Yield the docstrings of a node and of everything that is defined in it, in source order.
 
     Only statements are visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
@@ -204,15 +252,19 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
         docstring = ast.get_docstring(node, clean=False)
         if docstring:
             yield docstring
-    for name in ("body", "orelse", "handlers", "finalbody"):
-        statements = getattr(node, name, None)
+    for field in ("body", "orelse", "handlers", "finalbody"):  # the fields of a node that hold statements
+        statements = getattr(node, field, None)
         if isinstance(statements, list):  # a lambda, for example, has an expression as its body
             for statement in statements:
-                yield from _docstrings(statement)
+                yield from _docstrings_of_node(statement)
 
 
-def _inspected(name: str) -> list[str]:
-    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks it."""
+def _docstrings_of_c_module(name: str) -> list[str]:
+    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks it.
+
+    Args:
+        name: import name of the module, such as "math"; it is imported.
+    """
     try:
         module = importlib.import_module(name)
     except ImportError:
@@ -222,5 +274,5 @@ def _inspected(name: str) -> list[str]:
     members = [value for owner in owners for _, value in sorted(vars(owner).items())]
     # Functions written in Python are hooks that were installed at run time (sys.excepthook), and vary by process.
     routines = [value for value in members if inspect.isroutine(value) and not inspect.isfunction(value)]
-    docstrings = [getattr(item, "__doc__", None) for item in [*owners, *routines]]
+    docstrings = [getattr(documented, "__doc__", None) for documented in [*owners, *routines]]
     return [docstring for docstring in docstrings if isinstance(docstring, str)]

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 Ids = list[int]
 MIN_TARGET = 5  # shortest target length of an example, in tokens
 MIN_SEQ_LEN = 8  # shortest rows that a corpus may have
-_NO_LIMIT = 1 << 60
+_NO_LIMIT = 1 << 60  # limit of segment A, in tokens, if it takes all sentences
 
 
 class ExampleBuilder:
@@ -59,15 +59,16 @@ class ExampleBuilder:
         self._single_segment_prob = single_segment_prob
         self._short_target_prob = short_target_prob
         self._random = random.Random(seed)
-        self._target = seq_len
-        self._sentences: list[Ids] = []
+        self._target = seq_len  # tokens at which the accumulated sentences make an example
+        self._sentences: list[Ids] = []  # accumulated for the next example
         self._length = 0  # tokens in _sentences
 
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
-        """Yield the examples of one document, each of 3 to seq_len ids.
+        """Yield the examples `[CLS] A [SEP] B [SEP]` of one document, each of 3 to seq_len ids.
 
-        Together the examples hold every id of `sentences` exactly once, beside [CLS] and [SEP]. Exhaust the iterator
-        before the next call, because sentences that remain would be mixed with the next document.
+        Sentences accumulate until they have as many tokens as the target length, and then make one example. Together
+        the examples hold every id of `sentences` exactly once, beside [CLS] and [SEP]. Exhaust the iterator before the
+        next call, because sentences that remain would be mixed with the next document.
 
         Args:
             sentences: token ids of each line of the document.
@@ -75,17 +76,22 @@ class ExampleBuilder:
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
                 self._add(piece)
+                # One piece may be enough for several examples, because the target length may be as short as 5.
                 while self._length >= self._target:
                     yield self._make_example()
-        while self._length:
+        while self._length > 0:  # the end of the document, which may be shorter than the target length
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return [sentence], or its pieces of (seq_len - 3) // 2 ids if the sentence is too long for one example."""
-        if len(sentence) <= self._seq_len - 2:
+        """Return [sentence], or its pieces of (seq_len - 3) // 2 ids if the sentence is too long for one example.
+
+        Two pieces fill an example, one as segment A and one as segment B, so that long lines make pairs, too.
+        """
+        longest_alone = self._seq_len - 2  # with [CLS] and one [SEP]
+        if len(sentence) <= longest_alone:
             return [sentence]
-        size = (self._seq_len - 3) // 2
-        return [sentence[start : start + size] for start in range(0, len(sentence), size)]
+        piece_length = (self._seq_len - 3) // 2  # half of an example without [CLS] and two [SEP]
+        return [sentence[start : start + piece_length] for start in range(0, len(sentence), piece_length)]
 
     def _add(self, sentence: Ids) -> None:
         """Add a sentence to the sentences of the next example; an empty sentence is ignored."""
@@ -94,45 +100,65 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Return an example of the accumulated sentences; tokens that do not fit are kept for the next example."""
-        first, second = self._split()
-        room_first = self._seq_len - 2  # beside [CLS] and [SEP]
-        room_second = max(0, self._seq_len - 3 - min(len(first), room_first))  # beside [CLS], A and two [SEP]
+        """Make an example of the accumulated sentences, and draw the target length of the next one.
+
+        Tokens that do not fit the example become the first sentence of the next one.
+
+        Returns:
+            The ids `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` if no token is left for B; at most seq_len.
+        """
+        first, second = self._divide_into_segments()
+
+        # Cut each segment at the room that it has in the example.
+        room_first = self._seq_len - 2  # without [CLS] and one [SEP]
+        used_first = min(len(first), room_first)
+        room_second = max(0, self._seq_len - 3 - used_first)  # without [CLS], segment A and two [SEP]
+        segment_a = first[:room_first]
+        segment_b = second[:room_second]
         carried = first[room_first:] + second[room_second:]
-        first = first[:room_first]
-        second = second[:room_second]
+
+        # Begin the next example.
         self._sentences = []
         self._length = 0
         self._add(carried)
         self._draw_target()
-        example = self._cls + first + self._sep
-        if second:
-            example = example + second + self._sep
+
+        example = self._cls + segment_a + self._sep
+        if segment_b:
+            example = example + segment_b + self._sep
         return example
 
-    def _split(self) -> tuple[Ids, Ids]:
+    def _divide_into_segments(self) -> tuple[Ids, Ids]:
         """Divide the accumulated sentences into segments A and B, and return the ids of each segment.
+
+        Segment A takes sentences until it has about half of the target length, and B takes the others. With
+        probability `single_segment_prob` A takes all. For example, with a target of 13 tokens the limit of A is
+        (13 - 3) // 2 = 5: of sentences of 4, 3 and 6 tokens, A takes the first; the second crosses the limit, so a
+        random draw decides; B takes the third.
 
         Source: class ExampleBuilder of google-research/electra, with the same order of random draws.
         """
-        limit = (self._target - 3) // 2
+        limit_of_a = (self._target - 3) // 2  # half of the tokens beside [CLS] and two [SEP]
         if self._random.random() < self._single_segment_prob:
-            limit = _NO_LIMIT
-        first: Ids = []
-        second: Ids = []
+            limit_of_a = _NO_LIMIT
+        segment_a: Ids = []
+        segment_b: Ids = []
         for sentence in self._sentences:
-            goes_first = not first or len(first) + len(sentence) < limit
-            crosses_limit = not goes_first and not second and len(first) < limit
-            if crosses_limit:
-                goes_first = self._random.random() < 0.5
-            if goes_first:
-                first += sentence
+            if not segment_a or len(segment_a) + len(sentence) < limit_of_a:
+                goes_to_a = True
+            elif not segment_b and len(segment_a) < limit_of_a:
+                goes_to_a = self._random.random() < 0.5  # the first sentence that crosses the limit of A
             else:
-                second += sentence
-        return first, second
+                goes_to_a = False
+            if goes_to_a:
+                segment_a += sentence
+            else:
+                segment_b += sentence
+        return segment_a, segment_b
 
     def _draw_target(self) -> None:
         """Draw the next target length: seq_len, or with probability `short_target_prob` uniform in [5, seq_len]."""
         self._target = self._seq_len
         if self._random.random() < self._short_target_prob:
-            self._target = MIN_TARGET + int(self._random.random() * (self._seq_len - MIN_TARGET + 1))
+            num_targets = self._seq_len - MIN_TARGET + 1
+            self._target = MIN_TARGET + int(self._random.random() * num_targets)

@@ -30,13 +30,13 @@ class RawDocument(NamedTuple):
 
 
 class SkippedDocument(Exception):
-    """Raised for a document that a rule excludes from the corpus; `kind` is a key of `SKIPPED_KINDS`.
+    """Exception for a document that a rule excludes; `kind`, a key of `SKIPPED_KINDS`, names the rule.
 
-    It is not an error of the build: the caller counts the document under its kind and continues.
+    It is not an error of the corpus build: the caller counts the document under its kind and continues.
     """
 
     def __init__(self, kind: str) -> None:
-        """Store `kind`, which must be a key of `SKIPPED_KINDS`."""
+        """Store the rule that excludes the document: `kind` must be a key of `SKIPPED_KINDS`, such as "empty"."""
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
@@ -67,7 +67,7 @@ def decode(document: RawDocument, text_field: str = "text") -> str:
 
 
 def _text_of_json(line: str, text_field: str) -> str:
-    """Return the field `text_field` of a JSON line.
+    """Return the field `text_field` of a JSON line, which must be a string that can be encoded as UTF-8.
 
     Raises:
         SkippedDocument: the line is not a JSON object, the field is missing, not a string or white space, or the
@@ -86,6 +86,6 @@ def _text_of_json(line: str, text_field: str) -> str:
         raise SkippedDocument("empty")
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud83d
+    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, written as \ud83d
         raise SkippedDocument("undecodable") from None
     return text

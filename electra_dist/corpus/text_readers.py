@@ -34,6 +34,16 @@ from electra_dist.errors import UserError
 FORMATS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".wet": "wet"}
 COMPRESSIONS = (".gz", ".zst", ".xz")
 _READ_BYTES = 1 << 20
+_PARQUET_BATCH_ROWS = 1024
+# Errors that the readers of the formats raise for a file that is damaged or cut off.
+_DAMAGED_FILE_ERRORS = (
+    EOFError,
+    OSError,
+    zlib.error,
+    lzma.LZMAError,
+    zstandard.ZstdError,
+    pyarrow.ArrowException,
+)
 _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
@@ -58,42 +68,54 @@ def find_inputs(paths: Sequence[str | Path]) -> list[InputFile]:
     Raises:
         UserError: a path is missing, on S3 or a file of unknown kind, or no file was found.
     """
-    inputs: dict[Path, InputFile] = {}
-    for path in map(str, paths):
-        for file in _files_of_input(path):
-            inputs.setdefault(file.path.resolve(), file)
-    if not inputs:
+    file_of_real_path: dict[Path, InputFile] = {}
+    for path in paths:
+        for file in _files_of_input(str(path)):
+            real_path = file.path.resolve()  # equal for two paths that lead to one file, for example through a link
+            file_of_real_path.setdefault(real_path, file)
+    if not file_of_real_path:
+        all_paths = " ".join(str(path) for path in paths)
         raise UserError(
-            f"--input {' '.join(map(str, paths))}: no file with a known ending; give files or folders with "
-            f"{_known_endings()}"
+            f"--input {all_paths}: no file with a known ending; give files or folders with {_known_endings()}"
         )
-    return sorted(inputs.values(), key=lambda file: (file.name, str(file.path)))
+    return sorted(file_of_real_path.values(), key=lambda file: (file.name, str(file.path)))
 
 
 def _files_of_input(path: str) -> Iterator[InputFile]:
-    """Yield the file at `path`, or the files of known formats below it, sorted.
+    """Yield the input file at `path`, or those below it if it is a folder.
+
+    Args:
+        path: what the user gave as --input.
 
     Raises:
         UserError: the path is missing, on S3 or a file of unknown kind.
     """
     root = Path(path)
     if path.startswith("s3://"):
-        raise UserError(f"--input {path}: inputs are local files; copy the prefix to a disk first")
+        raise UserError(f"--input {path}: is on S3, but inputs are local files; copy the prefix to a disk first")
     if not root.exists():
         raise UserError(f"--input {path}: no such file or folder; correct the path")
-    if not root.is_dir():
-        file_format = _format(root)
-        if file_format is None:
-            raise UserError(f"--input {path}: unknown kind of file; known: {_known_endings()}; convert or rename it")
-        if root.is_file():
-            yield InputFile(root.name, root, file_format, root.stat().st_size)
+    if root.is_dir():
+        yield from _files_in_folder(root)
         return
-    for file in sorted(root.rglob("*")):
-        relative = file.relative_to(root)
+    file_format = _format(root)
+    if file_format is None:
+        raise UserError(f"--input {path}: unknown kind of file; known: {_known_endings()}; convert or rename it")
+    if root.is_file():  # not a pipe or device
+        yield InputFile(name=root.name, path=root, format=file_format, size=root.stat().st_size)
+
+
+def _files_in_folder(folder: Path) -> Iterator[InputFile]:
+    """Yield the files of known formats below `folder`, sorted by path.
+
+    Hidden files, and files in hidden folders, are left out.
+    """
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in relative.parts)
-        file_format = _format(file)
-        if file_format is not None and not is_hidden and file.is_file():
-            yield InputFile(relative.as_posix(), file, file_format, file.stat().st_size)
+        file_format = _format(path)
+        if file_format is not None and not is_hidden and path.is_file():
+            yield InputFile(name=relative.as_posix(), path=path, format=file_format, size=path.stat().st_size)
 
 
 class DocumentStream:
@@ -105,17 +127,19 @@ class DocumentStream:
         Args:
             files: input files in reading order, from `find_inputs`.
             text_field: name of the parquet column that holds the text. Other formats ignore it: a JSON line is yielded
-                whole, and `documents.decode` finds its text.
+                whole, and `text_decoding.decode` finds its text.
         """
         self._files = files
         self._text_field = text_field
-        self._bytes_before = 0
+        self._closed_bytes = 0  # size of the files that were read to their end
         self._open_file: BinaryIO | None = None
 
     @property
     def bytes_done(self) -> int:
         """Return the bytes of the input files read so far; compressed files count with their size on disk."""
-        return self._bytes_before + (self._open_file.tell() if self._open_file else 0)
+        if self._open_file is None:
+            return self._closed_bytes
+        return self._closed_bytes + self._open_file.tell()
 
     def __iter__(self) -> Iterator[RawDocument]:
         """Yield every document of every file.
@@ -125,31 +149,31 @@ class DocumentStream:
         """
         for file in self._files:
             try:
-                with open(file.path, "rb") as self._open_file:
-                    yield from self._read(file, self._open_file)
-            except (
-                EOFError,
-                OSError,
-                zlib.error,
-                lzma.LZMAError,
-                zstandard.ZstdError,
-                pyarrow.ArrowException,
-            ) as error:
+                with open(file.path, "rb") as raw:
+                    self._open_file = raw  # `bytes_done` asks it for its position
+                    yield from self._read(file, raw)
+            except _DAMAGED_FILE_ERRORS as error:
                 raise UserError(
                     f"{file.path}: cannot be read to its end ({error}); replace the file or leave it out"
                 ) from None
             finally:
                 self._open_file = None
-            self._bytes_before += file.size
+            self._closed_bytes += file.size
 
     def _read(self, file: InputFile, raw: BinaryIO) -> Iterator[RawDocument]:
-        """Yield the documents of one file, which the caller has opened as `raw` to read bytes."""
+        """Yield the documents of one file, decompressed but not decoded.
+
+        Args:
+            file: the file; its format and its ending decide how it is read.
+            raw: the same file, which the caller has opened to read bytes and closes afterwards.
+        """
         if file.format == "parquet":
             yield from _read_parquet(file.path, raw, self._text_field)
             return
         stream = _decompressed(raw, file.path.suffix.lower())
         if file.format == "jsonl":
-            yield from (RawDocument(line, True) for line in stream)
+            for line in stream:
+                yield RawDocument(line, is_json=True)
         elif file.format == "wet":
             yield from _read_wet(stream)
         else:
@@ -159,66 +183,74 @@ class DocumentStream:
 def _format(path: Path) -> str | None:
     """Return the format of a file by its endings, a value of `FORMATS`; None if it is unknown.
 
-    A compressed parquet file is unknown: parquet is compressed within.
+    `a.txt` and `a.txt.gz` are both "txt". `a.parquet.gz` is unknown, because parquet is compressed within the file.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
+    suffixes = [suffix.lower() for suffix in path.suffixes]  # a.txt.gz: [".txt", ".gz"]
+    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    if is_compressed:
         suffixes.pop()
-        if suffixes and suffixes[-1] == ".parquet":
-            return None
-    return FORMATS.get(suffixes[-1]) if suffixes else None
+    if not suffixes:
+        return None
+    if is_compressed and suffixes[-1] == ".parquet":
+        return None
+    return FORMATS.get(suffixes[-1])
 
 
 def _known_endings() -> str:
-    """Return the file endings that can be read, as text for error messages."""
+    """Return the file endings that can be read, as text for error messages: ".txt, .jsonl, ..."."""
     return f"{', '.join(FORMATS)}, each but .parquet also with {', '.join(COMPRESSIONS)}"
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the blocks of text between blank lines.
+    """Yield the documents of a plain-text file: the blocks of text between blank lines, stripped of white space.
 
-    Each read is at least as large as the text since the last blank line, so that a huge document is searched in linear
-    time.
+    The stream is read in large blocks of bytes. The text after the last blank line of a block is an unfinished
+    document: it is joined to the next block and searched again. Each read is at least as large as that text, so that
+    the time stays linear even for a huge document.
     """
-    rest = b""
-    while block := stream.read(max(_READ_BYTES, len(rest))):
-        *documents, rest = _BLANK_LINE.split(rest + block)
+    unfinished = b""
+    while block := stream.read(max(_READ_BYTES, len(unfinished))):
+        *documents, unfinished = _BLANK_LINE.split(unfinished + block)
         for document in documents:
             text = document.strip()
             if text:
-                yield RawDocument(text, False)
-    text = rest.strip()
+                yield RawDocument(text, is_json=False)
+    text = unfinished.strip()
     if text:
-        yield RawDocument(text, False)
+        yield RawDocument(text, is_json=False)
 
 
 def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the bodies of the `conversion` records of a WARC stream.
+    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages.
 
-    Source: ISO 28500. A record is a version line, headers, an empty line and a body of Content-Length bytes.
+    Source: ISO 28500. A record is a version line such as `WARC/1.0`, headers, an empty line and a body of
+    Content-Length bytes. Two empty lines follow it.
 
     Raises:
         EOFError: the last record is cut off.
         OSError: the stream is not WARC.
     """
-    while line := stream.readline():
-        if not line.strip():
-            continue
-        if not line.startswith(b"WARC/"):
-            raise OSError(f"expected a WARC record, found {line[:40]!r}")
+    while version_line := stream.readline():
+        if not version_line.strip():
+            continue  # an empty line after the record before
+        if not version_line.startswith(b"WARC/"):
+            raise OSError(f"expected the line `WARC/...` at the start of a record, found {version_line[:40]!r}")
         headers = _read_warc_headers(stream)
-        length = headers.get(b"content-length", b"")
-        if not length.isdigit():
-            raise OSError("a WARC record has no Content-Length header")
-        body = stream.read(int(length))
-        if len(body) < int(length):
-            raise EOFError("the last WARC record is cut off")
+        length_header = headers.get(b"content-length", b"")
+        if not length_header.isdigit():
+            raise OSError(f"a WARC record has Content-Length {length_header!r} where a number of bytes is expected")
+        body_length = int(length_header)
+        body = stream.read(body_length)
+        if len(body) < body_length:
+            raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
         if headers.get(b"warc-type") == b"conversion":
-            yield RawDocument(body, False)
+            yield RawDocument(body, is_json=False)
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
-    """Read the headers of a WARC record and the empty line after them; return them by name in lower case.
+    """Read the headers of a WARC record and the empty line after them; return the values by name in lower case.
+
+    For example, {b"warc-type": b"conversion", b"content-length": b"1234"}.
 
     Raises:
         EOFError: the stream ends before the empty line.
@@ -229,11 +261,16 @@ def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
             return headers
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
-    raise EOFError("the last WARC record is cut off")
+    raise EOFError("the last WARC record is cut off within its headers")
 
 
 def _read_parquet(path: Path, raw: BinaryIO, text_field: str) -> Iterator[RawDocument]:
-    """Yield the cells of the column `text_field` of a parquet file; a null cell has no data.
+    """Yield the cells of one column of a parquet file, one document each; a null cell has the data None.
+
+    Args:
+        path: the file, for error messages.
+        raw: the same file, opened to read bytes.
+        text_field: name of the column.
 
     Raises:
         UserError: there is no column of that name with strings or bytes.
@@ -245,13 +282,14 @@ def _read_parquet(path: Path, raw: BinaryIO, text_field: str) -> Iterator[RawDoc
             f"{path}: no column `{text_field}` of text; set --text-field to the column that holds it: "
             f"{', '.join(schema.names)}"
         )
-    for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-        for cell in batch.column(0).cast(pyarrow.large_binary()):
-            yield RawDocument(cell.as_py(), False)
+    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_field]):
+        cells = batch.column(0).cast(pyarrow.large_binary())  # strings become their UTF-8 bytes
+        for cell in cells:
+            yield RawDocument(cell.as_py(), is_json=False)
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:
-    """Return whether a parquet column holds strings or bytes."""
+    """Return whether a parquet column holds strings or bytes, with 32-bit or 64-bit ("large") offsets."""
     return (
         pyarrow.types.is_string(column_type)
         or pyarrow.types.is_large_string(column_type)
@@ -261,7 +299,12 @@ def _is_text(column_type: pyarrow.DataType) -> bool:
 
 
 def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedIOBase:
-    """Return a stream of the decompressed bytes of `raw`; for a suffix other than .gz, .xz, .zst `raw` itself."""
+    """Return a stream of the decompressed bytes of a file.
+
+    Args:
+        raw: the file as it is on disk, opened to read bytes.
+        suffix: last ending of its name, in lower case; for other endings than .gz, .xz and .zst the result is `raw`.
+    """
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)
     if suffix == ".xz":
@@ -295,34 +338,34 @@ class _ZstdFile(io.RawIOBase):
             EOFError: the file ends within a frame.
             zstandard.ZstdError: the bytes are not zstd.
         """
-        while not self._ready:
-            data = self._raw.read(_READ_BYTES)
-            if not data:
-                if self._inside_frame:
-                    raise EOFError("the compressed data is cut off")
+        while not self._ready:  # a block of compressed bytes may give no output
+            compressed = self._raw.read(_READ_BYTES)
+            if not compressed and self._inside_frame:
+                raise EOFError("the compressed data is cut off within a zstd frame")
+            if not compressed:
                 return 0
-            self._ready = self._decompress(data)
+            self._ready = self._decompress(compressed)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, data: bytes) -> bytes:
-        """Return the decompressed form of `data`, the next bytes of the zstd file.
+    def _decompress(self, compressed: bytes) -> bytes:
+        """Return the decompressed form of `compressed`, the next bytes of the zstd file.
 
-        `data` may end in the middle of a frame, and may hold several frames; each frame gets a new decompressor.
+        These bytes may end in the middle of a frame, and may hold several frames. Each frame gets a new decompressor,
+        because a decompressor of zstandard stops at the end of its frame.
         """
-        parts = []
-        while data:
-            parts.append(self._frame.decompress(data))
-            if self._frame.eof:
-                data = self._frame.unused_data
-                self._frame = self._new_frame()
-                self._inside_frame = False
-            else:
-                data = b""
-                self._inside_frame = True
-        return b"".join(parts)
+        decompressed = []
+        rest = compressed
+        while rest:
+            decompressed.append(self._frame.decompress(rest))
+            self._inside_frame = not self._frame.eof
+            if self._inside_frame:
+                break  # the frame continues in the next bytes of the file
+            rest = self._frame.unused_data
+            self._frame = self._new_frame()
+        return b"".join(decompressed)
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:

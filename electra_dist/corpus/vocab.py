@@ -11,7 +11,7 @@ hundred MB decide the first 30,000 entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
@@ -19,7 +19,7 @@ import tokenizers
 from electra_dist.errors import UserError
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
-MAX_ALPHABET = 1000  # characters
+MAX_ALPHABET = 1000  # characters that a vocabulary may have; words with other characters become [UNK]
 _NUM_CODE_POINTS = 0x110000
 
 
@@ -42,13 +42,8 @@ def train_vocabulary(
     alphabet = _alphabet(texts(), normalizer, max_alphabet)
     if not alphabet:
         raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
-    # A character that always ends the word before it, for example a comma, needs no continuation.
-    continuations = [
-        "##" + char
-        for char in alphabet
-        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))) == 1
-    ]
-    special_tokens = [*SPECIAL_TOKENS, *continuations]
+    # The trainer gives special tokens the first ids, in the order of the list: that fixes the ids of continuations.
+    special_tokens = [*SPECIAL_TOKENS, *_continuations(alphabet, normalizer, pre_tokenizer)]
     smallest_size = len(special_tokens) + len(alphabet)
     if vocab_size < smallest_size:
         raise UserError(
@@ -66,9 +61,31 @@ def train_vocabulary(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_lines(texts()), trainer)
-    ids: dict[str, int] = tokenizer.get_vocab()
-    tokens = sorted(ids, key=ids.__getitem__)
+    id_of_token: dict[str, int] = tokenizer.get_vocab()
+    tokens = sorted(id_of_token, key=id_of_token.__getitem__)
     return Vocabulary("\n".join(tokens) + "\n", "trained vocabulary")
+
+
+def _continuations(
+    alphabet: Sequence[str],
+    normalizer: tokenizers.normalizers.Normalizer,
+    pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer,
+) -> list[str]:
+    """Return the continuation token `##c` of each character that can occur within a word, in the order given.
+
+    A character that always ends the word before it, such as a comma, needs no continuation: "a," is two words.
+
+    Args:
+        alphabet: the characters.
+        normalizer: the normalization of the text, for example to lower case.
+        pre_tokenizer: the rule that divides normalized text into words.
+    """
+    continuations = []
+    for char in alphabet:
+        words = pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))
+        if len(words) == 1:
+            continuations.append("##" + char)
+    return continuations
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
@@ -76,18 +93,20 @@ def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalize
 
     Of equally frequent characters the one with the lower code point is kept.
     """
-    counts = np.zeros(_NUM_CODE_POINTS, np.int64)
+    counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)
         text_points, text_counts = np.unique(code_points, return_counts=True)
         counts[text_points] += text_counts
     present = np.flatnonzero(counts)
+    # lexsort takes the main key last: by falling count, then by code point.
     most_frequent_first = present[np.lexsort((present, -counts[present]))]
-    characters = [char for char in map(chr, most_frequent_first) if not char.isspace()]
-    return sorted(characters[:limit])
+    characters = [chr(code_point) for code_point in most_frequent_first]
+    visible_characters = [char for char in characters if not char.isspace()]
+    return sorted(visible_characters[:limit])
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of all texts."""
+    """Yield the lines of all texts, without their line ends; the vocabulary trainer takes one line at a time."""
     for text in texts:
         yield from text.splitlines()

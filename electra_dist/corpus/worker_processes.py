@@ -22,11 +22,12 @@ from concurrent.futures.process import BrokenProcessPool
 from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rules
 from electra_dist.errors import UserError
 
+_CHUNKS_PER_WORKER = 2  # chunks that are submitted to the pool, per worker
 _processor: ChunkProcessor | None = None  # one per worker process, created by _start_worker
 
 
 def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
-    """Turn chunks of documents into rows, and yield each chunk with its rows, in the order of `chunks`.
+    """Return a generator that turns chunks of documents into rows, and yields each chunk with its rows, in order.
 
     The yielded chunks have no documents, to save memory. `chunks` is read only as far as the workers need it. Close
     the generator if you do not exhaust it, which ends the workers.
@@ -40,24 +41,48 @@ def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) ->
         UserError: a worker process was killed, for example because memory ran out.
     """
     if num_workers == 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        processor = ChunkProcessor(rules)
-        for chunk in chunks:
-            yield _without_documents(chunk), processor.process(chunk)
-        return
+        return _process_in_this_process(chunks, rules)
+    return _process_in_workers(chunks, rules, num_workers)
+
+
+def _process_in_this_process(chunks: Iterable[Chunk], rules: Rules) -> Generator[tuple[Chunk, ChunkRows]]:
+    """Yield each chunk of documents, without its documents, and its rows, which the calling process makes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    processor = ChunkProcessor(rules)
+    for chunk in chunks:
+        yield _without_documents(chunk), processor.process(chunk)
+
+
+def _process_in_workers(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
+    """Yield each chunk of documents, without its documents, and its rows, which worker processes make.
+
+    At most two chunks per worker are submitted and not yet yielded. A worker that finishes early therefore has a next
+    chunk, and the memory stays bounded. Results are yielded in the order of submission.
+
+    Args:
+        chunks: the chunks, read in the calling process.
+        rules: parameters of the rows, sent once to every worker.
+        num_workers: number of processes.
+
+    Raises:
+        UserError: a worker process was killed, for example because memory ran out.
+    """
     pool = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(rules,)
+        max_workers=num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(rules,),
     )
-    window: deque[tuple[Chunk, Future[ChunkRows]]] = deque()
+    submitted: deque[tuple[Chunk, Future[ChunkRows]]] = deque()  # oldest first
     try:
         for chunk in chunks:
-            window.append((_without_documents(chunk), pool.submit(_process, chunk)))
-            if len(window) >= 2 * num_workers:
-                oldest, future = window.popleft()
-                yield oldest, future.result()
-        while window:
-            oldest, future = window.popleft()
-            yield oldest, future.result()
+            submitted.append((_without_documents(chunk), pool.submit(_process, chunk)))
+            if len(submitted) >= _CHUNKS_PER_WORKER * num_workers:
+                oldest_chunk, rows = submitted.popleft()
+                yield oldest_chunk, rows.result()
+        while submitted:
+            oldest_chunk, rows = submitted.popleft()
+            yield oldest_chunk, rows.result()
     except BrokenProcessPool:
         raise UserError(
             "a corpus worker was killed (out of memory?); run the command again with fewer --workers: finished "
@@ -68,7 +93,10 @@ def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) ->
 
 
 def _without_documents(chunk: Chunk) -> Chunk:
-    """Return a copy of a chunk without its documents, whose text need not stay in memory until the rows are ready."""
+    """Return a copy of a chunk without its documents.
+
+    Their text need not stay in the memory of the main process until the rows are ready.
+    """
     return dataclasses.replace(chunk, documents=[])
 
 
@@ -77,6 +105,9 @@ def _start_worker(rules: Rules) -> None:
 
     It builds the tokenizer, ignores SIGINT (the main process handles Ctrl-C), and starts a thread that ends the worker
     when the main process has ended, even if that was killed.
+
+    Args:
+        rules: parameters of the rows, the same for all workers.
     """
     global _processor
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
@@ -90,7 +121,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread only
 
 
 def _process(chunk: Chunk) -> ChunkRows:

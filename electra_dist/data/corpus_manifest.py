@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -39,7 +40,7 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
-        """Refuse a name that leaves the folder of the corpus."""
+        """Refuse a shard name that leaves the folder of the corpus, such as ../x.tar, with a StoreError."""
         check_key(self.name)
         return self
 
@@ -55,18 +56,27 @@ class TokenizerEntry(Section):
 
     @model_validator(mode="after")
     def _special_tokens_exist(self) -> TokenizerEntry:
-        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus."""
+        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus.
+
+        Raises:
+            ValueError: `special` lacks a token, or holds an id that is not in [0, vocab_size).
+            StoreError: `vocab_file` is not a path below the corpus.
+        """
         missing = [token for token in SPECIAL_TOKENS if token not in self.special]
         if missing:
             raise ValueError(f"special lacks {', '.join(missing)}; it must hold the ids of all five special tokens")
-        outside = [token for token, token_id in self.special.items() if not 0 <= token_id < self.vocab_size]
+        outside = [f"{token} {token_id}" for token, token_id in self.special.items() if not self._is_id(token_id)]
         if outside:
             raise ValueError(
-                f"special: ids of {', '.join(outside)} are outside the vocabulary; they must be below vocab_size "
-                f"{self.vocab_size}"
+                f"special: ids of {', '.join(outside)} are outside the vocabulary; they must be at least 0 and below "
+                f"vocab_size {self.vocab_size}"
             )
         check_key(self.vocab_file)
         return self
+
+    def _is_id(self, token_id: int) -> bool:
+        """Return whether a token id is in the vocabulary."""
+        return 0 <= token_id < self.vocab_size
 
 
 class CorpusManifest(Section):
@@ -84,16 +94,16 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _shards_are_distinct(self) -> CorpusManifest:
-        """Refuse a manifest that lists one shard twice."""
-        names = [shard.name for shard in self.shards]
-        if len(set(names)) != len(names):
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"shard {repeated} is listed twice; each shard must be listed once")
+        """Refuse a manifest that lists one shard twice, because its rows would count twice in every epoch."""
+        count_by_name = Counter(shard.name for shard in self.shards)
+        repeated = [name for name, count in count_by_name.items() if count > 1]
+        if repeated:
+            raise ValueError(f"shard {repeated[0]} is listed twice; each shard must be listed once")
         return self
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of the corpus, which is one epoch."""
+        """Return the number of rows in all shards; an epoch uses each of them once."""
         return sum(shard.rows for shard in self.shards)
 
     @property
@@ -104,25 +114,28 @@ class CorpusManifest(Section):
     def row_name(self, row_id: int) -> str:
         """Return the name of a row for messages: its shard and its index in that shard, "shard-000001.tar row 17".
 
+        Row ids number the rows of the first shard from 0, then those of the second shard, and so on.
+
         Args:
             row_id: Number of the row in the corpus, in [0, num_rows).
         """
-        ends = np.cumsum([shard.rows for shard in self.shards])
-        shard_index = int(np.searchsorted(ends, row_id, side="right"))
+        end_ids = np.cumsum([shard.rows for shard in self.shards])  # For each shard, the id after its last row.
+        shard_index = int(np.searchsorted(end_ids, row_id, side="right"))
         shard = self.shards[shard_index]
-        first_row_id = int(ends[shard_index]) - shard.rows
-        return f"{shard.name} row {row_id - first_row_id}"
+        first_id = int(end_ids[shard_index]) - shard.rows
+        return f"{shard.name} row {row_id - first_id}"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy type of the token ids in the shards."""
+        """Return the NumPy type of the token ids in the shards, uint16 or uint32."""
         return np.dtype(self.dtype)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the manifest's canonical JSON in hexadecimal.
+        """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus.
 
-        Corpora have equal fingerprints only if they have equal rows, tokenizers and orders of shards.
+        Corpora have equal fingerprints only if they have equal rows, tokenizers and orders of shards. Checkpoints
+        store the fingerprint, so that a resumed run notices that its corpus was replaced.
         """
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
 
@@ -135,28 +148,41 @@ def read_manifest(store: Store) -> CorpusManifest:
         ManifestMismatch: corpus.json is damaged or of another version of the format.
         UserError: The corpus has no shards.
     """
-    where = f"{store.url}/{MANIFEST_KEY}"
+    url = f"{store.url}/{MANIFEST_KEY}"
     try:
         text = store.read(MANIFEST_KEY)
     except StoreMissing:
         raise StoreMissing(
-            f"{where}: no finished corpus; build it with `electra-dist corpus build --output "
+            f"{url}: no finished corpus; build it with `electra-dist corpus build --output "
             f"{store.url}`, or correct data.corpus"
         ) from None
-    try:
-        manifest = CorpusManifest.model_validate(json.loads(text))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ManifestMismatch(f"{where}: not JSON; build the corpus again or restore the file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ManifestMismatch(
-            f"{where}: the value of `{key}` is wrong: {reason}; restore corpus.json or build the corpus again"
-        ) from None
+    manifest = _parse_manifest(text, url)
     if not manifest.shards:
-        raise UserError(f"{where}: the corpus has no shards; build it again from more text")
+        raise UserError(f"{url}: the corpus has no shards; build it again from more text")
     return manifest
+
+
+def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
+    """Parse and validate the content of corpus.json.
+
+    Args:
+        text: Content of the file.
+        url: Path or URL of the file, for messages.
+
+    Raises:
+        ManifestMismatch: The content is not JSON, or a value is missing or not valid; the message names its key.
+    """
+    try:
+        return CorpusManifest.model_validate(json.loads(text))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ManifestMismatch(f"{url}: not JSON; build the corpus again or restore the file") from None
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        key = ".".join(str(part) for part in first_error["loc"])  # For example shards.0.sha256.
+        reason = first_error["msg"].removeprefix("Value error, ")
+        raise ManifestMismatch(
+            f"{url}: the value of `{key}` is wrong: {reason}; restore corpus.json or build the corpus again"
+        ) from None
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:

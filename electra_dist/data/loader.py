@@ -34,7 +34,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # Number of steps read ahead.
 _LOCATED = 16  # Number of steps whose rows are located together.
-_CLOSE_S = 2.0  # How long `close` waits for a read that is waiting for a download.
+_CLOSE_S = 2.0  # Seconds for which `close` waits for a thread that is in the middle of a read.
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ class RowLoader:
         self._skip_steps = frozenset(skip_steps)
         self._num_rows = global_batch // world_size
         self._row0 = rank * self._num_rows
-        self._horizon = 0  # the windows before this position are being fetched, and the one that begins there
-        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the window after the current ones
-        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # shards and rows of a block of steps
-        self._located_block = -1
+        self._horizon = 0  # `_look_ahead` has handled the positions before this one
+        self._next_window: NDArray[np.int64] = np.empty(0, np.int64)  # shards of the window that begins at `_horizon`
+        # Result of `_locate` for a block of steps: shard and row within the shard, each [_LOCATED, G / W].
+        self._located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._located_block = -1  # number of that block; block b has the steps from b * _LOCATED on
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._queue: queue.Queue[RowBatch | BaseException] = queue.Queue(_DEPTH)
@@ -104,10 +105,11 @@ class RowLoader:
     def next(self) -> RowBatch:
         """Return the batch of the next step that is not skipped; waits until it is read.
 
+        Seconds waited are added to `wait_s`. After an error, every further call raises it again.
+
         Raises:
             StoreError: A shard could not be fetched or read.
             ManifestMismatch: A shard is not the one that the manifest lists, or a token id is outside the vocabulary.
-                After an error, every further call raises it again.
         """
         if self._failure is None:
             start = time.monotonic()
@@ -120,21 +122,31 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how many shards this rank has fetched again because their bytes were wrong."""
+        """Return how many times this rank has fetched a shard again because its bytes did not have the right SHA-256.
+
+        A number above 0 points to a faulty network, disk or storage service; training was not affected.
+        """
         return self._cache.refetches
 
     def close(self) -> None:
-        """Stop reading ahead; waits at most two seconds for the thread, which ends with the process otherwise."""
+        """Stop reading ahead and wait for the background thread, two seconds at most.
+
+        A thread that is still waiting for a download then is a daemon, which ends with the process.
+        """
         self._stop.set()
         deadline = time.monotonic() + _CLOSE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
+            # The thread may be waiting for room in the full queue. An item taken out lets it go on and notice `_stop`.
             try:
-                self._queue.get_nowait()  # Makes room in the queue, so that a waiting thread notices `_stop`.
+                self._queue.get_nowait()
             except queue.Empty:
-                self._thread.join(0.01)
+                self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read the batches from `step` on into the queue until `close` or an error. Runs in the background thread."""
+        """Read the batches from `step` on into the queue until `close` or an error. Runs in the background thread.
+
+        Steps in `_skip_steps` are left out. An error is put into the queue, from which `next` raises it.
+        """
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -144,59 +156,84 @@ class RowLoader:
             self._queue.put(error)
 
     def _read(self, step: int) -> RowBatch:
-        """Read and check this rank's batch of a step, waiting for shards that are still being fetched."""
-        first = step * self._global_batch + self._row0
-        self._look_ahead(first, first + self._num_rows)
-        shards, rows = self._locate(step)
-        distinct, which = np.unique(shards, return_inverse=True)
-        ids = rows_of([self._cache.open(int(shard)) for shard in distinct], which, rows)
-        self._cache.prefetch(self._next_window)  # Not earlier: the first batch of a run waits for its own window only.
-        row_ids = self._order.row_ids(shards, rows)
-        self._check(ids, row_ids)
-        return RowBatch(step, self._row0, ids, row_ids, Receipt.of(row_ids))
+        """Read and check this rank's batch of a step, waiting for shards that are still being fetched.
 
-    def _check(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
-        """Refuse a row with a token id outside the vocabulary.
+        Raises:
+            StoreError: A shard could not be fetched or read.
+            ManifestMismatch: A shard is not the one that the manifest lists, or a token id is outside the vocabulary.
+        """
+        first_position = step * self._global_batch + self._row0
+        self._look_ahead(first_position, first_position + self._num_rows)
+        shard_of_row, row_in_shard = self._locate(step)
+        # `rows_of` needs each shard once, and for each row the index of its shard in that list.
+        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
+        open_shards = [self._cache.open(int(shard)) for shard in distinct_shards]
+        ids = rows_of(open_shards, index_of_row, row_in_shard)
+        # The next window is fetched only now, so that the first batch of a run waits for its own window alone.
+        self._cache.prefetch(self._next_window)
+        row_ids = self._order.row_ids(shard_of_row, row_in_shard)
+        self._check_token_ids(ids, row_ids)
+        return RowBatch(step=step, row0=self._row0, ids=ids, row_ids=row_ids, receipt=Receipt.of(row_ids))
+
+    def _check_token_ids(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
+        """Refuse a batch in which a token id is outside the vocabulary.
 
         Without this check the id would cause an index error in the embedding, which on a GPU names neither row nor id.
+
+        Args:
+            ids: [G / W, seq_len] token ids; G is the global batch and W the number of ranks.
+            row_ids: [G / W] number of each row in the corpus, for the message.
+
+        Raises:
+            ManifestMismatch: An id is outside; the message names the first wrong row and the largest id in it.
         """
-        vocab_size = self._cache.manifest.tokenizer.vocab_size
-        if ids.max() >= vocab_size:
-            row = int(np.flatnonzero((ids >= vocab_size).any(1))[0])
-            raise ManifestMismatch(
-                f"{self._cache.store.url}/{self._cache.manifest.row_name(int(row_ids[row]))}: token id "
-                f"{int(ids[row].max())} is outside the vocabulary of {vocab_size}; build the corpus again"
-            )
+        manifest = self._cache.manifest
+        vocab_size = manifest.tokenizer.vocab_size
+        if ids.max() < vocab_size:
+            return
+        is_wrong_row = (ids >= vocab_size).any(axis=1)
+        wrong_row = int(np.flatnonzero(is_wrong_row)[0])
+        row_name = manifest.row_name(int(row_ids[wrong_row]))
+        wrong_id = int(ids[wrong_row].max())
+        raise ManifestMismatch(
+            f"{self._cache.store.url}/{row_name}: token id {wrong_id} is outside the vocabulary of {vocab_size}; "
+            f"build the corpus again"
+        )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shard and the row of each position of this rank in a step, as two int64 arrays [G / W].
+        """Return for each row of this rank in a step its shard and its row in that shard, two int64 arrays [G / W].
 
-        G is the global batch and W the number of ranks. The positions of `_LOCATED` steps are located at once, which
-        costs little more than locating those of one step.
+        G is the global batch and W the number of ranks. The rows of a block of `_LOCATED` steps are located together,
+        because that costs little more than one step alone, and the later steps of the block are looked up.
         """
-        block, number = divmod(step, _LOCATED)
-        if self._located is None or self._located_block != block:  # The block's first step may have been skipped.
-            steps = np.arange(_LOCATED) + block * _LOCATED
-            positions = steps[:, None] * self._global_batch + np.arange(self._row0, self._row0 + self._num_rows)
+        block, step_in_block = divmod(step, _LOCATED)
+        if self._located is None or self._located_block != block:
+            steps = block * _LOCATED + np.arange(_LOCATED)
+            first_positions = steps * self._global_batch + self._row0  # of this rank in each step
+            positions = first_positions[:, None] + np.arange(self._num_rows)  # [_LOCATED, G / W]
             _, shards, rows = self._order.locate(positions.ravel())
-            self._located = shards.reshape(positions.shape), rows.reshape(positions.shape)
+            self._located = (shards.reshape(positions.shape), rows.reshape(positions.shape))
             self._located_block = block
-        return self._located[0][number], self._located[1][number]
+        shards_of_block, rows_of_block = self._located
+        return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
         """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed.
 
-        Shards are fetched in windows, the groups of shards whose rows are shuffled together. The window after `end` is
-        stored in `_next_window`, so that the caller can fetch it later. The call does nothing if an earlier call has
-        covered the positions already.
+        Shards are fetched in windows, the groups of shards whose rows are shuffled together. The shards of the window
+        after `end` are stored in `_next_window`, so that the caller can fetch them later. The call does nothing if an
+        earlier call has handled the positions already.
         """
         if end <= self._horizon:
             return
-        windows = [self._order.window_at(first)]
-        while windows[-1].first_position < end:
-            windows.append(self._order.window_at(windows[-1].end_position))
-        self._horizon = windows[-1].first_position
-        shards = np.concatenate([window.shards for window in windows])
-        self._cache.keep_only(shards)
-        self._next_window = windows[-1].shards
-        self._cache.prefetch(shards[: -len(self._next_window)])
+        # Walk through the windows that hold [first, end); the walk ends at the first window after them.
+        window = self._order.window_at(first)
+        windows_in_use = []
+        while window.first_position < end:
+            windows_in_use.append(window)
+            window = self._order.window_at(window.end_position)
+        shards_in_use = np.concatenate([used.shards for used in windows_in_use])
+        self._horizon = window.first_position
+        self._next_window = window.shards
+        self._cache.keep_only(np.concatenate([shards_in_use, self._next_window]))
+        self._cache.prefetch(shards_in_use)

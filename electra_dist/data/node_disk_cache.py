@@ -31,14 +31,17 @@ from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, readable, writable
 from electra_dist.store.interface import Store
 
-_FETCHES = 5  # Attempts at a shard whose bytes come out wrong.
+_FETCHES = 5  # Attempts to fetch a shard whose bytes do not have the right SHA-256.
 _SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
 _SHARD_SUFFIX = ".tar"
 _UNVERIFIED_SUFFIX = ".unverified"
 
 
 class NodeCache:
-    """Cache folder of a node for the shards of any corpora; threads, processes and jobs can share the folder."""
+    """Cache folder on a node's disk for the shards of any corpora; threads, processes and jobs can share the folder.
+
+    A shard is stored under the name `<sha256>.tar`, so that equal shards of several corpora are stored once.
+    """
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         """Remember the folder; nothing is touched until the first fetch.
@@ -52,7 +55,7 @@ class NodeCache:
         self._limit_bytes = limit_bytes
 
     def path(self, entry: ShardEntry) -> Path:
-        """Return the path of a shard in the folder, where `ensure` puts it."""
+        """Return the path of a shard in the folder, `<sha256>.tar`. The file need not exist; `ensure` fetches it."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
@@ -68,19 +71,26 @@ class NodeCache:
             StoreExhausted: The correct bytes could not be fetched.
         """
         path = self.path(entry)
-        if _is_good(path, entry, verify):  # Without the lock, so that the ranks of a node verify at the same time.
+        # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
+        if _is_good(path, entry, verify=verify):
             return
         with self._locked(entry.sha256):
-            if _is_good(path, entry, verify):
+            # Another process may have fetched the shard while this one waited for the lock.
+            if _is_good(path, entry, verify=verify):
                 return
+            # Delete a wrong shard, and the unfinished files of killed processes: `<sha256>.unverified` and
+            # `.<sha256>.unverified.<random>.tmp`.
             for leftover in self._directory.glob(f"*{entry.sha256}.*"):
                 leftover.unlink(missing_ok=True)
             self._fetch(store, entry)
 
     def _fetch(self, store: Store, entry: ShardEntry) -> None:
-        """Fetch a shard, verify its digest, then rename it to its final name. The caller must hold the shard's lock.
+        """Fetch a shard, verify its digest, then rename it to its final name; try again a few times if it is wrong.
+
+        The caller must hold the shard's lock.
 
         Raises:
+            StoreError: The store refuses access, or the disk is full.
             StoreExhausted: The bytes were wrong `_FETCHES` times.
         """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
@@ -100,14 +110,17 @@ class NodeCache:
     def _make_room(self, needed_bytes: int) -> None:
         """Delete the least recently used shards until `needed_bytes` more fit into the folder and on its disk.
 
+        A shard that a process has open is not deleted. If too few shards can be deleted, the limit on the folder's
+        size is exceeded; that is an error only if the disk is full.
+
         Raises:
-            StoreError: The disk is full although nothing is left to delete.
+            StoreError: The disk has less than `needed_bytes` free although nothing is left to delete.
         """
         if self._excess_bytes(needed_bytes) <= 0:
             return
-        with self._locked("eviction"):
-            shards = sorted(self._directory.glob(f"*{_SHARD_SUFFIX}"), key=_last_used)
-            for path in shards:
+        with self._locked("eviction"):  # One process at a time, so that no more is deleted than necessary.
+            oldest_first = sorted(self._directory.glob(f"*{_SHARD_SUFFIX}"), key=_last_used)
+            for path in oldest_first:
                 if self._excess_bytes(needed_bytes) <= 0:
                     return
                 _delete_unless_in_use(path)
@@ -119,22 +132,28 @@ class NodeCache:
             )
 
     def _excess_bytes(self, needed_bytes: int) -> int:
-        """Return how many bytes must be deleted before `needed_bytes` more fit; 0 or less if they fit now."""
-        excess_bytes = needed_bytes + _SPARE_BYTES - shutil.disk_usage(self._directory).free
-        if self._limit_bytes is not None:
-            stats = [_stat(path) for path in self._directory.iterdir()]
-            used_bytes = sum(stat.st_size for stat in stats if stat is not None)
-            excess_bytes = max(excess_bytes, used_bytes + needed_bytes - self._limit_bytes)
-        return excess_bytes
+        """Return how many bytes must be deleted before `needed_bytes` more fit; 0 or less if they fit now.
+
+        They fit if `_SPARE_BYTES` stay free on the disk and the folder stays below `limit_bytes`, if that is set.
+        """
+        free_bytes = shutil.disk_usage(self._directory).free
+        excess_on_disk = needed_bytes + _SPARE_BYTES - free_bytes
+        if self._limit_bytes is None:
+            return excess_on_disk
+        stats = [_stat(path) for path in self._directory.iterdir()]
+        used_bytes = sum(stat.st_size for stat in stats if stat is not None)
+        excess_in_folder = used_bytes + needed_bytes - self._limit_bytes
+        return max(excess_on_disk, excess_in_folder)
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Hold an exclusive lock of this folder during the `with` block.
 
-        The lock is between processes and between threads. It is released when the block or the process ends.
+        It excludes other processes and other threads of this process. It is released when the block or the process
+        ends. A killed process therefore never blocks the others.
 
         Args:
-            name: Name of the lock, which is a file in locks/.
+            name: Name of the lock, a file in the subfolder locks/: the SHA-256 of a shard, or "eviction".
 
         Raises:
             StoreError: The folder is not writable, or its file system has no locks.
@@ -153,21 +172,33 @@ class NodeCache:
                 ) from None
             yield
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # This also releases the lock.
 
 
 def _stat(path: Path) -> os.stat_result | None:
     """Return the file's status, or None if another process has just deleted or renamed it."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         return path.stat()
-    return None
+    except FileNotFoundError:
+        return None
 
 
-def _is_good(path: Path, entry: ShardEntry, verify: bool) -> bool:
-    """Return whether the file exists and has the size of the shard and, if `verify` is set, its digest."""
+def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
+    """Return whether a file exists and has the size of a shard and, if `verify` is set, its digest.
+
+    Args:
+        path: The file in the cache folder.
+        entry: The shard's entry in the manifest, with the expected size and SHA-256.
+        verify: Read the whole file and compare its SHA-256, too.
+
+    Raises:
+        StoreError: The file exists but cannot be read.
+    """
     try:
         with readable(path):
-            return path.stat().st_size == entry.bytes and (not verify or file_sha256(path) == entry.sha256)
+            if path.stat().st_size != entry.bytes:
+                return False
+            return not verify or file_sha256(path) == entry.sha256
     except StoreMissing:
         return False
 
@@ -179,7 +210,7 @@ def _last_used(path: Path) -> float:
 
 
 def _delete_unless_in_use(path: Path) -> None:
-    """Delete a shard unless a process holds a shared flock on it, as every process does that has it open."""
+    """Delete a shard unless a process holds a shared flock on it, as every process does that has the shard open."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

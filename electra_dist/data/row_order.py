@@ -49,9 +49,10 @@ def permute(
 ) -> Words:
     """Return the place of each `index` in a keyed pseudo-random permutation of [0, size), as uint64.
 
-    The permutation is never stored: each place is computed from its index alone, in C where
-    `electra_kernels.native.cpu_library` was built, with equal results. (seed, purpose, epoch, block) select the
-    permutation.
+    The permutation is never stored: each place is computed from its index alone. (seed, purpose, epoch, block) select
+    the permutation. A Feistel network (`_feistel`) permutes a range slightly longer than [0, size). A place at or
+    above `size` goes through the network again until it is below (cycle walking), so the places stay distinct. The C
+    function in `electra_kernels.native.cpu_library`, where it was built, gives equal results.
 
     Args:
         index: [k] numbers, each in [0, size).
@@ -64,52 +65,76 @@ def permute(
     if cpu_library.permute:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
     place = index.astype(np.uint64)
-    sizes, epochs, blocks = size.astype(np.uint64), epoch.astype(np.uint64), block.astype(np.uint64)
-    walking = np.arange(place.size)  # Positions in `place` whose value is not yet inside [0, size).
-    while walking.size:
-        moved = _feistel(place[walking], sizes[walking], seed, int(purpose), epochs[walking], blocks[walking])
-        place[walking] = moved
-        walking = walking[moved >= sizes[walking]]
+    sizes = size.astype(np.uint64)
+    epochs = epoch.astype(np.uint64)
+    blocks = block.astype(np.uint64)
+    unfinished = np.arange(place.size)  # Elements of `place` that are still to go through the network.
+    while unfinished.size:
+        moved = _feistel(
+            place[unfinished],
+            sizes[unfinished],
+            seed=seed,
+            purpose=int(purpose),
+            epoch=epochs[unfinished],
+            block=blocks[unfinished],
+        )
+        place[unfinished] = moved
+        is_outside = moved >= sizes[unfinished]
+        unfinished = unfinished[is_outside]
     return place
 
 
-def _feistel(place: Words, size: Words, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Return each place after one pass through a keyed Feistel network, a permutation of [0, a * b).
+def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
+    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right).
 
-    a is the square root of the size, rounded up, and b the least integer with size <= a * b < size + a. Each place is
-    split into left and right with place = left * b + right, and the rounds change left and right in turn.
+    The network writes a place as a pair: place = left * num_right + right. Each round adds to one half a random number
+    that depends only on the other half. Subtracting the number would undo the round, so different places stay
+    different. The range is about as long as `size` and never shorter: size <= num_left * num_right < size + num_left.
+
+    Args:
+        place: [k] numbers in [0, num_left * num_right).
+        size: [k] length of the permutation of each place.
+        seed: 64-bit key; `purpose`, `epoch` and `block`, the last two [k], are the rest of the key.
     """
-    a = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
-    b = (size + a - np.uint64(1)) // a
-    left, right = place // b, place % b
-    for number in range(NUM_ROUNDS):
-        key = (block, epoch, np.uint64(purpose | number << 8))
-        if number % 2 == 0:
-            left = (left + _scaled(philox4x32((right, *key), seed)[0], a)) % a
+    num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    num_right = (size + num_left - np.uint64(1)) // num_left  # size / num_left, rounded up
+    left = place // num_right
+    right = place % num_right
+    for round_number in range(NUM_ROUNDS):
+        # Each round has random numbers of its own: the purpose is in the low 8 bits of this word, the round above.
+        purpose_and_round = np.uint64(purpose | (round_number << 8))
+        if round_number % 2 == 0:
+            random_words = philox4x32((right, block, epoch, purpose_and_round), seed)[0]
+            left = (left + _scaled(random_words, num_left)) % num_left
         else:
-            right = (right + _scaled(philox4x32((left, *key), seed)[0], b)) % b
-    return left * b + right
+            random_words = philox4x32((left, block, epoch, purpose_and_round), seed)[0]
+            right = (right + _scaled(random_words, num_right)) % num_right
+    return left * num_right + right
 
 
 def _scaled(word: Words, limit: Words) -> Words:
-    """Return 32-bit random words scaled to [0, limit); cheaper than a remainder and as even if limit << 2**32."""
+    """Return uniform 32-bit random words scaled to [0, limit): floor(word / 2**32 * limit).
+
+    This is cheaper than the remainder word % limit, and as even as long as `limit` is far below 2**32.
+    """
     return (word * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Window of the row sequence: a range of positions whose rows are shuffled together, and their shards."""
+    """Range of positions in the sequence of rows whose rows are shuffled together, and the shards of these rows."""
 
     first_position: int
     end_position: int  # exclusive
-    shards: Integers  # indices of the shards
+    shards: Integers  # index of each shard in the corpus manifest
 
 
 @dataclass(frozen=True)
 class _Epoch:
     """Layout of an epoch: the order of its shards, and where each shard and each window begins.
 
-    Starts are in rows from the start of the epoch; the last element is the end of the epoch.
+    A window is a group of consecutive shards whose rows are shuffled together. Starts are in rows from the start of
+    the epoch; their last element is the number of rows in the epoch.
     """
 
     shards: Integers  # [num_shards] index of the shard at each place
@@ -118,7 +143,10 @@ class _Epoch:
 
 
 class RowOrder:
-    """Infinite sequence of the rows of a run, which maps a position to a shard and a row. Thread-safe."""
+    """Infinite sequence of the rows of a run, which maps a position to a shard and a row. Thread-safe.
+
+    The sequence consists of epochs; each epoch has every row of the corpus once, in an order of its own.
+    """
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
         """Prepare the sequence; nothing is permuted yet.
@@ -135,36 +163,57 @@ class RowOrder:
         self._seed = seed
         self._window_shards = window_shards
         self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
-        self._epochs: dict[int, _Epoch] = {}  # the last few; replaced and never changed, so that threads may share it
+        self._epochs: dict[int, _Epoch] = {}  # newest layouts; replaced and never changed, so that threads may read it
         self.rows_per_epoch = int(self._corpus_start[-1])
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
+
+        A position's offset in its epoch is permuted within its window, the group of shards whose rows are shuffled
+        together. The permuted offset then selects a row of the epoch's shards, which stand one after another.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch
                 G has the positions [t * G, (t + 1) * G).
         """
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
-        window, start, size = np.empty_like(offsets), np.empty_like(offsets), np.empty_like(offsets)
+        # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
         layouts = [(epochs == epoch, self._layout(int(epoch))) for epoch in np.unique(epochs)]
-        for chosen, layout in layouts:
-            window[chosen] = np.searchsorted(layout.window_start, offsets[chosen], side="right") - 1
-            start[chosen] = layout.window_start[window[chosen]]
-            size[chosen] = layout.window_start[window[chosen] + 1] - start[chosen]
-        inside = permute(offsets - start, size, seed=self._seed, purpose=Purpose.ROW_ORDER, epoch=epochs, block=window)
-        shuffled = start + inside.astype(np.int64)
-        shards, rows = np.empty_like(offsets), np.empty_like(offsets)
-        for chosen, layout in layouts:
-            place = np.searchsorted(layout.shard_start, shuffled[chosen], side="right") - 1
-            shards[chosen] = layout.shards[place]
-            rows[chosen] = shuffled[chosen] - layout.shard_start[place]
+
+        # Find the window of each offset: its number, its first offset and its number of rows.
+        windows = np.empty_like(offsets)
+        window_starts = np.empty_like(offsets)
+        window_sizes = np.empty_like(offsets)
+        for in_epoch, layout in layouts:
+            number = np.searchsorted(layout.window_start, offsets[in_epoch], side="right") - 1
+            windows[in_epoch] = number
+            window_starts[in_epoch] = layout.window_start[number]
+            window_sizes[in_epoch] = layout.window_start[number + 1] - layout.window_start[number]
+
+        # Shuffle: replace each offset by another one in the same window.
+        places_in_window = permute(
+            offsets - window_starts,
+            window_sizes,
+            seed=self._seed,
+            purpose=Purpose.ROW_ORDER,
+            epoch=epochs,
+            block=windows,
+        )
+        shuffled = window_starts + places_in_window.astype(np.int64)
+
+        # Look up the shard in which each shuffled offset lies, and its row in that shard.
+        shards = np.empty_like(offsets)
+        rows = np.empty_like(offsets)
+        for in_epoch, layout in layouts:
+            place = np.searchsorted(layout.shard_start, shuffled[in_epoch], side="right") - 1
+            shards[in_epoch] = layout.shards[place]
+            rows[in_epoch] = shuffled[in_epoch] - layout.shard_start[place]
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, a number in [0, rows_per_epoch) by its place in the corpus.
+        """Return the id of each row, [P] int64: its number in [0, rows_per_epoch) when the shards are read in order.
 
-        Ids do not depend on seed or epoch; receipts are computed from them.
+        Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
 
         Args:
             shards: [P] index of each row's shard.
@@ -173,39 +222,48 @@ class RowOrder:
         return self._corpus_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it."""
+        """Return the window that contains a position, with the shards that must be on the node to read it.
+
+        A window is a range of positions whose rows are shuffled together; the last one of an epoch may be shorter.
+        """
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self._layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
-        base = epoch * self.rows_per_epoch
+        epoch_position = epoch * self.rows_per_epoch
+        first_shard = window * self._window_shards
         return ShardWindow(
-            first_position=base + int(layout.window_start[window]),
-            end_position=base + int(layout.window_start[window + 1]),
-            shards=layout.shards[window * self._window_shards : (window + 1) * self._window_shards],
+            first_position=epoch_position + int(layout.window_start[window]),
+            end_position=epoch_position + int(layout.window_start[window + 1]),
+            shards=layout.shards[first_shard : first_shard + self._window_shards],
         )
 
     def _layout(self, epoch: int) -> _Epoch:
         """Return the order of an epoch's shards and windows; the `_EPOCHS_KEPT` newest results are cached."""
         layout = self._epochs.get(epoch)
-        if layout is None:
-            layout = self._lay_out(epoch)
-            newest = list(self._epochs.items())[1 - _EPOCHS_KEPT :]
-            self._epochs = {**dict(newest), epoch: layout}
+        if layout is not None:
+            return layout
+        layout = self._lay_out(epoch)
+        # Another thread may be reading the dict, so a changed copy replaces it. Its first key is the oldest.
+        layouts = {**self._epochs, epoch: layout}
+        if len(layouts) > _EPOCHS_KEPT:
+            oldest = next(iter(layouts))
+            del layouts[oldest]
+        self._epochs = layouts
         return layout
 
     def _lay_out(self, epoch: int) -> _Epoch:
         """Compute the order of an epoch's shards and windows: permute the shards and cut their sequence."""
-        count = self._rows.size
-        zero = np.zeros(count, np.int64)
+        num_shards = self._rows.size
         order = permute(
-            np.arange(count),
-            zero + count,
+            index=np.arange(num_shards),
+            size=np.full(num_shards, num_shards, np.int64),
             seed=self._seed,
             purpose=Purpose.SHARD_ORDER,
-            epoch=zero + epoch,
-            block=zero,
+            epoch=np.full(num_shards, epoch, np.int64),
+            block=np.zeros(num_shards, np.int64),
         )
         shards = order.astype(np.int64)
         shard_start = np.concatenate([[0], np.cumsum(self._rows[shards])])
-        edges = np.append(np.arange(0, count, self._window_shards), count)
-        return _Epoch(shards, shard_start, shard_start[edges])
+        # Every `_window_shards`-th shard begins a window; the last edge is the end of the epoch.
+        window_edges = np.append(np.arange(0, num_shards, self._window_shards), num_shards)
+        return _Epoch(shards=shards, shard_start=shard_start, window_start=shard_start[window_edges])

@@ -22,6 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK64 = 2**64 - 1
+# Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+_STATE_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Receipt:
         return Receipt(self.rows - other.rows, (self.digest - other.digest) & _MASK64)
 
     def times(self, count: int) -> Receipt:
-        """Return the receipt of `count` passes over the rows of this receipt."""
-        return Receipt(self.rows * count, self.digest * count & _MASK64)
+        """Return the receipt of `count` passes over the rows of this receipt, for example of `count` whole epochs."""
+        return Receipt(self.rows * count, (self.digest * count) & _MASK64)
 
     @property
     def words(self) -> tuple[int, int]:
@@ -50,11 +54,14 @@ class Receipt:
 
         The sum of int64 wraps at 2**64, exactly as the digest does; `from_words` is the inverse.
         """
-        return self.rows, self.digest - (1 << 64) if self.digest >> 63 else self.digest
+        signed_digest = self.digest
+        if signed_digest >= 1 << 63:
+            signed_digest -= 1 << 64
+        return self.rows, signed_digest
 
     @property
     def hex(self) -> str:
-        """Return the digest as 16 hexadecimal digits, the form in metrics and checkpoints."""
+        """Return the digest as 16 lower-case hexadecimal digits, the form in metrics.jsonl."""
         return f"{self.digest:016x}"
 
     @classmethod
@@ -74,14 +81,15 @@ class Receipt:
 
 
 def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each row id, in an array of the same shape.
+    """Return a 64-bit hash of each row id, in an array of the same shape; the receipt of rows is the sum of theirs.
 
     It is the finaliser of SplitMix64, a bijection: two ids have the same hash only if they are equal.
 
     Args:
         row_ids: Integers >= 0 of any type.
     """
-    word = (row_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    # Products wrap at 2**64. Every step can be undone: the factors are odd, and word ^ (word >> n) is invertible.
+    word = (row_ids.astype(np.uint64) + np.uint64(1)) * _STATE_INCREMENT
+    word = (word ^ (word >> np.uint64(30))) * _FIRST_FACTOR
+    word = (word ^ (word >> np.uint64(27))) * _SECOND_FACTOR
     return word ^ (word >> np.uint64(31))

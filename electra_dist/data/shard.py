@@ -24,7 +24,7 @@ import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from electra_kernels.native import cpu_library
@@ -62,18 +62,39 @@ def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -
         return
     with tarfile.open(fileobj=target, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for block_number, first_row in enumerate(range(0, len(rows), block_rows)):
-            block = rows[first_row : first_row + block_rows]
-            little_endian = np.ascontiguousarray(block, dtype=rows.dtype.newbyteorder("<"))
-            member = io.BytesIO()
-            np.lib.format.write_array(member, little_endian, version=(1, 0), allow_pickle=False)
-            info = tarfile.TarInfo(f"{block_number:06d}{MEMBER_SUFFIX}")  # Defaults: mtime, uid, gid 0 and mode 0644.
-            info.size = member.tell()
-            member.seek(0)
-            tar.addfile(info, member)
+            _add_block(tar, block_number, rows[first_row : first_row + block_rows])
+
+
+def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> None:
+    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`; equal rows give equal bytes.
+
+    Args:
+        tar: Tar that is open for writing.
+        block_number: Number of the block in the shard, from 0; the member is named after it.
+        rows: [n, seq_len] uint16 or uint32.
+    """
+    little_endian_rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
+    content = io.BytesIO()
+    np.lib.format.write_array(content, little_endian_rows, version=(1, 0), allow_pickle=False)
+    # TarInfo's defaults do not depend on time or user: mtime, uid and gid are 0, the mode is 0644.
+    info = tarfile.TarInfo(f"{block_number:06d}{MEMBER_SUFFIX}")
+    info.size = content.tell()
+    content.seek(0)
+    tar.addfile(info, content)
+
+
+class _Block(NamedTuple):
+    """Place of a block of rows in the tar file of a shard."""
+
+    offset: int  # byte offset of the block's first row in the file
+    num_rows: int
 
 
 class Shard:
-    """Open shard whose rows are read from a memory map of its file."""
+    """Open shard whose rows are read from a memory map of its file, a tar of .npy files with blocks of rows.
+
+    It holds a map and a file descriptor: call `close` at the end.
+    """
 
     def __init__(self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False) -> None:
         """Map the file and read the headers of its blocks.
@@ -91,29 +112,16 @@ class Shard:
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))
-        with readable(path), path.open("rb") as stream:
-            if lock:
-                fcntl.flock(stream, fcntl.LOCK_SH)
-            # A cache may have deleted the file between its opening and the lock.
-            self.is_linked = os.fstat(stream.fileno()).st_nlink > 0
-            try:
-                # The map has a descriptor of its own, which keeps the lock after `stream` is closed.
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                blocks = self._index(stream)
-            except (tarfile.TarError, ValueError) as error:
-                raise self._mismatch(
-                    f"this shard is not a tar of *{MEMBER_SUFFIX} blocks ({error}); build this shard again"
-                ) from None
-        if not blocks:
-            raise self._mismatch(f"the tar has no *{MEMBER_SUFFIX} member; build this shard again")
-        # Byte offset of each block's first row, and number of rows of each block.
-        self._offsets, block_lengths = np.ascontiguousarray(np.array(blocks, np.int64).T)
-        # Number of each block's first row, and the number of all rows as the last element.
-        self._block_starts = np.concatenate([[0], np.cumsum(block_lengths)])
+        blocks = self._map_file(lock)
+        # Byte offset of each block's first row in the file.
+        self._offsets = np.array([block.offset for block in blocks], np.int64)
+        rows_per_block = np.array([block.num_rows for block in blocks], np.int64)
+        # Number of each block's first row in the shard, and the number of all rows as the last element.
+        self._block_starts = np.concatenate([[0], np.cumsum(rows_per_block)])
         self.num_rows = int(self._block_starts[-1])
-        self._view_all_rows(block_lengths)
-        # For `host.gather_rows`: address of the mapping, number of blocks, and the addresses of the two arrays that
-        # hold the first row and the byte offset of each block. They are valid until `close`.
+        self._view_all_rows(rows_per_block)
+        # Addresses for the C function `cpu_library.gather_rows`, valid until `close`. The view of all rows begins at
+        # the first block in the file, so the mapping begins that block's offset before it.
         map_address = self._view.ctypes.data - int(self._offsets.min())
         self.table = (map_address, len(self._offsets), self._block_starts.ctypes.data, self._offsets.ctypes.data)
 
@@ -123,25 +131,55 @@ class Shard:
         Args:
             indices: [k] numbers of rows in the shard, each in [0, num_rows), in any order and with repetitions.
         """
-        blocks = np.searchsorted(self._block_starts, indices, side="right") - 1
-        rows_within_block = indices - self._block_starts[blocks]
-        return self._view[self._first_element[blocks] + rows_within_block * self._elements_per_row]
+        block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
+        row_in_block = indices - self._block_starts[block_of_row]
+        # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.
+        elements = self._first_element[block_of_row] + row_in_block * self._elements_per_row
+        return self._view[elements]
 
     def close(self) -> None:
         """Unmap the file and release the lock; the shard cannot be read afterwards."""
         del self._view
         self._map.close()
 
-    def _view_all_rows(self, block_lengths: NDArray[np.int64]) -> None:
-        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation.
+    def _map_file(self, lock: bool) -> list[_Block]:
+        """Map the file and return the place of each block of rows; sets `_map` and `is_linked`.
 
-        The blocks of rows are separated by headers, so the rows are not evenly spaced. Element i of the view is the
-        seq_len ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of the
-        row size and the distances between blocks, so every row is an element of the view. The other elements begin in
-        the middle of a row or in a header and are never read.
+        `is_linked` is False if a cache deleted the file after it was opened and before it was locked.
 
         Args:
-            block_lengths: [num_blocks] number of rows of each block.
+            lock: Hold a shared flock on the file as long as the map is open.
+
+        Raises:
+            ManifestMismatch: The file is not a tar of row blocks.
+        """
+        with readable(self.path), self.path.open("rb") as stream:
+            if lock:
+                fcntl.flock(stream, fcntl.LOCK_SH)
+            self.is_linked = os.fstat(stream.fileno()).st_nlink > 0
+            try:
+                # The map has a descriptor of its own, which keeps the lock after `stream` is closed.
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                blocks = self._find_blocks(stream)
+            except (tarfile.TarError, ValueError) as error:
+                raise self._mismatch(
+                    f"this shard is not a tar of *{MEMBER_SUFFIX} blocks ({error}); build this shard again"
+                ) from None
+        if not blocks:
+            raise self._mismatch(f"the tar has no *{MEMBER_SUFFIX} member; build this shard again")
+        return blocks
+
+    def _view_all_rows(self, rows_per_block: NDArray[np.int64]) -> None:
+        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation.
+
+        Blocks of rows are separated by headers, so rows are not evenly spaced. Element i of the view is the seq_len
+        ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of the row size
+        and the distances between blocks, so every row is an element. For example, with rows of 8 bytes and blocks of
+        two rows at bytes 100 and 120, the stride is 4 and the rows are the elements 0, 2, 5 and 7. The other elements
+        begin in the middle of a row or in a header and are never read.
+
+        Args:
+            rows_per_block: [num_blocks] number of rows of each block.
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
@@ -150,16 +188,29 @@ class Shard:
         stride = math.gcd(row_bytes, *distances.tolist())
         self._first_element = distances // stride  # of each block
         self._elements_per_row = row_bytes // stride
-        last_element = self._first_element + np.maximum(block_lengths - 1, 0) * self._elements_per_row
+        last_row_of_block = np.maximum(rows_per_block - 1, 0)  # A block may be empty.
+        last_element = self._first_element + last_row_of_block * self._elements_per_row
         num_elements = int(last_element.max()) + 1
         self._view: NDArray[Any] = np.ndarray(
-            (num_elements, seq_len), dtype, self._map, first_offset, (stride, dtype.itemsize)
+            shape=(num_elements, seq_len),
+            dtype=dtype,
+            buffer=self._map,
+            offset=first_offset,
+            strides=(stride, dtype.itemsize),
         )
 
-    def _index(self, stream: IO[bytes]) -> list[tuple[int, int]]:
-        """Read the headers in the tar; return the byte offset of the first row and the number of rows of each block.
+    def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
+        """Read the headers in the tar; return the place of each block of rows, in the order of the tar.
 
-        A block is a member whose name ends in .rows.npy; other members are ignored.
+        A block is a regular member whose name ends in .rows.npy; other members are ignored.
+
+        Args:
+            stream: The tar file, which must be mapped already.
+
+        Raises:
+            TarError, ValueError: The file is not a tar, or a member is not a complete .npy file.
+            ManifestMismatch: The rows of a block have another length or type than this shard was opened with.
+            StoreError: The name of a member is absolute or contains "..".
         """
         blocks = []
         with tarfile.open(fileobj=stream, mode="r:") as tar:
@@ -169,8 +220,11 @@ class Shard:
                     blocks.append(self._read_block_header(member))
         return blocks
 
-    def _read_block_header(self, member: tarfile.TarInfo) -> tuple[int, int]:
-        """Return the byte offset of the first row in a block, which is a tar member, and the block's number of rows.
+    def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
+        """Read and check the .npy header of a block of rows; return the byte offset of its first row and its length.
+
+        Args:
+            member: The block's member in the tar.
 
         Raises:
             ValueError: The member is not a complete .npy file of version 1 or 2.
@@ -179,14 +233,17 @@ class Shard:
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
             raise ValueError(f"member {member.name} is cut short; it should have {member.size} bytes")
-        header = io.BytesIO(self._map[member.offset_data : min(end, member.offset_data + _MAX_HEADER_BYTES)])
+        # An .npy file is a magic string with a version, then a header with shape and type, then the array.
+        header_end = min(end, member.offset_data + _MAX_HEADER_BYTES)
+        header = io.BytesIO(self._map[member.offset_data : header_end])
         version = np.lib.format.read_magic(header)
         if version not in _HEADER_READERS:
             raise ValueError(f"member {member.name} has .npy version {version}; only (1, 0) and (2, 0) can be read")
         shape, is_fortran_order, dtype = _HEADER_READERS[version](header)
         header_bytes = header.tell()
         seq_len, row_dtype = self.kind
-        if len(shape) != 2 or shape[1] != seq_len or dtype != row_dtype or is_fortran_order:
+        is_table_of_rows = len(shape) == 2 and shape[1] == seq_len and not is_fortran_order
+        if not is_table_of_rows or dtype != row_dtype:
             raise self._mismatch(
                 f"{member.name} holds {dtype} {shape}, not {row_dtype} [rows, {seq_len}]; build this shard again"
             )
@@ -195,10 +252,10 @@ class Shard:
             raise ValueError(
                 f"member {member.name} has {member.size} bytes, which contradicts its header of {num_rows} rows"
             )
-        return member.offset_data + header_bytes, num_rows
+        return _Block(offset=member.offset_data + header_bytes, num_rows=num_rows)
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
-        """Return the error for this file; `reason` states what is wrong and the next step."""
+        """Return the error for this file, to be raised by the caller; `reason` states what is wrong and what to do."""
         return ManifestMismatch(f"{self.path}: {reason}")
 
 
@@ -218,6 +275,6 @@ def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.
         cpu_library.gather_rows([shard.table for shard in shards], which, rows, out)
         return out
     for shard_index, shard in enumerate(shards):
-        positions = np.flatnonzero(which == shard_index)
-        out[positions] = shard.rows(rows[positions])
+        positions_of_shard = np.flatnonzero(which == shard_index)
+        out[positions_of_shard] = shard.rows(rows[positions_of_shard])
     return out

@@ -24,14 +24,14 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
-_CLOSE_S = 2.0  # How long `close` waits for threads that are in the middle of a download.
+_CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
 
 class ShardCache:
@@ -51,8 +51,8 @@ class ShardCache:
         """Start the threads; no file is touched until the first shard is asked for.
 
         Args:
-            store: The corpus.
-            manifest: Its manifest.
+            store: Store that holds the corpus.
+            manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
             directory: Cache folder of this node; unused if the corpus is in a local folder.
             fetch_threads: Number of shards fetched or verified at a time.
             limit_bytes: Limit on the size of the shards in `directory`; None for the free space of the disk.
@@ -70,7 +70,10 @@ class ShardCache:
 
     @property
     def refetches(self) -> int:
-        """Return how many shards were fetched again because their bytes were wrong, since this object was made."""
+        """Return how many times a shard was fetched again because its bytes did not have the right SHA-256.
+
+        Counted since this object was created; always 0 for a corpus in a local folder, which is not fetched.
+        """
         return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
@@ -87,19 +90,23 @@ class ShardCache:
             ManifestMismatch: The shard is not the one that the manifest lists.
         """
         while shard_index not in self._shards:
-            self.prefetch([shard_index])
-            self._prepared[shard_index].result()
+            self.prefetch([shard_index])  # Does nothing if the shard is queued already.
+            self._prepared[shard_index].result()  # Waits, and raises the error of the background thread.
             shard = self._map(shard_index)
-            if shard is None:
-                del self._prepared[shard_index]  # Evicted before it was mapped; the next round fetches it again.
-            else:
+            if shard is not None:
                 self._shards[shard_index] = shard
+            else:
+                # Another process evicted the shard before it was mapped; the next round fetches it again.
+                del self._prepared[shard_index]
         return self._shards[shard_index]
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
         """Begin to fetch and verify shards in the background, in the order given; returns at once.
 
-        Shards that are open or already queued are skipped. An error is raised by the `open` of its shard.
+        Shards that are open or already queued are skipped. If a fetch fails, `open` of that shard raises the error.
+
+        Args:
+            shard_indices: Indices of the shards in the manifest.
         """
         for index in map(int, shard_indices):
             if index not in self._prepared:
@@ -108,33 +115,45 @@ class ShardCache:
                 self._queue.put((index, future))
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all shards but these, and cancel queued downloads of others; the node's cache may then evict those."""
-        keep = set(map(int, shard_indices))
-        for index in self._prepared.keys() - keep:
-            self._prepared.pop(index).cancel()
+        """Close all other shards and cancel their queued downloads; the node's cache may then evict them.
+
+        A download that has begun is not interrupted.
+
+        Args:
+            shard_indices: Indices in the manifest of the shards that stay open or queued.
+        """
+        indices_to_keep = set(map(int, shard_indices))
+        for index in self._prepared.keys() - indices_to_keep:
+            download = self._prepared.pop(index)
+            download.cancel()
             if index in self._shards:
-                self._shards.pop(index).close()
+                shard = self._shards.pop(index)
+                shard.close()
 
     def close(self) -> None:
-        """Close all shards and stop the threads.
+        """Close all shards and stop the threads, waiting two seconds at most.
 
-        A thread in the middle of a download is not waited for longer than two seconds; it ends with the process.
+        A thread that is in the middle of a download for longer is a daemon, which ends with the process.
         """
         self.keep_only([])
         for _ in self._threads:
-            self._queue.put(None)
+            self._queue.put(None)  # Each thread ends at the first None that it takes.
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Prepare queued shards, one after another, until the queue yields None. Runs in each background thread."""
+        """Prepare queued shards, one after another, until the queue yields None. Runs in each background thread.
+
+        The future of a shard is done when the shard is on this node and verified, or holds the error.
+        """
         while True:
             item = self._queue.get()
             if item is None:
                 return
             index, future = item
-            if not future.set_running_or_notify_cancel():
+            was_cancelled = not future.set_running_or_notify_cancel()
+            if was_cancelled:
                 continue
             try:
                 self._prepare(index)
@@ -144,39 +163,75 @@ class ShardCache:
                 future.set_result(None)
 
     def _prepare(self, index: int) -> None:
-        """Fetch the shard to this node unless it is there, and verify its digest once per process."""
+        """Fetch a shard to this node unless it is there, and verify its digest once per process.
+
+        Args:
+            index: Index of the shard in the manifest.
+
+        Raises:
+            StoreError: The shard cannot be read or fetched.
+            ManifestMismatch: A shard of a local corpus has another size or digest than the manifest lists.
+        """
         entry = self.manifest.shards[index]
-        path = self.store.local_path(entry.name)
-        if path is None:
-            self._node_cache.ensure(self.store, entry, verify=index not in self._verified)
-        elif index not in self._verified:
-            with readable(path):
-                is_good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
-            if not is_good:
-                raise ManifestMismatch(
-                    f"{path}: not the shard that corpus.json lists (other size or sha256); restore the file or build "
-                    f"the corpus again"
-                )
+        must_verify = index not in self._verified
+        local_path = self.store.local_path(entry.name)
+        if local_path is None:
+            self._node_cache.ensure(self.store, entry, verify=must_verify)
+        elif must_verify:
+            _verify_local_shard(local_path, entry)
         self._verified.add(index)
 
     def _map(self, index: int) -> Shard | None:
-        """Open a prepared shard; return None if another process has evicted it from the node's cache meanwhile."""
+        """Open a prepared shard; return None if another process has evicted it from the node's cache meanwhile.
+
+        Args:
+            index: Index of the shard in the manifest.
+
+        Raises:
+            ManifestMismatch: The shard has another number of rows than the manifest lists, or is not a shard.
+        """
         entry = self.manifest.shards[index]
-        path = self.store.local_path(entry.name)
-        if path is not None:
-            shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype)
+        local_path = self.store.local_path(entry.name)
+        if local_path is not None:
+            shard = Shard(local_path, self.manifest.seq_len, self.manifest.numpy_dtype)
         else:
-            path = self._node_cache.path(entry)
-            try:
-                shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype, lock=True)
-                os.utime(path)  # The eviction deletes the files with the oldest times first.
-            except (StoreMissing, FileNotFoundError):
+            cached_shard = self._map_cached(self._node_cache.path(entry))
+            if cached_shard is None:
                 return None
-            if not shard.is_linked:
-                return None
+            shard = cached_shard
         if shard.num_rows != entry.rows:
             raise ManifestMismatch(
-                f"{path}: has {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, or "
-                f"delete corpus.json and run `electra-dist corpus index`"
+                f"{shard.path}: has {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, "
+                f"or delete corpus.json and run `electra-dist corpus index`"
             )
         return shard
+
+    def _map_cached(self, path: Path) -> Shard | None:
+        """Open a shard in the node's cache with a lock that prevents its eviction; return None if it was evicted.
+
+        Opening sets the file's modification time to now, because the eviction deletes the oldest files first.
+        """
+        try:
+            shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype, lock=True)
+            os.utime(path)
+        except (StoreMissing, FileNotFoundError):
+            return None
+        if not shard.is_linked:  # The file was deleted between its opening and the lock.
+            return None
+        return shard
+
+
+def _verify_local_shard(path: Path, entry: ShardEntry) -> None:
+    """Verify that a shard of a corpus in a local folder has the size and the SHA-256 of its manifest entry.
+
+    Raises:
+        StoreMissing: The file does not exist.
+        ManifestMismatch: The size or the SHA-256 differs.
+    """
+    with readable(path):
+        is_good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
+    if not is_good:
+        raise ManifestMismatch(
+            f"{path}: not the shard that corpus.json lists, which has {entry.bytes} bytes and sha256 "
+            f"{entry.sha256[:12]}...; restore the file or build the corpus again"
+        )

@@ -68,14 +68,15 @@ class ForeachAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
         """Update in place every parameter that has a gradient and at least one element.
 
-        Gradients are read and not cleared. Clipping is the caller's task.
+        With parameter p, gradient g, moments m and v: p -= lr * (m / (sqrt(v) + eps) + decay * p). Gradients are read
+        and not cleared. Clipping is the caller's task.
         """
         for group in self.param_groups:
-            # A parameter without elements has nothing to update; torch._foreach refuses an empty list.
-            params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+            # A parameter without elements has nothing to update.
+            params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
             if not params:
-                continue
-            grads = [p.grad for p in params]
+                continue  # torch._foreach refuses an empty list
+            grads = [parameter.grad for parameter in params]
             exp_avgs, exp_avg_sqs = moments_of(self, params)
             beta1, beta2 = group["betas"]
             # m = b1 m + (1 - b1) g

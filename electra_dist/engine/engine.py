@@ -25,7 +25,10 @@ from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
-_MOST_RANKS_SHOWN = 12  # in an error message
+# A longer list of rank counts in an error message is cut to its first and its last ones.
+_MOST_RANKS_SHOWN = 12
+_FIRST_RANKS_SHOWN = 6
+_LAST_RANKS_SHOWN = 3
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
@@ -45,9 +48,10 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_clipping": clip_norm,
+        # ZeRO refuses optimizers of other packages unless these two keys allow them.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
+        "steps_per_print": 10**9,  # DeepSpeed's own progress lines are never printed
         "zero_optimization": {"stage": stage},
     }
     if is_bf16 and stage == 0:
@@ -72,14 +76,15 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
         UserError: `global_batch` is not a multiple of `micro_batch` x `world_size`; lists the numbers of ranks that
             are possible with this micro-batch.
     """
-    if train.micro_batches(world_size):
+    can_share_evenly = train.micro_batches(world_size) > 0
+    if can_share_evenly:
         return
-    possible = [str(ranks) for ranks in train.possible_ranks()]
-    if len(possible) > _MOST_RANKS_SHOWN:
-        possible = [*possible[:6], "...", *possible[-3:]]
+    possible_ranks = [str(ranks) for ranks in train.possible_ranks()]
+    if len(possible_ranks) > _MOST_RANKS_SHOWN:
+        possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
     raise UserError(
         f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
-        f"{world_size} ranks; with this micro-batch use {', '.join(possible)} ranks, or change train.micro_batch"
+        f"{world_size} ranks; with this micro-batch use {', '.join(possible_ranks)} ranks, or change train.micro_batch"
     )
 
 
@@ -110,11 +115,12 @@ class Engine:
         """
         self.device = local_device()
         optimizer, self.optimizer_name = build_optimizer(module, optimizer_config, self.device.type)
+        # DeepSpeed will call `_update_if_allowed` where it would have called the optimizer.
         self._update = optimizer.step
         optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
-        self._accept: Callable[[], bool] = lambda: True
-        self._applied: bool | None = None  # of the current step; None until `_accept` has been asked
-        self._norm = math.nan
+        self._accept: Callable[[], bool] = lambda: True  # of the current step; decides whether to update
+        self._applied: bool | None = None  # whether the current step updates; None until it is decided
+        self._norm = math.nan  # of the gradients of the current step
         self.zero_stage = engine.zero_stage
         self.clip_norm = optimizer_config.clip_norm
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
@@ -132,7 +138,7 @@ class Engine:
         collective, because it gathers the parameters.
 
         Args:
-            given: rows of one micro-batch on `device`, with the factors of their loss sums.
+            given: rows of one micro-batch on `device`, with the factors by which their loss sums are multiplied.
         """
         return self.deepspeed(given)
 
@@ -167,13 +173,16 @@ class Engine:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         self._accept = accept
         self._applied = None
+        # Stage 0 does not report the norm, and clips the gradients in place: it must be computed before.
         if self.zero_stage == 0:
             self._norm = float(self._unpartitioned_grad_norm())
         self.deepspeed.step()
         if self.zero_stage > 0:
             self._norm = float(self.deepspeed.get_global_grad_norm())
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
-        return grad_norm, bool(self._applied)
+        # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
+        was_updated = bool(self._applied)
+        return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
         """Call the optimizer's own `step` if the gradients are finite and the caller accepts the update.
@@ -182,7 +191,9 @@ class Engine:
         caller is asked at the first call of a step; the other calls of that step repeat its answer.
         """
         if self._applied is None:
-            norm = float(self.optimizer._global_grad_norm) if self.zero_stage else self._norm
+            norm = self._norm  # of this step at stage 0; `step` reads that of the other stages only afterwards
+            if self.zero_stage > 0:
+                norm = float(self.optimizer._global_grad_norm)
             self._applied = _is_finite_norm(norm) and self._accept()
         if self._applied:
             self._update()
@@ -193,11 +204,16 @@ class Engine:
         DeepSpeed clips at stage 0 without reporting the norm. After the last `backward` of a step every rank has the
         whole, reduced gradients, so that no communication is needed.
         """
-        gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        parameters = self.deepspeed.module.parameters()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
     def train(self, mode: bool = True) -> None:
-        """Switch the module to training mode, with dropout, or to evaluation mode, without it."""
+        """Switch the module to training mode, with dropout, or to evaluation mode, without it.
+
+        Args:
+            mode: True for training, False for evaluation. The mode stays until the next call.
+        """
         self.deepspeed.train(mode)
 
     def close(self) -> None:
@@ -206,7 +222,7 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
-    """Return whether a norm that DeepSpeed reports belongs to finite gradients.
+    """Return whether a gradient norm that DeepSpeed reports is the norm of finite gradients.
 
     For gradients that are not finite DeepSpeed reports inf, NaN or -1.
     """

@@ -21,8 +21,8 @@ def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> floa
         num_steps: optimizer steps of the whole run.
         optimizer: gives `lr`, `warmup_steps` and `decay_power`.
     """
-    warmup = 1.0
+    warmup_factor = 1.0
     if optimizer.warmup_steps:
-        warmup = min(1.0, step / optimizer.warmup_steps)
-    decay = max(0.0, 1.0 - step / num_steps)
-    return optimizer.lr * warmup * decay**optimizer.decay_power
+        warmup_factor = min(1.0, step / optimizer.warmup_steps)
+    remaining_fraction = max(0.0, 1.0 - step / num_steps)
+    return optimizer.lr * warmup_factor * remaining_fraction**optimizer.decay_power

@@ -54,10 +54,12 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
     known_sizes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
-    local_size = known_sizes.get(key) or _largest(config, module, device)
-    smallest = torch.tensor(local_size, device=device)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN)
-    size = int(smallest)
+    size_on_this_rank = known_sizes.get(key, 0)
+    if size_on_this_rank == 0:
+        size_on_this_rank = _largest(config, module, device)
+    smallest_size = torch.tensor(size_on_this_rank, device=device)
+    dist.all_reduce(smallest_size, dist.ReduceOp.MIN)
+    size = int(smallest_size)
     if size == 0:
         raise UserError(
             "train.micro_batch auto: not one row fits into the free memory beside the training state; set "
@@ -73,20 +75,23 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
 def _largest(config: Config, module: Objective, device: torch.device) -> int:
     """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
 
-    Only divisors of the rows per rank and step count. Memory is extrapolated from one and two rows.
+    Only divisors of the rows per rank and step are considered. The memory of n rows is extrapolated from measurements
+    of one and of two rows, as m(1) + (n - 1) * (m(2) - m(1)).
 
     Args:
         config: gives the batch, the precision and the ZeRO stage.
         module: the objective on the host.
         device: the device of this rank.
     """
+    world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, dist.get_world_size()) for part in PARTS)
+    # Weights, gradients, master copy and moments, which DeepSpeed allocates later.
+    state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, world_size) for part in PARTS)
     available_bytes = (1 - _UNUSED_FRACTION) * _free_bytes(device) - state_bytes
     one_row_bytes, two_rows_bytes = _measure(config, module, device)
     extra_row_bytes = two_rows_bytes - one_row_bytes
-    rows_per_rank = config.train.global_batch // dist.get_world_size()
+    rows_per_rank = config.train.global_batch // world_size
     largest = 0
     for size in range(1, rows_per_rank + 1):
         needed_bytes = one_row_bytes + (size - 1) * extra_row_bytes
@@ -107,14 +112,18 @@ def _measure(config: Config, module: Objective, device: torch.device) -> tuple[i
         device: where to measure.
     """
     has_bf16_weights = config.train.precision == "bf16" and config.engine.zero_stage > 0
-    trial = copy.deepcopy(module).to(device, torch.bfloat16 if has_bf16_weights else torch.float32).train()
-    bytes_by_rows = []
-    for num_rows in (1, 2):
-        given = _random_input(config, module, device, num_rows)
-        measured = _peak_on_gpu(trial, given) if device.type == "cuda" else _kept_on_cpu(trial, given)
-        bytes_by_rows.append(measured)
-        trial.zero_grad()
-    return bytes_by_rows[0], bytes_by_rows[1]
+    dtype = torch.bfloat16 if has_bf16_weights else torch.float32
+    trial_module = copy.deepcopy(module).to(device, dtype).train()
+    measure_pass = _peak_on_gpu if device.type == "cuda" else _kept_on_cpu
+
+    one_row = _random_input(config, module, device, num_rows=1)
+    one_row_bytes = measure_pass(trial_module, one_row)
+    trial_module.zero_grad()
+
+    two_rows = _random_input(config, module, device, num_rows=2)
+    two_rows_bytes = measure_pass(trial_module, two_rows)
+    trial_module.zero_grad()
+    return one_row_bytes, two_rows_bytes
 
 
 def _random_input(config: Config, module: Objective, device: torch.device, num_rows: int) -> StepInput:
@@ -125,14 +134,19 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
         module: the objective, whose special ids and loss counts are used.
         device: where the input is made.
         num_rows: rows of the input.
+
+    Returns:
+        The input of one forward pass. In the names, B is the number of rows and S the tokens of a row.
     """
     special = module.special
-    first_ordinary_id = max(special) + 1
+    first_ordinary_id = max(special) + 1  # above all special tokens
     size_BS = (num_rows, config.data.seq_len)
     ids_BS = torch.randint(first_ordinary_id, config.model.vocab_size, size_BS, device=device)
     ids_BS[:, 0] = special.cls
     ids_BS[:, -1] = special.sep
-    first_scale, second_scale = 1.0 / loss_counts(ids_BS, special, module.objective).sum(0)
+    # Each of the two losses of an objective is a sum over tokens, multiplied by 1 / (number of its tokens).
+    num_tokens_by_loss = loss_counts(ids_BS, special, module.objective).sum(0)
+    first_scale, second_scale = 1.0 / num_tokens_by_loss
     return StepInput(
         ids_BS=ids_BS,
         row_B=torch.arange(num_rows, device=device),
@@ -147,18 +161,27 @@ def _peak_on_gpu(module: Objective, given: StepInput) -> int:
     """Return the bytes by which the CUDA allocator's peak rises in one forward and backward pass.
 
     Gradients that the backward pass allocates are part of it. The allocator's cache is emptied and its peak is reset.
+
+    Args:
+        module: the objective on the current CUDA device.
+        given: rows of one micro-batch on the same device.
     """
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     module(given).loss.backward()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - bytes_before
 
 
 def _kept_on_cpu(module: Objective, given: StepInput) -> int:
     """Return the bytes of all storages that autograd keeps between one forward and its backward pass.
 
-    A storage that several tensors share counts once. Parameters that the backward pass reads are part of it.
+    A CPU has no allocator that reports a peak. A storage that several tensors share counts once. Parameters that the
+    backward pass reads are part of the result.
+
+    Args:
+        module: the objective on the CPU.
+        given: rows of one micro-batch.
     """
     bytes_by_address: dict[int, int] = {}
 
@@ -181,7 +204,8 @@ def _free_bytes(device: torch.device) -> float:
     the node (the environment variable LOCAL_WORLD_SIZE; one rank without it).
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
+        return free_bytes
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return psutil.virtual_memory().available / ranks_on_node
 

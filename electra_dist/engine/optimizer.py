@@ -35,31 +35,35 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     either tower can get a learning rate of 0.
 
     Args:
-        module: the module whose parameters are trained.
+        module: the objective, whose parameters are trained.
         weight_decay: decay of the decayed groups.
 
     Returns:
         Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator in
         two-stage training. Groups without parameters are left out.
     """
-    layer_norms = [submodule for submodule in module.modules() if isinstance(submodule, nn.LayerNorm)]
-    layer_norm_ids = {id(parameter) for norm in layer_norms for parameter in norm.parameters(recurse=False)}
-    towers_take_turns = isinstance(module, TwoStageDetection)
+    layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
+    for submodule in module.modules():
+        if isinstance(submodule, nn.LayerNorm):
+            layer_norm_ids.update(id(parameter) for parameter in submodule.parameters(recurse=False))
+    is_two_stage = isinstance(module, TwoStageDetection)
+
+    # (whether it is the generator's group, whether it is without decay) -> parameters of the group
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
-        is_bias = name.rsplit(".", 1)[-1] == "bias"
+        is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
-        in_generator = towers_take_turns and is_generators(name)
+        in_generator = is_two_stage and is_generators(name)
         members.setdefault((in_generator, is_undecayed), []).append(parameter)
+
     groups = []
     for in_generator, is_undecayed in sorted(members):
-        groups.append(
-            {
-                "params": members[in_generator, is_undecayed],
-                "weight_decay": 0.0 if is_undecayed else weight_decay,
-                "is_generators": in_generator,
-            }
-        )
+        group = {
+            "params": members[in_generator, is_undecayed],
+            "weight_decay": 0.0 if is_undecayed else weight_decay,
+            "is_generators": in_generator,
+        }
+        groups.append(group)
     return groups
 
 
@@ -67,6 +71,7 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
     """Refuse optimizer settings that cannot work: LAMB with partitioned parameters, or DeepSpeed's LAMB.
 
     LAMB needs the norm of each whole parameter, and at ZeRO stages 1 to 3 an optimizer gets pieces of parameters.
+    Every setting of AdamW is accepted.
 
     Args:
         config: gives the optimizer and its implementation.
@@ -77,7 +82,7 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
     """
     if config.name != "lamb":
         return
-    if zero_stage:
+    if zero_stage > 0:
         raise UserError(
             f"optimizer.name lamb needs whole parameters for its norms, but engine.zero_stage is {zero_stage}; set "
             f"engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
@@ -90,10 +95,12 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str) -> tuple[torch.optim.Optimizer, str]:
-    """Build the optimizer that DeepSpeed will call.
+    """Build AdamW or LAMB for a module, with the fastest implementation that the config and the machine allow.
+
+    DeepSpeed will call it. Neither corrects the bias of its moments.
 
     Args:
-        module: the module whose parameters are trained.
+        module: the objective, whose parameters are trained.
         config: gives the optimizer, its implementation and its settings.
         device_type: "cuda" or "cpu"; decides what `implementation: auto` means.
 
@@ -112,8 +119,8 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str
         return _build_lamb(groups, implementation, betas, settings)
     if implementation == "foreach":
         return ForeachAdamW(groups, lr=0.0, betas=betas, **settings), "ForeachAdamW (electra-dist)"
-    fused_adam, name = _import_fused_adam(implementation)
-    optimizer = fused_adam(groups, lr=0.0, betas=betas, bias_correction=False, adam_w_mode=True, **settings)
+    fused_adam_class, name = _import_fused_adam(implementation)
+    optimizer = fused_adam_class(groups, lr=0.0, betas=betas, bias_correction=False, adam_w_mode=True, **settings)
     return optimizer, name
 
 
@@ -149,9 +156,18 @@ def _build_lamb(
         return ForeachLamb(groups, lr=0.0, betas=betas, **settings), "ForeachLamb (electra-dist)"
     from apex.optimizers import FusedLAMB
 
-    # The engine has clipped already; a bound that is never reached switches apex's own clipping off.
-    options = {"bias_correction": False, "adam_w_mode": True, "grad_averaging": True, "max_grad_norm": 1e30}
-    return FusedLAMB(groups, lr=0.0, betas=betas, use_nvlamb=False, **options, **settings), "FusedLAMB (apex)"
+    optimizer = FusedLAMB(
+        groups,
+        lr=0.0,
+        betas=betas,
+        bias_correction=False,
+        adam_w_mode=True,
+        grad_averaging=True,  # the factor (1 - beta1) on the gradient in the first moment
+        max_grad_norm=1e30,  # never reached: the engine has clipped already
+        use_nvlamb=False,  # parameters without decay are not scaled by norms
+        **settings,
+    )
+    return optimizer, "FusedLAMB (apex)"
 
 
 def _import_fused_adam(implementation: str) -> tuple[Any, str]:
@@ -171,6 +187,6 @@ def _import_fused_adam(implementation: str) -> tuple[Any, str]:
 def has_nvidia_apex() -> bool:
     """Return whether NVIDIA's apex with its CUDA extension `amp_C` is installed.
 
-    The PyPI package of the same name is another project and does not count. Nothing is imported.
+    The PyPI package of the same name is another project, which lacks the extension. Nothing is imported.
     """
     return all(importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))

@@ -14,6 +14,8 @@ PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
 # What a process without a launcher gets: a group of a single rank on this machine.
 _SINGLE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+_ANY_FREE_PORT = "0"
+_DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks that names none
 
 
 def init_distributed() -> None:
@@ -28,18 +30,28 @@ def init_distributed() -> None:
     for name, value in _SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     is_alone = os.environ["WORLD_SIZE"] == "1"
-    os.environ.setdefault("MASTER_PORT", "0" if is_alone else "29500")  # port 0: any free one
+    port = _ANY_FREE_PORT if is_alone else _DEFAULT_PORT
+    os.environ.setdefault("MASTER_PORT", port)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about every optimizer that is not its own
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
         # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            num_cores = len(os.sched_getaffinity(0))
-            ranks_on_node = int(os.environ.get("LOCAL_SIZE", "1"))  # set by the launcher of DeepSpeed
-            torch.set_num_threads(max(1, num_cores // ranks_on_node))
+        _share_cores()
     deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
+
+
+def _share_cores() -> None:
+    """Set the number of torch threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
+
+    Without it every rank would use as many threads as there are cores, and the ranks of a node would slow one another.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    num_cores = len(os.sched_getaffinity(0))
+    ranks_on_node = int(os.environ.get("LOCAL_SIZE", "1"))  # set by the launcher of DeepSpeed
+    torch.set_num_threads(max(1, num_cores // ranks_on_node))
 
 
 def local_device() -> torch.device:

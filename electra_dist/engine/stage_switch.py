@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.config import ObjectiveConfig
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
@@ -23,7 +24,7 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 
 
 class Stages:
-    """The schedule of two-stage training: first only the generator learns, then only the discriminator.
+    """Schedule of two-stage training: first only the generator learns, then only the discriminator.
 
     The discriminator begins as a copy of the generator. Call `enter` before every step. For a run without two-stage
     training it does nothing.
@@ -52,22 +53,30 @@ class Stages:
         Returns:
             True if the second stage begins at `step`: the loss is another one from now on.
         """
-        if not self._first_steps:
+        is_two_stage = self._first_steps > 0
+        if not is_two_stage:
             return False
         in_first = step < self._first_steps
         if in_first != self._in_first:
             self._in_first = in_first
             self._activate_tower(is_generator=in_first)
-        is_switch = step == self._first_steps
-        if is_switch:
+        begins_second = step == self._first_steps
+        if begins_second:
             copy_generator(self._engine)
-        return is_switch
+        return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for the other tower's."""
+        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for the other tower's.
+
+        `Engine.step` multiplies the learning rate of a group by its `lr_scale`.
+
+        Args:
+            is_generator: True for the generator, False for the discriminator.
+        """
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
-            group["lr_scale"] = float(group["is_generators"] == is_generator)
+            is_active = group["is_generators"] == is_generator
+            group["lr_scale"] = 1.0 if is_active else 0.0
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             # Stage 3 keeps the last gradient of a parameter that has none now, and counts it in the norm.
             optimizer.grad_partitions_flat_buffer.zero_()
@@ -79,27 +88,53 @@ def copy_generator(engine: Engine) -> None:
     The copied values are the fp32 masters, so the copy is exact at every ZeRO stage. Each parameter is assembled on
     all ranks by one all-reduce over a buffer of its whole size. Parameters of the discriminator that the generator
     does not have (its head) stay as they are.
+
+    Args:
+        engine: the engine of a `TwoStageDetection`.
     """
     module = engine.deepspeed.module
     optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
     owned = {fragment.name: fragment for fragment in owned_fragments(module, optimizer)}
     for name, shape in parameter_shapes(module).items():
-        prefix = next((prefix for prefix in _COPIES if name.startswith(prefix)), None)
-        if prefix is None:
-            continue
-        # Each element is owned by exactly one rank and zero on the others, so that the sum is the master itself.
-        whole = torch.zeros(torch.Size(shape).numel(), device=engine.device)
-        if name in owned:
-            source = owned[name]
-            whole[source.start : source.start + source.numel] = source.views["master"]
-        dist.all_reduce(whole)
-        target = held.get(_COPIES[prefix] + name.removeprefix(prefix))
-        if target is None:
-            continue  # this rank holds no part of it
-        for kind, view in target.views.items():
-            if kind == "master":
-                view.copy_(whole[target.start : target.start + target.numel])
-            else:
-                view.zero_()
+        copy_name = _copy_name(name)
+        if copy_name is None:
+            continue  # not a parameter of the generator
+        numel = torch.Size(shape).numel()
+        master = _whole_master(owned.get(name), numel, engine.device)
+        destination = held.get(copy_name)
+        if destination is not None:  # None if this rank holds no part of the copy
+            destination.views["master"].copy_(master[destination.start : destination.start + destination.numel])
+            destination.views["exp_avg"].zero_()
+            destination.views["exp_avg_sq"].zero_()
     publish(optimizer)
+
+
+def _copy_name(name: str) -> str | None:
+    """Return the name of the discriminator's parameter that a parameter of the generator is copied to.
+
+    For example, "towers.generator.layers.0.expand.bias" gives "towers.discriminator.layers.0.expand.bias". None for a
+    parameter that is not copied.
+    """
+    for prefix, copy_prefix in _COPIES.items():
+        if name.startswith(prefix):
+            return copy_prefix + name.removeprefix(prefix)
+    return None
+
+
+def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
+    """Return the fp32 master of a whole parameter, 1-D, on every rank. Collective.
+
+    Every element is owned by exactly one rank and is zero on the others, so that the sum over all ranks is the master
+    itself, bit for bit.
+
+    Args:
+        fragment: the elements of the parameter that this rank owns; None if it owns none.
+        numel: number of elements of the parameter.
+        device: the device of this rank.
+    """
+    master = torch.zeros(numel, device=device)
+    if fragment is not None:
+        master[fragment.start : fragment.start + fragment.numel] = fragment.views["master"]
+    dist.all_reduce(master)
+    return master

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from electra_dist.checkpoint.checkpoint_manifest import KINDS
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, Kind
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
 
@@ -34,16 +34,16 @@ _TESTED_VERSION = "0.19.8"  # of DeepSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class _MasterSlice:
-    """The part of one parameter's fp32 master that this rank keeps.
+    """Part of one parameter's fp32 master copy that this rank keeps.
 
     `flat[offset : offset + numel]` holds the elements [start, start + numel) of the flattened parameter.
     """
 
-    name: str
-    start: int
-    numel: int
+    name: str  # of the parameter
+    start: int  # first element, counted in the flattened parameter
+    numel: int  # number of elements; may be 0
     flat: torch.Tensor  # what the optimizer updates: a partition of many parameters, or at stage 0 the parameter
-    offset: int
+    offset: int  # first element, counted in `flat`
 
 
 # Returns the slice of a parameter (given its name and itself), or None if this rank keeps nothing of it.
@@ -67,7 +67,7 @@ def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
     Raises:
         RuntimeError: the layout of DeepSpeed's state is unknown.
     """
-    return _fragments(module, optimizer, dist.get_rank(), dist.get_world_size())
+    return _fragments(module, optimizer, share=dist.get_rank(), num_shares=dist.get_world_size())
 
 
 def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
@@ -86,7 +86,7 @@ def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
     Raises:
         RuntimeError: the layout of DeepSpeed's state is unknown.
     """
-    return _fragments(module, optimizer, 0, 1)
+    return _fragments(module, optimizer, share=0, num_shares=1)
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
@@ -106,12 +106,17 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in _master_slices(module, optimizer, share, num_shares):
-        (exp_avg,), (exp_avg_sq,) = moments_of(base, [master.flat])
+        exp_avgs, exp_avg_sqs = moments_of(base, [master.flat])
         if not isinstance(base, ForeachAdamW):
             # Fused Adams count steps; without bias correction they never use the count.
             base.state[master.flat].setdefault("step", 0)
+        flat_tensors: dict[Kind, torch.Tensor] = {
+            "master": master.flat,
+            "exp_avg": exp_avgs[0],
+            "exp_avg_sq": exp_avg_sqs[0],
+        }
         views = {}
-        for kind, tensor in zip(KINDS, (master.flat, exp_avg, exp_avg_sq)):
+        for kind, tensor in flat_tensors.items():
             view = tensor.detach().reshape(-1).narrow(0, master.offset, master.numel)
             if view.dtype != torch.float32:
                 raise RuntimeError(
@@ -146,7 +151,9 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """
     persistent = optimizer.persistent_parameters
     if persistent:
-        persistent[0].partition(persistent)
+        persistent[0].partition(persistent)  # a method of any parameter, which acts on the list that it receives
+    # Three views of each parameter group: this rank's fp32 masters in one flat tensor, the same in the dtype of the
+    # forward pass, and the partition of each parameter in that dtype.
     for master_group, low_precision_group, partitions in zip(
         optimizer.fp32_partitioned_groups_flat,
         optimizer.fp16_partitioned_groups_flat,
@@ -179,7 +186,11 @@ def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
 
     Under ZeRO stage 3, where the tensors themselves are partitioned, it is the shape before partitioning.
     """
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    shapes = {}
+    for name, parameter in module.named_parameters():
+        whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # `ds_shape` exists at ZeRO stage 3 only
+        shapes[name] = list(whole_shape)
+    return shapes
 
 
 def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> Iterator[_MasterSlice]:
@@ -233,6 +244,7 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
         link = parameter._hp_mapping
         if link is None:
             return None
+        # DeepSpeed calls the forward pass's dtype "lp" (low precision) and the master's fp32 "hp" (high precision).
         in_parameter = link.lp_fragment_address
         in_partition = link.hp_fragment_address
         return _MasterSlice(
@@ -250,7 +262,11 @@ def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
     """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3.
 
     Every parameter is cut into one equal partition per rank. The last partitions may be padding in part or as a whole;
-    padding is not part of a slice.
+    padding is not part of a slice. For example, 10 elements on 4 ranks are cut into partitions of 3; rank 3 holds one
+    element and two of padding.
+
+    Args:
+        optimizer: DeepSpeed's optimizer, which knows where each parameter's partition lies in its flat tensors.
     """
     rank = dist.get_rank()
 
@@ -282,8 +298,9 @@ def _replicated_locator(share: int, num_shares: int) -> _Locator:
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
         """Return part number `share` of `num_shares` nearly equal parts of a parameter; the part may be empty."""
-        start = parameter.numel() * share // num_shares
-        end = parameter.numel() * (share + 1) // num_shares
+        numel = parameter.numel()
+        start = numel * share // num_shares
+        end = numel * (share + 1) // num_shares  # the start of the next part
         return _MasterSlice(name=name, start=start, numel=end - start, flat=parameter, offset=start)
 
     return locate

@@ -6,12 +6,21 @@ from dataclasses import dataclass
 
 PARTS = ("weights", "gradients", "master", "moments")
 
+# ZeRO stage -> parts of the training state of which each GPU keeps only its own piece.
+_PARTITIONED_PARTS: dict[int, tuple[str, ...]] = {
+    0: (),
+    1: ("master", "moments"),
+    2: ("gradients", "master", "moments"),
+    3: ("weights", "gradients", "master", "moments"),
+}
+
 
 @dataclass(frozen=True)
 class StateLayout:
     """Bytes per parameter of each part of the training state, and where that part is kept.
 
-    A part is one of PARTS: "weights" (that the forward reads), "gradients", "master" (fp32 copy) and "moments".
+    The parts are the weights that the forward pass reads, the gradients, the fp32 master copy of the weights, and the
+    optimizer's moments.
     """
 
     weights: int
@@ -25,8 +34,8 @@ class StateLayout:
         """Return the device bytes that one GPU holds of one part.
 
         Args:
-            part: one of "weights", "gradients", "master" and "moments".
-            num_parameters: parameters of the whole model.
+            part: "weights", "gradients", "master" (the fp32 copy of the weights) or "moments" (of the optimizer).
+            num_parameters: number of parameters of the whole model.
             world_size: number of GPUs that share the partitioned parts.
 
         Returns:
@@ -34,13 +43,15 @@ class StateLayout:
         """
         if part in self.on_host:
             return 0.0
+        bytes_per_parameter = getattr(self, part)
         num_pieces = world_size if part in self.partitioned else 1
-        return getattr(self, part) * num_parameters / num_pieces
+        return bytes_per_parameter * num_parameters / num_pieces
 
     def formula(self) -> str:
         """Return the device bytes per GPU as a formula of P parameters and W GPUs, for example "4P + 4P + 8P".
 
-        There is one term for each part in the order of PARTS; parts of 0 bytes and parts in host memory are left out.
+        The terms are those of weights, gradients, master copy and moments, in this order. Parts of 0 bytes and parts
+        in host memory are left out. A part that the GPUs share is divided by W: "4P/W".
         """
         terms = []
         for part in PARTS:
@@ -64,13 +75,16 @@ def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> St
         zero_stage: 0 to 3.
         offload_optimizer: whether master and moments are in host memory; has no effect at stage 0.
     """
-    partitioned = {0: (), 1: PARTS[2:], 2: PARTS[1:], 3: PARTS}[zero_stage]
+    partitioned = _PARTITIONED_PARTS[zero_stage]
     has_bf16_weights = precision == "bf16" and zero_stage > 0
+    keeps_bf16_gradients = has_bf16_weights and zero_stage == 1
+    has_master_copy = zero_stage > 0
+    is_offloaded = offload_optimizer and zero_stage > 0
     return StateLayout(
         weights=2 if has_bf16_weights else 4,
-        gradients=6 if has_bf16_weights and zero_stage == 1 else 4,
-        master=4 if zero_stage else 0,
-        moments=8,
+        gradients=2 + 4 if keeps_bf16_gradients else 4,  # stage 1 in bf16: the gradients and their fp32 sums
+        master=4 if has_master_copy else 0,
+        moments=4 + 4,  # Adam's first and second moment
         partitioned=frozenset(partitioned),
-        on_host=frozenset(PARTS[2:] if offload_optimizer and zero_stage else ()),
+        on_host=frozenset(("master", "moments") if is_offloaded else ()),
     )

@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,14 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.tasks import Task, TaskOutcome, TextTask
-from electra_dist.finetune.training_loop import Diverged, Progress, count_steps, fit, predict, quiet
+from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
 from electra_dist.pretrained.load_encoder import Backbone, Pretrained
 from electra_dist.run.jsonl import JsonlFile, read_records
 
 RESULTS_FILE = "results.jsonl"
-_PROBE_BATCH = 64  # examples per forward of a probe
+_PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
+_PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
 
 
 def finetune_task(
@@ -64,14 +64,17 @@ def finetune_task(
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
-    # New layers draw from torch's global generator before `init_head` sets their weights; the caller's is restored.
+    # Creating the head's layers draws from torch's global generator, so the caller's state is restored afterwards.
+    # The head's initial weights depend on `seed` only: `task.model` overwrites what the layers drew.
     with torch.random.fork_rng(devices=[]):
         model = task.model(encoder, settings, seed).to(device)
-    loss: float | None = None
+
+    train_loss: float | None = None
     try:
-        loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
+        train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
     except Diverged as error:
-        outcome = TaskOutcome({}, f"diverged: {error}")
+        # A diverged model is not evaluated: its result has a reason, but no metrics.
+        outcome = TaskOutcome(metrics={}, failure=f"diverged: {error}")
     else:
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
     return Result(
@@ -80,10 +83,10 @@ def finetune_task(
         mode="finetune",
         identity=identity(encoder, task, settings, "finetune"),
         metric=task.metric,
-        score=outcome.metrics.get(task.metric),  # no metrics if the loss diverged
+        score=outcome.metrics.get(task.metric),  # None if the loss diverged
         metrics=outcome.metrics,
         failure=outcome.failure,
-        train_loss=loss,
+        train_loss=train_loss,
         steps=count_steps(len(examples.ids), settings),
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
@@ -93,10 +96,12 @@ def finetune_task(
 def probe_task(
     encoder: Pretrained, task: Task, settings: FinetuneConfig, device: torch.device, progress: Progress = quiet
 ) -> Result:
-    """Score a linear model on the frozen states of `encoder`.
+    """Score a linear model on the frozen states of `encoder`, as a measure of what they contain without fine-tuning.
+
+    The model is fitted to the features of the training examples (see `pooled`) and scored on the development data.
 
     Args:
-        encoder: the pretrained weights.
+        encoder: the pretrained weights; they are not changed.
         task: a task on texts; SQuAD has no linear probe.
         settings: `max_length` and `both_orders` are used, the rest is not.
         device: where the encoder runs; the linear model is fitted on the host.
@@ -106,22 +111,19 @@ def probe_task(
         UserError: `task` has no linear probe.
     """
     if not isinstance(task, TextTask):
-        raise UserError(f"--probe: {task.name} has no linear probe; leave out --probe, or remove it from --task")
+        raise UserError(
+            f"--probe: {task.name} has no linear probe; leave out --probe, or remove {task.name} from --task"
+        )
     start = time.monotonic()
     examples = task.examples(encoder, settings)
     backbone = encoder.backbone().to(device).eval()
-
-    def features(ids: Sequence[Sequence[int]]) -> np.ndarray:
-        feature_NF = np.zeros((len(ids), 2 * encoder.tower.hidden_size), np.float32)
-        for rows, feature_BF in predict(
-            partial(pooled, backbone), ids, encoder.special.pad, _PROBE_BATCH, device, progress
-        ):
-            feature_NF[rows] = feature_BF.float().cpu().numpy()
-        return feature_NF
-
-    dev_features = {prefix: features(task.dev_ids(prefix, encoder, settings)) for prefix in task.dev}
+    hidden_size = encoder.tower.hidden_size
+    dev_features = {}
+    for prefix in task.dev:  # the prefix of a development file's metrics; MNLI has two files
+        dev_ids = task.dev_ids(prefix, encoder, settings)
+        dev_features[prefix] = _probe_features(backbone, hidden_size, dev_ids, device, progress)
     outputs = linear_outputs(
-        train_NF=features(examples.ids),
+        train_NF=_probe_features(backbone, hidden_size, examples.ids, device, progress),
         target_N=examples.target_NK[:, 0].numpy(),
         dev=dev_features,
         num_labels=len(task.labels),
@@ -131,7 +133,7 @@ def probe_task(
     outcome = task.score(outputs)
     return Result(
         task=task.name,
-        seed=0,
+        seed=_PROBE_SEED,
         mode="probe",
         identity=identity(encoder, task, settings, "probe"),
         metric=task.metric,
@@ -145,30 +147,64 @@ def probe_task(
     )
 
 
-def pooled(backbone: Backbone, ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return the features of a probe, fp32 [B, 2H]: the state of [CLS], and the mean of the states of all tokens.
+def _probe_features(
+    backbone: Backbone, hidden_size: int, ids: Ids, device: torch.device, progress: Progress
+) -> np.ndarray:
+    """Return the features of N examples for a probe (see `pooled`), fp32 [N, 2 * hidden_size].
 
     Args:
-        backbone: the encoder, in evaluation mode.
-        ids_BS: token ids, int64; padding is left out of the mean.
+        backbone: the encoder on `device`, in evaluation mode.
+        hidden_size: width of the encoder's states.
+        ids: N rows of token ids without padding.
+        device: where the encoder runs; the features are on the host.
+        progress: called after each batch.
+    """
+
+    def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the features of one padded batch, [B, 2H]."""
+        return pooled(backbone, ids_BS)
+
+    feature_NF = np.zeros((len(ids), 2 * hidden_size), np.float32)
+    # `predict` yields batches in order of length; the row numbers put the features back in the order of `ids`.
+    for rows, feature_BF in predict(pooled_batch, ids, backbone.special.pad, _PROBE_BATCH, device, progress):
+        feature_NF[rows] = feature_BF.float().cpu().numpy()
+    return feature_NF
+
+
+def pooled(backbone: Backbone, ids_BS: torch.Tensor) -> torch.Tensor:
+    """Return the features of a probe, fp32 [B, 2H]: the state of [CLS], then the mean of the states of all tokens.
+
+    Args:
+        backbone: the encoder, of hidden width H, in evaluation mode.
+        ids_BS: token ids of B rows, int64; padding is left out of the mean.
     """
     state_BSH = backbone(ids_BS).float()
-    real_BS1 = (ids_BS != backbone.special.pad).unsqueeze(-1)
-    return torch.cat([state_BSH[:, 0], (state_BSH * real_BS1).sum(1) / real_BS1.sum(1)], -1)
+    cls_state_BH = state_BSH[:, 0]
+    is_token_BS1 = (ids_BS != backbone.special.pad).unsqueeze(-1)
+    mean_state_BH = (state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1)
+    return torch.cat([cls_state_BH, mean_state_BH], -1)
 
 
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
     """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits.
 
+    Two results with the same seed and the same identity are interchangeable, so the second one is not computed.
+
     Args:
-        encoder: its weights and vocabulary count.
-        task: its name and the digest of its data count.
-        settings: all settings count for "finetune"; for "probe" only those that shape its examples.
+        encoder: its weights and its vocabulary are part of the identity.
+        task: its name and the digest of its data are part of the identity.
+        settings: all settings are part of the identity of a "finetune" result; a "probe" result depends only on
+            `max_length` and `both_orders`, which shape its examples.
         mode: "finetune" or "probe".
     """
-    tree: dict[str, Any] = {"encoder": encoder.digest, "data": task.digest, "task": task.name, "mode": mode}
-    relevant = _PROBE_SETTINGS if mode == "probe" else None  # None: all
-    tree["settings"] = settings.model_dump(mode="json", include=relevant)
+    relevant_settings = _PROBE_SETTINGS if mode == "probe" else None  # None means all settings
+    tree: dict[str, Any] = {
+        "encoder": encoder.digest,
+        "data": task.digest,
+        "task": task.name,
+        "mode": mode,
+        "settings": settings.model_dump(mode="json", include=relevant_settings),
+    }
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
 
 
@@ -204,9 +240,8 @@ def run_all(
         UserError: the output folder cannot be written, results.jsonl is damaged, or a task has no linear probe.
     """
     mode = "probe" if probe else "finetune"
-    task_seeds = [0] if probe else seeds
-    earlier_results = map(Result.from_record, read_records(output / RESULTS_FILE))
-    finished = {(result.task, result.seed, result.identity): result for result in earlier_results}
+    task_seeds = [_PROBE_SEED] if probe else seeds
+    finished = _finished_results(output / RESULTS_FILE)
     results = []
     file = JsonlFile(output / RESULTS_FILE)
     try:
@@ -215,26 +250,42 @@ def run_all(
                 note(remark)
             task_identity = identity(encoder, task, settings, mode)
             for seed in task_seeds:
-                result = finished.get((task.name, seed, task_identity))
-                if result is not None:
-                    note(_result_line(result, "already there"))
+                earlier_result = finished.get((task.name, seed, task_identity))
+                if earlier_result is not None:
+                    note(_result_line(earlier_result, "already there"))
+                    results.append(earlier_result)
+                    continue
+                if probe:
+                    result = probe_task(encoder, task, settings, device, progress)
                 else:
-                    if probe:
-                        result = probe_task(encoder, task, settings, device, progress)
-                    else:
-                        result = finetune_task(encoder, task, settings, seed, device, progress)
-                    file.append(dataclasses.asdict(result))
-                    file.sync()
-                    note(_result_line(result, f"{result.seconds:.0f} s"))
+                    result = finetune_task(encoder, task, settings, seed, device, progress)
+                # The result is on disk before the next seed starts, so an interrupt loses one seed at most.
+                file.append(dataclasses.asdict(result))
+                file.sync()
+                note(_result_line(result, f"{result.seconds:.0f} s"))
                 results.append(result)
     finally:
         file.close()
     return results
 
 
+def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
+    """Read results.jsonl, and return (task, seed, identity) -> result; empty if there is no file.
+
+    If two lines have the same key, the later one is returned. The identity is a digest of weights, data and settings.
+    """
+    results = [Result.from_record(record) for record in read_records(file)]
+    return {(result.task, result.seed, result.identity): result for result in results}
+
+
 def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line for the terminal; `origin` is the time that it took, or "already there"."""
-    seed = "" if result.mode == "probe" else f" seed {result.seed}"
-    score = "-" if result.score is None else f"{result.score:.4f}"
-    failure = f"  FAILED: {result.failure}" if result.failure else ""
-    return f"{result.task}{seed}  {result.metric} {score}  ({origin}){failure}"
+    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)".
+
+    Args:
+        result: the result; the line of a probe has no seed, that of a failed seed ends with the reason.
+        origin: how the result was obtained: the time that it took, or "already there".
+    """
+    seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
+    score_text = "-" if result.score is None else f"{result.score:.4f}"
+    failure_text = f"  FAILED: {result.failure}" if result.failure else ""
+    return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"

@@ -39,9 +39,11 @@ class Texts(NamedTuple):
 
         If there are no more than `size` examples, all are returned.
         """
-        if size >= len(self.a):
+        num_examples = len(self.a)
+        if size >= num_examples:
             return self
-        rows = np.sort(np.random.default_rng(0).permutation(len(self.a))[:size]).tolist()
+        shuffled_rows = np.random.default_rng(seed=0).permutation(num_examples)
+        rows = np.sort(shuffled_rows[:size]).tolist()
         return self._replace(
             a=[self.a[row] for row in rows],
             b=None if self.b is None else [self.b[row] for row in rows],
@@ -59,9 +61,12 @@ def find_file(places: Sequence[Path]) -> Path:
     for place in places:
         if place.is_file():
             return place
-    others = f" (nor {', '.join(map(str, places[1:]))})" if places[1:] else ""
+    first_place = places[0]
+    other_places = ", ".join(map(str, places[1:]))
+    other_places_text = f" (nor {other_places})" if other_places else ""
     raise UserError(
-        f"{places[0]}: no such file{others}; pass the folder that contains it (--data, or --glue of a comparison)"
+        f"{first_place}: no such file{other_places_text}; pass the folder that contains it "
+        f"(--data, or --glue of a comparison)"
     )
 
 
@@ -82,15 +87,19 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
         lines = raw.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
-    columns = [text_a, label] if text_b is None else [text_a, text_b, label]
     numbered_lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+
+    # The cells of a row are those of the requested columns: first text, second text if there is one, label.
+    columns = [text_a, label] if text_b is None else [text_a, text_b, label]
     if file.suffix == ".jsonl":
         rows = _jsonl_rows(file, numbered_lines, columns)
     else:
         rows = _tsv_rows(file, numbered_lines, columns)
     complete_rows = [(number, cells) for number, cells in rows if cells is not None]
     if not complete_rows:
-        raise UserError(f"{file}: no examples; add at least one line with all columns")
+        column_names = ", ".join(map(str, columns))
+        raise UserError(f"{file}: no examples; add at least one line with all columns ({column_names})")
+
     return Texts(
         a=[cells[0] for _, cells in complete_rows],
         b=None if text_b is None else [cells[1] for _, cells in complete_rows],
@@ -114,23 +123,27 @@ def encode_texts(
         special: ids of [CLS] and [SEP].
         max_length: longest row in tokens, with the special tokens; longer examples are truncated.
     """
-    first_texts = tokenizer.encode(a)
+    all_first_ids = tokenizer.encode(a)
     if b is None:
-        return [[special.cls, *ids[: max_length - 2], special.sep] for ids in first_texts]
+        max_text_length = max_length - 2  # without [CLS] and [SEP]
+        return [[special.cls, *ids[:max_text_length], special.sep] for ids in all_first_ids]
+    max_pair_length = max_length - 3  # without [CLS] and two [SEP]
+    all_second_ids = tokenizer.encode(b)
     rows = []
-    for first, second in zip(first_texts, tokenizer.encode(b), strict=True):
-        first, second = truncate_pair(first, second, max_length - 3)
-        row = [special.cls, *first, special.sep]
-        if second:
-            row += [*second, special.sep]
+    for first_ids, second_ids in zip(all_first_ids, all_second_ids, strict=True):
+        first_kept, second_kept = truncate_pair(first_ids, second_ids, max_pair_length)
+        row = [special.cls, *first_kept, special.sep]
+        if second_kept:
+            row += [*second_kept, special.sep]
         rows.append(row)
     return rows
 
 
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
-    """Cut two rows of ids so that together they have at most `max_total`.
+    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
 
-    The longer one loses its last id until both fit; of two equally long ones, the second does.
+    The longer text loses its last id, again and again, until both fit; of two equally long texts, the second one does.
+    With a maximum of 4, for instance, texts of 5 and 2 ids are cut to 2 and 2.
     """
     first_length = len(first)
     second_length = len(second)
@@ -146,24 +159,29 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split numbered lines at tabs and select columns; if columns are given by name, the first line is the header.
+    """Split the lines of a TSV file at tabs, and select columns.
+
+    Args:
+        file: the file, for messages.
+        lines: (line number, text) of all lines that are not blank.
+        columns: all of them names in the header, which is the first line; or all of them indices, without a header.
+
+    Returns:
+        (line number, cells of the columns) for each line after the header. The cells are None for a line with too few.
 
     Raises:
         UserError: the header lacks a column.
     """
-    indices = [column for column in columns if isinstance(column, int)]
-    if not indices:
-        header = [name.strip() for name in lines[0][1].split("\t")] if lines else []
-        missing = [column for column in columns if column not in header]
-        if missing:
-            raise UserError(
-                f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}: "
-                f"name one of these, or correct the header"
-            )
-        indices = [header.index(str(column)) for column in columns]
-        lines = lines[1:]
+    has_header = not isinstance(columns[0], int)
+    if has_header:
+        header_line = lines[0][1] if lines else ""
+        indices = _header_indices(file, header_line, columns)
+        example_lines = lines[1:]
+    else:
+        indices = [int(column) for column in columns]
+        example_lines = lines
     rows: list[Row] = []
-    for number, line in lines:
+    for number, line in example_lines:
         cells = line.split("\t")
         if len(cells) > max(indices):
             rows.append((number, [cells[index] for index in indices]))
@@ -172,8 +190,32 @@ def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Co
     return rows
 
 
+def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
+    """Return the index of each of the named `columns` in the header of a TSV file.
+
+    Raises:
+        UserError: the header lacks a column.
+    """
+    header = [name.strip() for name in header_line.split("\t")]
+    missing = [column for column in columns if column not in header]
+    if missing:
+        raise UserError(
+            f"{file}: no column `{missing[0]}`; the header has {', '.join(header)}: "
+            f"name one of these, or correct the header"
+        )
+    return [header.index(str(column)) for column in columns]
+
+
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse numbered lines as JSON objects and select keys; values that are not strings are converted with `str`.
+    """Parse the lines of a JSONL file as JSON objects, and select keys.
+
+    Args:
+        file: the file, for messages.
+        lines: (line number, text) of all lines that are not blank.
+        columns: the keys.
+
+    Returns:
+        (line number, values of the keys) for each line; values that are not strings are converted with `str`.
 
     Raises:
         UserError: a line is not a JSON object, or lacks a key.
@@ -183,7 +225,7 @@ def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[
         try:
             record: Any = json.loads(line)
         except ValueError:
-            record = None
+            record = None  # not JSON; reported like JSON that is not an object
         if not isinstance(record, dict):
             raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
         missing = [column for column in columns if column not in record]

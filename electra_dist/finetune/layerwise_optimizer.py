@@ -28,7 +28,10 @@ _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")
 
 
 def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
-    """Return the highest learning rate that a parameter of a task model reaches.
+    """Return the highest learning rate that a parameter reaches: that of the head is lr, lower layers have less.
+
+    Each layer has `layer_decay` times the rate of the layer above it, and the embeddings that of a layer below the
+    first one. The top layer is two steps below the head (`lr_decay_quirk`), or one.
 
     Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
 
@@ -39,14 +42,23 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
     """
     if not name.startswith("backbone."):
         return settings.lr
-    layer = _LAYER.match(name)
-    depth = int(layer[1]) + 1 if layer else 0
+    # Depth counts from the embeddings (0) over layer 0 (1) to the head. The reference reserves the depth below the
+    # head for a pooler that does not exist, hence the quirk.
     head_depth = num_layers + 2 if settings.lr_decay_quirk else num_layers + 1
+    layer = _LAYER.match(name)
+    if layer:
+        layer_number = int(layer[1])
+        depth = layer_number + 1
+    else:
+        depth = 0  # the embeddings and their projection
     return settings.lr * settings.layer_decay ** (head_depth - depth)
 
 
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
     """Return the factor by which one update multiplies every peak learning rate: linear warm-up, linear decay to 0.
+
+    The decay runs over all updates, also during the warm-up, so the factor stays below 1. It is 0 for the first update
+    if there is a warm-up.
 
     Args:
         step: number of finished updates, from 0 to num_steps - 1.
@@ -64,23 +76,37 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
     There is one parameter group per peak learning rate and weight decay. A group stores its peak as `peak_lr` and
     starts with a learning rate of 0: call `set_step` before every update. Biases and LayerNorm weights have no weight
     decay.
+
+    Args:
+        model: a `TaskModel`, whose parameter names decide their learning rates.
+        num_layers: transformer layers of its encoder.
+        settings: learning rate, layer decay and the settings of AdamW are used.
     """
     layer_norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    parameters_of: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # keyed by (peak, decay)
     for name, parameter in model.named_parameters():
-        module_name, _, parameter_kind = name.rpartition(".")
-        is_decayed = module_name not in layer_norms and parameter_kind != "bias"
+        # "backbone.embeddings.norm.bias" is the parameter "bias" of the module "backbone.embeddings.norm".
+        module_name, _, short_name = name.rpartition(".")
+        is_decayed = module_name not in layer_norms and short_name != "bias"
         decay = settings.weight_decay if is_decayed else 0.0
-        groups[peak_lr(name, num_layers, settings), decay].append(parameter)
-    param_groups: list[dict[str, Any]] = [
-        {"params": parameters, "lr": 0.0, "peak_lr": peak, "weight_decay": decay}
-        for (peak, decay), parameters in groups.items()
-    ]
-    betas = (settings.beta1, settings.beta2)
-    return ForeachAdamW(param_groups, lr=0.0, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        peak = peak_lr(name, num_layers, settings)
+        parameters_of[peak, decay].append(parameter)
+    param_groups: list[dict[str, Any]] = []
+    for (peak, decay), parameters in parameters_of.items():
+        param_groups.append({"params": parameters, "lr": 0.0, "peak_lr": peak, "weight_decay": decay})
+    return ForeachAdamW(
+        param_groups,
+        lr=0.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
 
 
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
-    """Set the learning rate of every parameter group to `factor` times the group's peak, for the next update."""
+    """Set the learning rate of every parameter group for the next update.
+
+    It becomes `factor` (see `schedule`) times the group's entry `peak_lr`, which `layerwise_adamw` has stored.
+    """
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

@@ -1,5 +1,6 @@
-"""Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair
-(`number_agreement.py`).
+"""Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair.
+
+The pairs are those of `number_agreement.py`.
 
 How: the score of a sentence depends on the pretraining head of the encoder.
 - A discriminator: minus its logit for "replaced" at the word that differs.
@@ -47,7 +48,8 @@ def score_minimal_pairs(
 ) -> list[PairScore]:
     """Score an encoder with its pretraining head on minimal pairs: two sentences, one of which is ungrammatical.
 
-    The sentences of a pair differ in one word, whose number (singular or plural) agrees with the rest in one only.
+    The sentences of a pair differ in one word, which has the right grammatical number in one of them only, as in "the
+    boy is tired" and "the boy are tired". The score is the share of pairs whose grammatical sentence scores higher.
 
     Args:
         encoder: the model with its vocabulary; its head and `reads_masks` decide how a sentence is scored.
@@ -62,24 +64,31 @@ def score_minimal_pairs(
     Raises:
         UserError: the model has no pretraining head, or its vocabulary has no pairs.
     """
-    id_of = encoder.vocabulary.ids
-    by_phenomenon = {name: pairs for name, pairs in make_pairs(id_of, num_pairs, seed).items() if pairs}
-    pairs = [pair for phenomenon_pairs in by_phenomenon.values() for pair in phenomenon_pairs]
-    if not pairs:
+    pairs_of = make_pairs(encoder.vocabulary.ids, num_pairs, seed)  # phenomenon -> its pairs
+    all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
+    if not all_pairs:
         raise UserError(
             f"{encoder.name}: the vocabulary has too few of the templates' English words to form a sentence pair; "
             f"use a model with an English vocabulary"
         )
-    score_N = _sentence_scores(encoder, pairs, device, progress)
-    good_scores = score_N[0::2]
-    bad_scores = score_N[1::2]
-    hits = (good_scores > bad_scores).tolist()
+    # Scores alternate: the grammatical sentence of a pair, then its ungrammatical one. A tie counts as a miss.
+    sentence_scores = _sentence_scores(encoder, all_pairs, device, progress)
+    good_scores = sentence_scores[0::2]
+    bad_scores = sentence_scores[1::2]
+    is_hit = (good_scores > bad_scores).tolist()
+
     results = []
-    for phenomenon, phenomenon_pairs in by_phenomenon.items():
-        phenomenon_hits = [hit for pair, hit in zip(pairs, hits) if pair.phenomenon == phenomenon]
-        accuracy = sum(phenomenon_hits) / len(phenomenon_hits)
-        results.append(PairScore(phenomenon, len(phenomenon_pairs), accuracy, _example(phenomenon_pairs[0])))
-    results.append(PairScore(ALL, len(pairs), sum(hits) / len(hits), ""))
+    first = 0  # index in `all_pairs` of the phenomenon's first pair
+    for phenomenon, phenomenon_pairs in pairs_of.items():
+        if not phenomenon_pairs:
+            continue
+        size = len(phenomenon_pairs)
+        accuracy = sum(is_hit[first : first + size]) / size
+        example = _example(phenomenon_pairs[0])
+        results.append(PairScore(phenomenon=phenomenon, pairs=size, accuracy=accuracy, example=example))
+        first += size
+    total_accuracy = sum(is_hit) / len(is_hit)
+    results.append(PairScore(phenomenon=ALL, pairs=len(all_pairs), accuracy=total_accuracy, example=""))
     return results
 
 
@@ -89,25 +98,34 @@ def _sentence_scores(
     """Return a score for each sentence, fp32 [2 * pairs]; a higher score means a more natural sentence.
 
     The order is: grammatical sentence of the first pair, its ungrammatical one, then those of the second pair, and so
-    on.
+    on. The kind of score depends on what the model was pretrained to do.
     """
     special = encoder.special
     id_of = encoder.vocabulary.ids
-    sentences = [words for pair in pairs for words in (pair.good, pair.bad)]
-    ids = [[special.cls, *(id_of[word] for word in words), special.sep] for words in sentences]
-    positions = [1 + pair.position for pair in pairs for _ in (pair.good, pair.bad)]  # [CLS] shifts a word by one
+    ids = []
+    positions = []  # for each row, the index of the word that differs
+    for pair in pairs:
+        for sentence in (pair.good, pair.bad):
+            word_ids = [id_of[word] for word in sentence]
+            ids.append([special.cls, *word_ids, special.sep])
+            positions.append(1 + pair.position)  # [CLS] shifts every word by one
+
+    # Only a head that predicts tokens has a LayerNorm; the other kind is that of a discriminator.
     predicts_tokens = "layer_norm.weight" in encoder.head_state()
     if not predicts_tokens:
         return -replaced_logits(encoder, ids, positions, device, progress)
     if encoder.reads_masks:
         return pseudo_log_likelihood(encoder, ids, device, progress)
+    # Replace MLM or All-Tokens MLM: the model never saw [MASK] in training, so it reads the sentence as it stands.
     return kept_log_probs(encoder, ids, positions, device, progress)
 
 
 def replaced_logits(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the discriminator's logit of each row at its position, fp32 [N], positive for "replaced".
+    """Return the discriminator's logit at one position of each row, fp32 [N].
+
+    It is positive if the discriminator takes the token at this position for a replaced one.
 
     Args:
         encoder: a model with a discriminator head.
@@ -123,9 +141,11 @@ def replaced_logits(
     backbone = encoder.backbone().to(device).eval()
 
     def logits(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logit of "replaced" of every token of a batch, [B, S]."""
-        hidden_BSH = F.gelu(F.linear(backbone(ids_BS), head["dense.weight"], head["dense.bias"]))
-        return F.linear(hidden_BSH, head["out.weight"], head["out.bias"]).squeeze(-1).float()
+        """Return the logit of "replaced" of every token of a batch, fp32 [B, S]."""
+        state_BSH = backbone(ids_BS)
+        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head["dense.bias"]))
+        logit_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
+        return logit_BS1.squeeze(-1).float()
 
     return _at_positions(logits, encoder, ids, positions, device, progress)
 
@@ -133,10 +153,11 @@ def replaced_logits(
 def kept_log_probs(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return log p(the token at each row's position is the original one), natural logarithm, fp32 [N].
+    """Return for one position of each row log p(the token there is the original one), natural logarithm, fp32 [N].
 
-    The sentence is read unmasked. If the head has a copy gate, the probability of copying is included, as in the loss
-    of All-Tokens MLM.
+    The sentence is read unmasked. If the head has a copy gate, as in All-Tokens MLM, the original token is either a
+    copy of the token that is read, with probability c, or drawn from the predicted distribution p:
+    p(original = token) = c + (1 - c) * p(token).
 
     Args:
         encoder: a model with a head that predicts tokens.
@@ -153,23 +174,25 @@ def kept_log_probs(
     backbone = encoder.backbone().to(device).eval()
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return log p(the original token is the one that is read) of every token of a batch, [B, S]."""
+        """Return log p(the original token is the one that is read) of every token of a batch, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
-        logp_BS = token_log_probs(state_BSH).gather(2, ids_BS[..., None]).squeeze(-1)
+        logp_BSV = token_log_probs(state_BSH)
+        logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
         if "copy_gate.weight" not in head:
             return logp_BS
         gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
-        # p(original = token) = p(copy) + (1 - p(copy)) * p(token), with p(copy) = sigmoid(gate), in logarithms.
-        return torch.logaddexp(F.logsigmoid(gate_BS), F.logsigmoid(-gate_BS) + logp_BS)
+        copy_logp_BS = F.logsigmoid(gate_BS)  # log c, with c = sigmoid(gate)
+        no_copy_logp_BS = F.logsigmoid(-gate_BS)  # log(1 - c)
+        return torch.logaddexp(copy_logp_BS, no_copy_logp_BS + logp_BS)
 
     return _at_positions(log_probs, encoder, ids, positions, device, progress)
 
 
 class _MaskedToken(NamedTuple):
-    """Number of a row and position of a token in it, which is masked in a copy of the row."""
+    """Place of a token that is masked in a copy of its row, and the id that the model has to predict."""
 
-    row: int
-    position: int
+    row: int  # number of the row
+    position: int  # index of the token in the row
     original: int  # id of the token
 
 
@@ -181,6 +204,8 @@ def pseudo_log_likelihood(
     It is the sum of log p(token | all other tokens) over the tokens between the first ([CLS]) and the last ([SEP]).
     Each of these tokens is masked in a copy of the row, so the model reads as many rows as there are tokens. Rows must
     be single sentences: a masked [SEP] inside a row would change its token types.
+
+    Source: Salazar et al., "Masked language model scoring", ACL 2020.
 
     Args:
         encoder: a model with a head that predicts tokens.
@@ -194,22 +219,26 @@ def pseudo_log_likelihood(
     token_log_probs = _token_log_probs(encoder, device)
     backbone = encoder.backbone().to(device).eval()
     mask = encoder.special.mask
-    masked_tokens = [
-        _MaskedToken(number, position, row[position])
-        for number, row in enumerate(ids)
-        for position in range(1, len(row) - 1)
-    ]
-    copies = [_with_mask(ids[token.row], token.position, mask) for token in masked_tokens]
+    masked_tokens = []
+    copies = []  # copies[i] is a row in which masked_tokens[i] is masked
+    for number, row in enumerate(ids):
+        for position in range(1, len(row) - 1):  # all but [CLS] and the last [SEP]
+            masked_tokens.append(_MaskedToken(row=number, position=position, original=row[position]))
+            copies.append(_with_mask(row, position, mask))
 
     def masked_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        return token_log_probs(backbone(ids_BS)[ids_BS == mask])  # one masked token per row, hence [B, V]
+        """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
+        state_BSH = backbone(ids_BS)
+        masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
+        return token_log_probs(masked_state_BH)
 
     total_N = torch.zeros(len(ids))
     for copy_numbers, logp_BV in predict(masked_log_probs, copies, encoder.special.pad, _BATCH, device, progress):
-        batch = [masked_tokens[number] for number in copy_numbers]
-        original_B = torch.tensor([token.original for token in batch], device=logp_BV.device)
+        batch_tokens = [masked_tokens[number] for number in copy_numbers]
+        original_B = torch.tensor([token.original for token in batch_tokens], device=logp_BV.device)
+        row_B = torch.tensor([token.row for token in batch_tokens])
         logp_B = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
-        total_N.index_add_(0, torch.tensor([token.row for token in batch]), logp_B)
+        total_N.index_add_(0, row_B, logp_B)
     return total_N
 
 
@@ -222,8 +251,8 @@ def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[tor
     """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
 
     Returns:
-        A function from states [..., H] to fp32 log-probabilities of all tokens [..., V]. Its output layer is the token
-            table.
+        A function from states [..., H] to fp32 log-probabilities of all tokens [..., V]: Dense(H -> E), GELU,
+            LayerNorm, then an output layer whose weight is the encoder's token table [V, E].
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -232,12 +261,17 @@ def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[tor
     table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
 
     def log_probs(state: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of all tokens, [..., V], from states [..., H]."""
-        dense = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
+        """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
+        hidden = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
         normed = F.layer_norm(
-            dense, dense.shape[-1:], head["layer_norm.weight"], head["layer_norm.bias"], encoder.model.layer_norm_eps
+            hidden,
+            normalized_shape=hidden.shape[-1:],
+            weight=head["layer_norm.weight"],
+            bias=head["layer_norm.bias"],
+            eps=encoder.model.layer_norm_eps,
         )
-        return F.linear(normed, table_VE, head["bias"]).float().log_softmax(-1)
+        logits = F.linear(normed, table_VE, head["bias"])
+        return logits.float().log_softmax(-1)
 
     return log_probs
 
@@ -250,9 +284,15 @@ def _at_positions(
     device: torch.device,
     progress: Progress,
 ) -> torch.Tensor:
-    """Apply `function` to all rows in batches; return its value at each row's position, fp32 [N] on the host.
+    """Compute a value for every token in batches; return the value at one position of each row, fp32 [N] on the host.
 
-    `function` maps padded ids [B, S] to one value per token, [B, S].
+    Args:
+        function: maps padded ids [B, S] to one value per token, [B, S].
+        encoder: provides the id of the padding.
+        ids: N rows of token ids without padding.
+        positions: for each row, the index of the token whose value is returned.
+        device: where `function` runs.
+        progress: called after each batch.
     """
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
@@ -262,7 +302,11 @@ def _at_positions(
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`; raise UserError if one of the `needed` is missing."""
+    """Return the weights of the pretraining head on `device`, keyed by their names within the head.
+
+    Raises:
+        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another.
+    """
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]
     if missing:
@@ -274,7 +318,11 @@ def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, 
 
 
 def _example(pair: Pair) -> str:
-    """Format a pair as one sentence with both forms of the word that differs, as in "the boy is/*are tired ."."""
+    """Format a pair as one sentence with both forms of the word that differs, as in "the boy is/*are tired .".
+
+    The star marks the ungrammatical form, as is usual in linguistics.
+    """
+    position = pair.position
     words = list(pair.good)
-    words[pair.position] = f"{pair.good[pair.position]}/*{pair.bad[pair.position]}"
+    words[position] = f"{pair.good[position]}/*{pair.bad[position]}"
     return " ".join(words)

@@ -12,7 +12,7 @@ phenomenon has fewer pairs than requested, or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,24 +34,32 @@ HAVE = (("has", "have"),)
 ADJECTIVES = ("old", "young", "good", "new", "small", "great", "happy", "tired", "famous", "strong")
 PREPOSITIONS = ("near", "behind", "beside", "with", "from")
 ACTIONS = ("saw", "helped", "knew", "loved", "found", "liked", "met", "followed")
+DEMONSTRATIVES = (("this", "these"), ("that", "those"))
+SINGULAR_QUANTIFIERS = ("one", "every", "another")
+PLURAL_QUANTIFIERS = ("many", "several", "two", "few")
+PLURAL = 1  # index of the plural in a pair (singular, plural)
 
+T = TypeVar("T")
 Words = tuple[str, ...]
 
-_SLOT = "*"  # the position of a frame where the two sentences of a pair differ
-_DRAWS_PER_PAIR = 50  # attempts per requested pair, because a template may repeat sentences
+_SLOT = "*"  # marks the position in a frame where the two sentences of a pair differ
+_DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a template repeat themselves
 
 
 class Pair(NamedTuple):
     """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only."""
 
-    phenomenon: str
+    phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
     good: Words
     bad: Words
 
     @property
     def position(self) -> int:
         """Return the index, counted from 0, of the word that differs between the two sentences."""
-        return next(i for i, (good, bad) in enumerate(zip(self.good, self.bad)) if good != bad)
+        for index, (good_word, bad_word) in enumerate(zip(self.good, self.bad)):
+            if good_word != bad_word:
+                return index
+        raise ValueError(f"the sentences of a pair are equal: {' '.join(self.good)}; report this error")
 
 
 class _Contrast(NamedTuple):
@@ -78,10 +86,13 @@ class _WordSampler:
         """Draw one word from a list of (singular, plural) forms, and return both forms.
 
         Raises:
-            _NoWords: the vocabulary contains both forms of none of `words`.
+            _NoWords: there is no word both of whose forms are in the vocabulary.
         """
-        known = [forms for forms in words if all(form in self._vocabulary for form in forms)]
-        return known[self._draw_index(len(known))]
+        known_words = []
+        for singular, plural in words:
+            if singular in self._vocabulary and plural in self._vocabulary:
+                known_words.append((singular, plural))
+        return self.choose(known_words)
 
     def draw_word(self, words: Sequence[str]) -> str:
         """Draw one of those `words` that the vocabulary contains.
@@ -89,31 +100,43 @@ class _WordSampler:
         Raises:
             _NoWords: the vocabulary contains none of `words`.
         """
-        known = [word for word in words if word in self._vocabulary]
-        return known[self._draw_index(len(known))]
+        return self.choose([word for word in words if word in self._vocabulary])
 
     def draw_number(self) -> int:
         """Draw a grammatical number: 0 for singular, 1 for plural, with equal probability."""
-        return self._draw_index(2)
+        return self.choose((0, 1))
 
-    def _draw_index(self, size: int) -> int:
-        """Draw an index into a list of `size` usable words; raise `_NoWords` if there are none."""
-        if size == 0:
+    def choose(self, options: Sequence[T]) -> T:
+        """Return one of `options`, each with equal probability, whether or not it is in the vocabulary.
+
+        Raises:
+            _NoWords: `options` is empty.
+        """
+        if not options:
             raise _NoWords
-        return int(self._generator.integers(size))
+        return options[int(self._generator.integers(len(options)))]
 
 
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject."""
+    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject.
+
+    The incorrect word is the verb in the other number.
+    """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
-    frame = ("the", sampler.draw_word(ADJECTIVES), noun[number], _SLOT, sampler.draw_word(ADJECTIVES), ".")
+    attribute = sampler.draw_word(ADJECTIVES)
+    predicate = sampler.draw_word(ADJECTIVES)
+    frame = ("the", attribute, noun[number], _SLOT, predicate, ".")
     return _Contrast(frame, verb[number], verb[1 - number])
 
 
 def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
-    """Draw "the boy near the houses [is] tired.", where a noun of the other number precedes the verb."""
+    """Draw a sentence such as "the boy near the houses [is] tired.", where a noun of the other number misleads.
+
+    The verb agrees with its subject ("boy"), not with the noun just before it ("houses"). The incorrect word is the
+    verb in the other number.
+    """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -125,34 +148,43 @@ def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
 
 
 def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
-    """Draw "the boy who saw the houses [has] come.", where a relative clause separates subject and verb."""
+    """Draw a sentence such as "the boy who saw the houses [has] come.", with a clause between subject and verb.
+
+    The verb agrees with its subject ("boy"), not with the noun of the clause ("houses"), which has the other number.
+    The incorrect word is the verb in the other number.
+    """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(HAVE)
     distractor = sampler.draw_forms(THINGS)[1 - number]
-    frame = ("the", noun[number], "who", sampler.draw_word(ACTIONS), "the", distractor, _SLOT, "come", ".")
+    action = sampler.draw_word(ACTIONS)
+    frame = ("the", noun[number], "who", action, "the", distractor, _SLOT, "come", ".")
     return _Contrast(frame, verb[number], verb[1 - number])
 
 
 def _determiner_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw "the teacher saw this [house].", where the noun agrees with this, that, these or those."""
+    """Draw a sentence such as "the teacher saw this [house].", where the noun agrees with its determiner.
+
+    The incorrect word is the noun in the other number. The number of the person is drawn separately and is irrelevant.
+    """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
-    determiners = (("this", "that"), ("these", "those"))[number]
-    determiner = determiners[sampler.draw_number()]
-    person_forms = sampler.draw_forms(NOUNS)
-    person = person_forms[sampler.draw_number()]
-    frame = ("the", person, sampler.draw_word(ACTIONS), determiner, _SLOT, ".")
+    determiner = sampler.choose(DEMONSTRATIVES)[number]
+    person = sampler.choose(sampler.draw_forms(NOUNS))
+    action = sampler.draw_word(ACTIONS)
+    frame = ("the", person, action, determiner, _SLOT, ".")
     return _Contrast(frame, thing[number], thing[1 - number])
 
 
 def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw "they saw many [houses] near the river.", where the noun agrees with its quantifier."""
+    """Draw a sentence such as "they saw many [houses] near the river.", where the noun agrees with its quantifier.
+
+    The incorrect word is the noun in the other number.
+    """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
-    quantifiers = (("one", "every", "another"), ("many", "several", "two", "few"))[number]
     action = sampler.draw_word(ACTIONS)
-    quantifier = sampler.draw_word(quantifiers)
+    quantifier = sampler.draw_word(PLURAL_QUANTIFIERS if number == PLURAL else SINGULAR_QUANTIFIERS)
     preposition = sampler.draw_word(PREPOSITIONS)
     landmark, _ = sampler.draw_forms(THINGS)
     frame = ("they", action, quantifier, _SLOT, preposition, "the", landmark, ".")
@@ -160,11 +192,14 @@ def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
 
 
 def _demonstrative(sampler: _WordSampler) -> _Contrast:
-    """Draw "[these] old houses are small.", where the determiner agrees with the noun and the verb."""
+    """Draw a sentence such as "[these] old houses are small.", where the determiner agrees with noun and verb.
+
+    The incorrect word is the determiner in the other number.
+    """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     verb = sampler.draw_forms(BE)
-    determiners = (("this", "these"), ("that", "those"))[sampler.draw_number()]
+    determiners = sampler.choose(DEMONSTRATIVES)
     first_adjective = sampler.draw_word(ADJECTIVES)
     second_adjective = sampler.draw_word(ADJECTIVES)
     frame = (_SLOT, first_adjective, thing[number], verb[number], second_adjective, ".")
@@ -193,26 +228,34 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
         Phenomenon -> pairs, in the order of `TEMPLATES`. A list is shorter than `num_pairs`, and may be empty, if the
         vocabulary has too few words for the template.
     """
-    return {
-        phenomenon: _draw_pairs(phenomenon, vocabulary, num_pairs, seed * len(TEMPLATES) + number)
-        for number, phenomenon in enumerate(TEMPLATES)
-    }
+    pairs_of = {}
+    for number, phenomenon in enumerate(TEMPLATES):
+        phenomenon_seed = seed * len(TEMPLATES) + number  # distinct for all seeds and phenomena
+        pairs_of[phenomenon] = _draw_pairs(phenomenon, vocabulary, num_pairs, phenomenon_seed)
+    return pairs_of
 
 
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
     """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws.
 
-    There are fewer, perhaps none, if the vocabulary has too few words for the phenomenon's template.
+    The draws are repeated, because some give a pair that is there already, but at most 50 times per requested pair.
+    There are fewer pairs, perhaps none, if the vocabulary has too few words for the phenomenon's template.
+
+    Args:
+        phenomenon: a key of `TEMPLATES`.
+        vocabulary: the words that sentences may use.
+        num_pairs: number of pairs to draw.
+        seed: seed of the draws.
     """
     draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
-    pairs: dict[Pair, None] = {}  # the keys are the pairs: distinct, in the order of insertion
+    pairs: dict[Pair, None] = {}  # used as an ordered set: only the keys matter
     for _ in range(num_pairs * _DRAWS_PER_PAIR):
         try:
             frame, good_word, bad_word = draw_contrast(sampler)
         except _NoWords:
-            break
-        pair = Pair(phenomenon, _fill_slot(frame, good_word), _fill_slot(frame, bad_word))
+            break  # the vocabulary has none of the words for a place of the template
+        pair = Pair(phenomenon, good=_fill_slot(frame, good_word), bad=_fill_slot(frame, bad_word))
         # The fixed words of a frame ("the", "who", ".") are not drawn, so the vocabulary may lack them.
         if all(word in vocabulary for word in (*pair.good, *pair.bad)):
             pairs[pair] = None

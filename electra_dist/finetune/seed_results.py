@@ -19,7 +19,7 @@ GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one seed of one task: one line of results.jsonl."""
+    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl."""
 
     task: str
     seed: int  # 0 for a probe, which has no seeds
@@ -36,7 +36,11 @@ class Result:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:
-        """Build the result from a line of results.jsonl, whose keys are the field names."""
+        """Build the result from a parsed line of results.jsonl, whose keys are the field names.
+
+        Raises:
+            TypeError: a key is missing or unknown, as in a line that another version has written.
+        """
         return cls(**record)
 
     def numbers(self) -> dict[str, Any]:
@@ -66,49 +70,61 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
     Args:
         results: at least one result, all of the same task and mode, in any order.
     """
-    results = sorted(results, key=lambda result: result.seed)
-    scores = [result.score for result in results if result.score is not None]
-    metric_names = next((list(result.metrics) for result in results if result.metrics), [])
+    by_seed = sorted(results, key=lambda result: result.seed)
+    scores = [result.score for result in by_seed if result.score is not None]
     return SeedSummary(
-        task=results[0].task,
-        mode=results[0].mode,
-        metric=results[0].metric,
+        task=by_seed[0].task,
+        mode=by_seed[0].mode,
+        metric=by_seed[0].metric,
         median=statistics.median(scores) if scores else None,
         low=min(scores, default=None),
         high=max(scores, default=None),
-        scores=[result.score for result in results],
-        medians={
-            name: statistics.median(result.metrics[name] for result in results if name in result.metrics)
-            for name in metric_names
-        },
-        failed={result.seed: result.failure for result in results if result.failure},
-        seconds=sum(result.seconds for result in results),
+        scores=[result.score for result in by_seed],
+        medians=_metric_medians(by_seed),
+        failed={result.seed: result.failure for result in by_seed if result.failure},
+        seconds=sum(result.seconds for result in by_seed),
     )
+
+
+def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
+    """Return metric -> median over the seeds that have it; a diverged seed has no metrics.
+
+    `results` are those of one task. The metrics are in the order in which the first good seed has them.
+    """
+    values_of: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            values_of.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in values_of.items()}
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
     """Return the GLUE average, a fraction: the mean over the paper's eight tasks of the median over seeds.
 
-    It is None if one of the eight tasks is missing or has no score.
+    It is None if one of the eight tasks (`GLUE_AVERAGE`) is missing or has no score. Other tasks are ignored.
     """
     median_of = {summary.task: summary.median for summary in summaries}
-    medians = [median_of.get(task) for task in GLUE_AVERAGE]
-    known = [median for median in medians if median is not None]
-    if len(known) < len(GLUE_AVERAGE):
-        return None
-    return statistics.fmean(known)
+    medians = []
+    for task in GLUE_AVERAGE:
+        median = median_of.get(task)
+        if median is None:
+            return None
+        medians.append(median)
+    return statistics.fmean(medians)
 
 
 def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
-    """Return the summaries as a table for the terminal: scores in per cent, failed seeds by number.
+    """Return the summaries as a table for the terminal: one row per task, scores in per cent.
 
-    A last row shows the GLUE average if all eight tasks of the paper's tables are there.
+    The row lists the failed seeds by their numbers, and the medians of the metrics other than the task's score. A last
+    row shows the GLUE average if all eight tasks of the paper's tables are there.
     """
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for summary in summaries:
         other_medians = [
             f"{name} {percent(summary, value)}" for name, value in summary.medians.items() if name != summary.metric
         ]
+        failed_seeds = ", ".join(map(str, summary.failed))
         table.add_row(
             summary.task,
             summary.metric,
@@ -116,7 +132,7 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
             percent(summary, summary.low),
             percent(summary, summary.high),
             str(len(summary.scores)),
-            ", ".join(map(str, summary.failed)) or "none",
+            failed_seeds or "none",
             ", ".join(other_medians),
         )
     average = glue_average(summaries)

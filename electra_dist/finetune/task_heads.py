@@ -44,13 +44,13 @@ OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot 
 
 
 class TaskModel(nn.Module):
-    """An encoder with a task head: the base class of the models that `fit` trains.
+    """Encoder with a task head: the base class of the models that `training_loop.fit` trains.
 
-    Subclasses implement `forward`, which returns the loss; prediction has its own methods.
+    Subclasses implement `forward`, which returns the loss of a batch; prediction has its own methods.
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
-        """Combine an encoder and a head; the model holds these modules themselves, not copies."""
+        """Combine an encoder and a head; training changes these modules themselves, because they are not copied."""
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -67,7 +67,7 @@ class TaskModel(nn.Module):
 
 
 class Classifier(TaskModel):
-    """Classification or regression model on the state of [CLS]; with one output, it is a regression."""
+    """Classifier on the state of [CLS], with one output per label; with a single output, it is a regression."""
 
     def __init__(self, backbone: Backbone, width: int, num_outputs: int, settings: FinetuneConfig, seed: int) -> None:
         """Add a new head to an encoder.
@@ -92,14 +92,16 @@ class Classifier(TaskModel):
             ids_BS: token ids with padding, int64.
             dropout_keys: keys of the encoder's dropout; None for evaluation.
         """
-        return self.head(self.backbone(ids_BS, dropout_keys)[:, 0]).float()
+        state_BSH = self.backbone(ids_BS, dropout_keys)
+        cls_state_BH = state_BSH[:, 0]
+        return self.head(cls_state_BH).float()
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean cross-entropy, or the mean squared error of a model with one output.
 
         Args:
             ids_BS: token ids with padding, int64.
-            target_BK: label numbers, int64 [B, 1], or numbers in [0, 1], fp32 [B, 1].
+            target_BK: label numbers, int64 [B, 1]; for a regression, labels scaled to [0, 1], fp32 [B, 1].
             dropout_keys: keys of the encoder's dropout for this step.
         """
         output_BN = self.predict(ids_BS, dropout_keys)
@@ -109,16 +111,16 @@ class Classifier(TaskModel):
 
 
 class SpanScores(NamedTuple):
-    """Candidate answer spans of each row: the K best starts, and the K best ends for each start, best first.
+    """Candidate answer spans of each of B rows: the K best starts, and the K best ends for each start, best first.
 
     Log-probabilities are natural logarithms; positions are indices into the row of ids.
     """
 
-    start_logp_BK: torch.Tensor
+    start_logp_BK: torch.Tensor  # log-probabilities of the starts, fp32
     start_BK: torch.Tensor  # positions of the starts, int64
-    end_logp_BKK: torch.Tensor  # of each end, given the start: [row, start, end]
-    end_BKK: torch.Tensor  # positions of the ends, int64
-    no_answer_B: torch.Tensor  # logit, positive for "no answer"
+    end_logp_BKK: torch.Tensor  # [row, start, end]: log-probability of the end, given the start, fp32
+    end_BKK: torch.Tensor  # [row, start, end]: positions of the ends, int64
+    no_answer_B: torch.Tensor  # logit, positive for "no answer", fp32
 
 
 class SpanHead(nn.Module):
@@ -129,7 +131,7 @@ class SpanHead(nn.Module):
 
         Args:
             width: hidden size of the encoder.
-            settings: `beam` and `span_width` are used.
+            settings: `beam` (candidates in `search`) and `span_width` (width of the hidden layers) are used.
             seed: seed of the initial weights.
         """
         super().__init__()
@@ -145,52 +147,81 @@ class SpanHead(nn.Module):
         """Return the logits of the answer's start at each token, fp32 [B, S].
 
         Args:
-            state_BSH: states of the encoder.
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
             allowed_BS: bool, true at the positions that may be a start; the others are lowered by 1000.
         """
-        return self.start(state_BSH).squeeze(-1).float() + OUTSIDE * ~allowed_BS
+        logit_BS = self.start(state_BSH).squeeze(-1).float()
+        return logit_BS + OUTSIDE * ~allowed_BS
 
     def end_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor, start_BK: torch.Tensor) -> torch.Tensor:
         """Return the logits of the answer's end at each token for each of K given starts, fp32 [B, K, S].
+
+        The logit is Dense(GELU(Dense([state of the start ; state of the token]))). The weight of the first Dense is
+        split into a half for the start and a half for the token, W x H each, so that the product with a token's state
+        is computed once instead of once per start. Suffixes: B rows, S tokens, K starts, H hidden and W span width.
 
         Args:
             state_BSH: states of the encoder.
             allowed_BS: bool, true at the positions that may be an end; the others are lowered by 1000.
             start_BK: positions of the starts, int64.
         """
-        H = state_BSH.shape[-1]
-        chosen_BKH = state_BSH.gather(1, start_BK[..., None].expand(-1, -1, H))
-        start_weight, token_weight = self.end_hidden.weight.split(H, dim=1)
-        start_BKW = F.linear(chosen_BKH, start_weight, self.end_hidden.bias)
-        token_BSW = F.linear(state_BSH, token_weight)
+        hidden_size = state_BSH.shape[-1]
+        start_index_BKH = start_BK[..., None].expand(-1, -1, hidden_size)
+        start_state_BKH = state_BSH.gather(1, start_index_BKH)
+        start_weight_WH, token_weight_WH = self.end_hidden.weight.split(hidden_size, dim=1)
+        start_part_BKW = F.linear(start_state_BKH, start_weight_WH, self.end_hidden.bias)
+        token_part_BSW = F.linear(state_BSH, token_weight_WH)
         # The starts are processed one by one: [B, K, S, W] at once would be the largest tensor of the whole model.
-        logits = [self.end(F.gelu(start_BKW[:, k, None] + token_BSW)) for k in range(start_BK.shape[1])]
-        return torch.stack(logits, dim=1).squeeze(-1).float() + OUTSIDE * ~allowed_BS[:, None]
+        logits_per_start = []
+        for k in range(start_BK.shape[1]):
+            hidden_BSW = F.gelu(start_part_BKW[:, k, None] + token_part_BSW)
+            logits_per_start.append(self.end(hidden_BSW))  # [B, S, 1]
+        logit_BKS = torch.stack(logits_per_start, dim=1).squeeze(-1).float()
+        return logit_BKS + OUTSIDE * ~allowed_BS[:, None]
 
     def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
         """Return the logit of "no answer" for each row, fp32 [B]; positive if the window seems to hold none.
 
+        It is Dense(GELU(Dense([state of CLS ; expected state of the start]))). The expected state is the mean of the
+        states, weighted by the probability that each token is the start.
+
         Args:
-            state_BSH: states of the encoder.
-            start_logit_BS: result of `start_logits`; its softmax weights the states.
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
+            start_logit_BS: result of `start_logits`.
         """
-        weight_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
-        expected_BH = torch.einsum("bs,bsh->bh", weight_BS, state_BSH)
-        hidden_BW = F.gelu(self.answer_hidden(torch.cat([state_BSH[:, 0], expected_BH], -1)))
+        start_prob_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
+        expected_start_BH = torch.einsum("bs,bsh->bh", start_prob_BS, state_BSH)
+        cls_state_BH = state_BSH[:, 0]
+        features = torch.cat([cls_state_BH, expected_start_BH], -1)  # [B, 2H]
+        hidden_BW = F.gelu(self.answer_hidden(features))  # W is `span_width`
         return self.answer(hidden_BW).squeeze(-1).float()
 
     def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row: its K best starts, and for each start the K best ends.
 
-        K is the setting `beam`, but at most S. An end may lie before its start: the caller rejects such spans.
+        An end may lie before its start, or outside the passage: the caller rejects such spans.
+
+        Args:
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
+            allowed_BS: bool, true at the positions that may be a start or an end.
+
+        Returns:
+            The candidates of each row. K is the setting `beam`, but at most S.
         """
-        beam = min(self.beam, state_BSH.shape[1])
+        num_tokens = state_BSH.shape[1]
+        beam = min(self.beam, num_tokens)
         start_logit_BS = self.start_logits(state_BSH, allowed_BS)
         start_logp_BK, start_BK = start_logit_BS.log_softmax(-1).topk(beam)
+        # The end is predicted given the start, so each of the K starts has K best ends of its own.
         end_logit_BKS = self.end_logits(state_BSH, allowed_BS, start_BK)
         end_logp_BKK, end_BKK = end_logit_BKS.log_softmax(-1).topk(beam)
-        no_answer_B = self.no_answer_logit(state_BSH, start_logit_BS)
-        return SpanScores(start_logp_BK, start_BK, end_logp_BKK, end_BKK, no_answer_B)
+        return SpanScores(
+            start_logp_BK=start_logp_BK,
+            start_BK=start_BK,
+            end_logp_BKK=end_logp_BKK,
+            end_BKK=end_BKK,
+            no_answer_B=self.no_answer_logit(state_BSH, start_logit_BS),
+        )
 
 
 class SpanModel(TaskModel):
@@ -209,15 +240,19 @@ class SpanModel(TaskModel):
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which positions may be the start or the end of an answer, bool [B, S].
 
-        These are the passage, which is the second segment (with its [SEP], as in the reference), and [CLS], which
-        stands for "no answer".
+        These are the passage with its [SEP], as in the reference, and [CLS], which stands for "no answer".
+
+        Args:
+            ids_BS: B rows `[CLS] question [SEP] passage [SEP]`, int64; the passage has token type 1.
         """
         allowed_BS = derive(ids_BS, self.backbone.special).token_type_BS == 1
         allowed_BS[:, 0] = True
         return allowed_BS
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean loss of start, end and answerability, as an fp32 scalar.
+        """Return the mean loss of a batch, as an fp32 scalar: (start + end) / 2 + answerable_weight * answerability.
+
+        Start and end have a cross-entropy over the row's S positions, answerability has a binary cross-entropy.
 
         Args:
             ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64.
@@ -229,23 +264,31 @@ class SpanModel(TaskModel):
         state_BSH = self.backbone(ids_BS, dropout_keys)
         allowed_BS = self.allowed(ids_BS)
         start_logit_BS = self.head.start_logits(state_BSH, allowed_BS)
-        end_logit_BS = self.head.end_logits(state_BSH, allowed_BS, start_B[:, None])[:, 0]
-        no_answer_B = self.head.no_answer_logit(state_BSH, start_logit_BS)
-        span_loss = (F.cross_entropy(start_logit_BS, start_B) + F.cross_entropy(end_logit_BS, end_B)) / 2
-        answerable_loss = F.binary_cross_entropy_with_logits(no_answer_B, impossible_B.float())
+        # In training, the end is predicted given the true start: a beam of one.
+        true_start_B1 = start_B[:, None]
+        end_logit_BS = self.head.end_logits(state_BSH, allowed_BS, true_start_B1)[:, 0]
+        no_answer_logit_B = self.head.no_answer_logit(state_BSH, start_logit_BS)
+        start_loss = F.cross_entropy(start_logit_BS, start_B)
+        end_loss = F.cross_entropy(end_logit_BS, end_B)
+        span_loss = (start_loss + end_loss) / 2
+        answerable_loss = F.binary_cross_entropy_with_logits(no_answer_logit_B, impossible_B.float())
         return span_loss + self.answerable_weight * answerable_loss
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row, and its logit of "no answer".
 
-        A row of `ids_BS`, int64 [B, S], is one window `[CLS] question [SEP] part of the passage [SEP]`.
+        Call it in evaluation mode: without dropout keys, the encoder cannot run in training mode.
+
+        Args:
+            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
         """
-        return self.head.search(self.backbone(ids_BS), self.allowed(ids_BS))
+        state_BSH = self.backbone(ids_BS)
+        return self.head.search(state_BSH, self.allowed(ids_BS))
 
 
 @torch.no_grad()
 def init_head(head: nn.Module, seed: int) -> None:
-    """Initialize a head in place: weights Glorot-uniform, biases 0.
+    """Initialize a head in place: weights Glorot-uniform, as in TensorFlow's default, and biases 0.
 
     Each weight has a generator of its own, keyed by the seed and the parameter's name, so the order of the parameters
     and torch's global generator do not matter. Values are drawn on the host in fp32.
@@ -254,6 +297,9 @@ def init_head(head: nn.Module, seed: int) -> None:
         if name.endswith("bias"):
             parameter.zero_()
             continue
-        generator = torch.Generator().manual_seed(derive_seed(seed, Purpose.INIT, zlib.crc32(name.encode())))
-        bound = math.sqrt(6.0 / sum(parameter.shape))
+        name_number = zlib.crc32(name.encode())  # unlike hash(), equal in all processes
+        generator = torch.Generator().manual_seed(derive_seed(seed, Purpose.INIT, name_number))
+        # Glorot-uniform: values in [-b, b] with b = sqrt(6 / (fan_in + fan_out)), for a weight [fan_out, fan_in].
+        sum_of_fans = sum(parameter.shape)
+        bound = math.sqrt(6.0 / sum_of_fans)
         parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))

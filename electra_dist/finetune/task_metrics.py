@@ -54,14 +54,23 @@ def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, flo
 def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     """Return a one-line description if all predictions are equal, otherwise an empty string.
 
+    A model that always predicts the same has learnt nothing from its inputs, although its accuracy may look high.
+
     Args:
         predicted: label numbers or predicted values, [N]. Fewer than two predictions are never degenerate.
         labels: names of the labels; empty for a regression.
     """
-    if len(predicted) < 2 or np.ptp(predicted) > 0:
+    if len(predicted) < 2:
         return ""
-    value = f"`{labels[int(predicted[0])]}`" if labels else f"{float(predicted[0]):.4g}"
-    return f"degenerate: all {len(predicted)} predictions are {value}"
+    are_different = np.ptp(predicted) > 0
+    if are_different:
+        return ""
+    if labels:
+        label_number = int(predicted[0])
+        value_text = f"`{labels[label_number]}`"
+    else:
+        value_text = f"{float(predicted[0]):.4g}"
+    return f"degenerate: all {len(predicted)} predictions are {value_text}"
 
 
 def linear_outputs(
@@ -72,7 +81,7 @@ def linear_outputs(
     num_distinct: int,
     metric: str,
 ) -> dict[str, np.ndarray]:
-    """Fit a linear model to frozen features and return its outputs, in the form of a head's outputs.
+    """Fit a linear model to frozen features of the training data, and return its outputs for development data.
 
     The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. Each penalty of
     `PENALTIES` is tried: the model is fitted to nine tenths of the training data and scored by `metric` on the last
@@ -80,8 +89,8 @@ def linear_outputs(
     training data. Nothing depends on a seed.
 
     Args:
-        train_NF: training features.
-        target_N: label numbers, or numbers for a regression.
+        train_NF: features of the training data, N rows of F features.
+        target_N: their label numbers, or numbers for a regression.
         dev: name -> features [M, F] to predict for.
         num_labels: number of labels; 0 for a regression.
         num_distinct: number of distinct examples. Rows i and i + num_distinct are the two orders of one pair and stay
@@ -92,63 +101,85 @@ def linear_outputs(
         Name -> log-probabilities [M, num_labels], -inf for a label without training examples; or predicted numbers
         [M, 1] for a regression.
     """
-    is_held_N = _held_out_rows(len(train_NF), num_distinct)
-    penalty = _best_penalty(train_NF, target_N, is_held_N, num_labels, metric)
+    is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
+    penalty = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
     model = _fit_linear(train_NF, target_N, penalty, num_labels)
     if num_labels == 0:
         return {name: model.predict(features)[:, None] for name, features in dev.items()}
-    # scikit-learn's output has columns for the labels of the training data only.
-    outputs = {name: np.full((len(features), num_labels), -np.inf) for name, features in dev.items()}
+
+    # scikit-learn's output has columns for the labels of the training data only; `classes_` holds their numbers.
+    trained_labels = model.classes_.astype(int)
+    outputs = {}
     for name, features in dev.items():
-        outputs[name][:, model.classes_.astype(int)] = model.predict_log_proba(features)
+        logp_ML = np.full((len(features), num_labels), -np.inf)
+        logp_ML[:, trained_labels] = model.predict_log_proba(features)
+        outputs[name] = logp_ML
     return outputs
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
     """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples.
 
-    Rows i and i + num_distinct are the two orders of one pair, and both or none are held out.
+    Rows i and i + num_distinct are the two orders of one pair; both or none of them are held out, so no held-out pair
+    is in the other nine tenths in its other order.
     """
+    # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
+    rank_of_example = np.random.default_rng(0).permutation(num_distinct)
+    num_held_out = num_distinct // 10
     example_N = np.arange(num_rows) % num_distinct
-    is_held_N: np.ndarray = np.random.default_rng(0).permutation(num_distinct)[example_N] < num_distinct // 10
-    return is_held_N
+    is_held_out_N: np.ndarray = rank_of_example[example_N] < num_held_out
+    return is_held_out_N
 
 
 def _best_penalty(
-    train_NF: np.ndarray, target_N: np.ndarray, is_held_N: np.ndarray, num_labels: int, metric: str
+    train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> float:
-    """Return the penalty whose linear model has the best `metric` on the held-out rows.
+    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on the held-out rows.
 
-    It is the smallest penalty if nothing can be measured, because no row is held out or the other rows have one label
-    only.
+    The models are fitted to the other rows. The smallest penalty is returned if several are equally good, or if
+    nothing can be measured, because no row is held out or the other rows have one label only.
+
+    Args:
+        train_NF: features of the training data, N rows of F features.
+        target_N: label numbers, or numbers for a regression.
+        is_held_out_N: bool, the rows on which the models are scored.
+        num_labels: number of labels; 0 for a regression.
+        metric: a key of `classification_metrics` or of `regression_metrics`.
     """
-    held_NF = train_NF[is_held_N]
-    held_target_N = target_N[is_held_N]
-    fit_NF = train_NF[~is_held_N]
-    fit_target_N = target_N[~is_held_N]
-    if len(held_NF) == 0:
-        return PENALTIES[0]
-    if num_labels > 0 and len(np.unique(fit_target_N)) < 2:
-        return PENALTIES[0]
+    held_out_features = train_NF[is_held_out_N]
+    held_out_targets = target_N[is_held_out_N]
+    fitted_features = train_NF[~is_held_out_N]
+    fitted_targets = target_N[~is_held_out_N]
+    smallest_penalty = PENALTIES[0]
+    if len(held_out_features) == 0:
+        return smallest_penalty
+    is_classification = num_labels > 0
+    if is_classification and len(np.unique(fitted_targets)) < 2:
+        return smallest_penalty
 
     def held_out_score(penalty: float) -> float:
-        """Fit with one penalty to the other rows; return the metric on the held-out rows."""
-        predicted_N = _fit_linear(fit_NF, fit_target_N, penalty, num_labels).predict(held_NF)
-        if num_labels == 0:
-            return regression_metrics(predicted_N, held_target_N)[metric]
-        return classification_metrics(predicted_N, held_target_N, num_labels)[metric]
+        """Fit a model with one penalty, and return its metric on the held-out rows."""
+        model = _fit_linear(fitted_features, fitted_targets, penalty, num_labels)
+        predictions = model.predict(held_out_features)
+        if is_classification:
+            return classification_metrics(predictions, held_out_targets, num_labels)[metric]
+        return regression_metrics(predictions, held_out_targets)[metric]
 
-    return max(PENALTIES, key=held_out_score)
+    return max(PENALTIES, key=held_out_score)  # the first of equally good ones, which is the smallest
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
     """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline.
 
-    The model is a logistic regression, or a ridge regression if `num_labels` is 0.
+    The model is a logistic regression, or a ridge regression if `num_labels` is 0. `penalty` is the factor of the
+    squared weights in the loss; scikit-learn's C of a logistic regression is its inverse.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    linear = Ridge(alpha=penalty) if num_labels == 0 else LogisticRegression(C=1.0 / penalty, max_iter=1000)
-    return make_pipeline(StandardScaler(), linear).fit(features_NF, target_N)
+    if num_labels == 0:
+        ridge = make_pipeline(StandardScaler(), Ridge(alpha=penalty))
+        return ridge.fit(features_NF, target_N)
+    logistic = make_pipeline(StandardScaler(), LogisticRegression(C=1.0 / penalty, max_iter=1000))
+    return logistic.fit(features_NF, target_N)

@@ -38,7 +38,7 @@ class TaskOutcome(NamedTuple):
 
 
 class Task(abc.ABC):
-    """Interface of a fine-tuning task: its training examples, its model and its evaluation."""
+    """Interface of a fine-tuning task: it makes training examples and a model, and scores the trained model."""
 
     name: str  # as on the command line
     metric: str  # name of the score among the metrics
@@ -151,58 +151,78 @@ class TextTask(Task):
         self.train = self._read(data, "train")
         self.dev = {prefix: self._read(data, stem) for prefix, stem in spec.dev_files}
         files = [self.train, *self.dev.values()]
+
+        # The digest covers the bytes of the files and the way in which they are read.
         digested = "".join(texts.sha256 for texts in files) + repr(spec)
         if max_train is not None:
             self.train = self.train.sample(max_train)
             digested += f", {max_train} training examples"
         self.digest = hashlib.sha256(digested.encode()).hexdigest()
-        self.notes = [
-            f"{texts.file}: {texts.skipped} lines with too few columns are left out"
-            for texts in files
-            if texts.skipped
-        ]
-        self.labels: tuple[str, ...] = ()
+
+        self.notes = []
+        for texts in files:
+            if texts.skipped > 0:
+                self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
+
+        self.labels: tuple[str, ...] = ()  # empty for a regression
         if spec.kind == "classification":
-            self.labels = spec.labels or tuple(sorted(set(self.train.label)))
+            labels_in_training_data = tuple(sorted(set(self.train.label)))
+            self.labels = spec.labels or labels_in_training_data
         self.train_target = self._targets(self.train)
         self.dev_target = {prefix: self._targets(texts) for prefix, texts in self.dev.items()}
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples; symmetric pairs in both orders if `settings.both_orders` is set.
+        """Return the training examples as rows of token ids with their targets.
 
-        Rows i and i + len(train.a) are then the two orders of one pair.
+        If the order of the two texts has no meaning (MRPC, STS) and `settings.both_orders` is set, each pair (A, B) is
+        there as (B, A), too: with N pairs, rows i and i + N are the two orders of pair i.
         """
         first_texts = self.train.a
         second_texts = self.train.b
-        target = self.train_target
-        if self.spec.symmetric and settings.both_orders and second_texts is not None:
-            first_texts, second_texts = [*first_texts, *second_texts], [*second_texts, *first_texts]
-            target = torch.cat([target, target])
+        target_N1 = self.train_target
+        if second_texts is not None and self.spec.symmetric and settings.both_orders:
+            first_texts = [*self.train.a, *second_texts]
+            second_texts = [*second_texts, *self.train.a]
+            target_N1 = torch.cat([target_N1, target_N1])
         ids = encode_texts(first_texts, second_texts, encoder.tokenizer, encoder.special, settings.max_length)
-        return Examples(ids, target)
+        return Examples(ids=ids, target_NK=target_N1)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """Return the examples of the development file whose metrics have `prefix`, as rows of token ids."""
+        """Return the examples of one development file as rows of token ids, in the order of the file.
+
+        `prefix` selects the file: it stands before the names of the file's metrics, and is "" for a task's main file.
+        """
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> Classifier:
-        """Build a classifier with one output per label, or with a single output for a regression."""
+        """Build a classifier on the host: a copy of the encoder with a new head.
+
+        The head has one output per label, or a single one for a regression. `seed` determines its initial weights,
+        `settings` its layers and the dropout.
+        """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return Classifier(backbone, encoder.tower.hidden_size, self._num_outputs, settings, seed)
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Score a trained `Classifier` on every development file; see `score` for the metrics' names."""
+        """Predict with a trained `Classifier` for every development file, and score the predictions.
+
+        Args:
+            model: a model from `model`, trained, in evaluation mode.
+            encoder: provides the tokenizer and the special ids.
+            settings: `max_length` and `batch` are used.
+            progress: called after each batch.
+        """
         assert isinstance(model, Classifier)
         device = next(model.parameters()).device
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
             output_NL = np.zeros((len(ids), self._num_outputs), np.float32)
-            batches = predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress)
-            for rows, output_BL in batches:
+            # Batches come in order of length; the row numbers put their outputs back in the order of the file.
+            for rows, output_BL in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
                 output_NL[rows] = output_BL.cpu().numpy()
             outputs[prefix] = output_NL
         return self.score(outputs)
@@ -210,16 +230,19 @@ class TextTask(Task):
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
         """Compute the metrics of a model's outputs on the development files.
 
+        A task may have several development files, each with a prefix for the names of its metrics, such as
+        `mismatched_` for the second one of MNLI and "" for the first.
+
         Args:
-            outputs: prefix of a development file -> outputs in the order of its examples: one value per label [N, L],
-                of which the highest is the prediction, or predicted numbers [N, 1] for a regression.
+            outputs: prefix of a file -> outputs in the order of its N examples: one value for each of L labels
+                [N, L], of which the highest is the prediction, or predicted numbers [N, 1] for a regression.
 
         Returns:
-            The metrics of all files, each name with the prefix of its file. The outcome has failed if all predictions
-            for one of the files are equal.
+            The metrics of all files, as fractions. The outcome has failed if all predictions for a file are equal; its
+            reason is that of the first such file.
         """
         metrics: dict[str, float] = {}
-        failure = ""
+        failures = []
         for prefix, output_NL in outputs.items():
             true_N = self.dev_target[prefix][:, 0].numpy()
             if self.labels:
@@ -228,57 +251,84 @@ class TextTask(Task):
             else:
                 predicted_N = output_NL[:, 0]
                 file_metrics = regression_metrics(predicted_N, true_N)
-            metrics |= {f"{prefix}{name}": value for name, value in file_metrics.items()}
-            failure = failure or degenerate(predicted_N, self.labels)
-        return TaskOutcome(metrics, failure)
+            for name, value in file_metrics.items():
+                metrics[f"{prefix}{name}"] = value
+            file_failure = degenerate(predicted_N, self.labels)
+            if file_failure:
+                failures.append(file_failure)
+        first_failure = failures[0] if failures else ""
+        return TaskOutcome(metrics=metrics, failure=first_failure)
 
     @property
     def _num_outputs(self) -> int:
-        """Number of outputs of the task's head: one per label, or 1 for a regression."""
+        """Number of outputs of the task's head: one per label, or 1 for a regression, which has no labels."""
         return len(self.labels) or 1
 
     def _read(self, data: Path, stem: str) -> Texts:
-        """Read the task's file whose name without suffix is `stem`.
+        """Read the examples of one of the task's files, such as MRPC/train.tsv.
 
-        It is in the folder `data` or, for a GLUE task, in the task's own folder below `data`.
+        Args:
+            data: folder of the data. A GLUE task has its own folder in it, or in its folder glue/; the files of a
+                custom task are in `data` itself, as .tsv or .jsonl.
+            stem: name of the file without suffix, such as "train".
+
+        Raises:
+            UserError: there is no such file, or it is not valid.
         """
         spec = self.spec
-        if spec.folder:
-            folders = [data / spec.folder, data / "glue" / spec.folder]
-            suffixes = [".tsv"]
+        is_glue = spec.folder != ""
+        if is_glue:
+            candidates = [data / spec.folder / f"{stem}.tsv", data / "glue" / spec.folder / f"{stem}.tsv"]
         else:
-            folders = [data]
-            suffixes = [".tsv", ".jsonl"]
-        file = find_file([folder / f"{stem}{suffix}" for folder in folders for suffix in suffixes])
+            candidates = [data / f"{stem}.tsv", data / f"{stem}.jsonl"]
+        file = find_file(candidates)
         return read_texts(file, spec.text_a, spec.text_b, spec.label)
 
     def _targets(self, texts: Texts) -> torch.Tensor:
         """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
-        Those of a regression are scaled by the range of the training labels, which thus lie in [0, 1]; development
-        labels may lie outside.
+        The labels of a regression are scaled so that the range of the task's labels becomes [0, 1]. If the task does
+        not define the range, it is that of the training labels; development labels may then lie outside [0, 1].
+
+        Raises:
+            UserError: a label is unknown or not a number; the message names the line.
         """
         if self.labels:
-            return torch.tensor(_label_numbers(texts, self.labels))[:, None]
-        values = _label_values(texts)
-        low, high = self.spec.span or _label_range(_label_values(self.train))
-        return ((torch.tensor(values) - low) / (high - low))[:, None]
+            number_N = torch.tensor(_label_numbers(texts, self.labels))
+            return number_N[:, None]
+        value_N = torch.tensor(_label_values(texts))
+        if self.spec.span is not None:
+            low, high = self.spec.span
+        else:
+            low, high = _label_range(_label_values(self.train))
+        scaled_N = (value_N - low) / (high - low)
+        return scaled_N[:, None]
 
 
 def _label_numbers(texts: Texts, labels: Sequence[str]) -> list[int]:
-    """Return the index of each example's label in `labels`; raise UserError for an unknown label."""
+    """Return the index of each example's label in `labels`.
+
+    Raises:
+        UserError: a label is not one of `labels`; the message names the file and the line.
+    """
     number_of = {label: number for number, label in enumerate(labels)}
+    numbers = []
     for label, line in zip(texts.label, texts.line):
         if label not in number_of:
             raise UserError(
                 f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
                 f"correct the line"
             )
-    return [number_of[label] for label in texts.label]
+        numbers.append(number_of[label])
+    return numbers
 
 
 def _label_values(texts: Texts) -> list[float]:
-    """Return each example's label as a number; raise UserError for one that is not a number."""
+    """Return each example's label as a number, for a regression.
+
+    Raises:
+        UserError: a label is not a number; the message names the file and the line.
+    """
     values = []
     for label, line in zip(texts.label, texts.line):
         try:
@@ -292,9 +342,9 @@ def _label_values(texts: Texts) -> list[float]:
 
 
 def _label_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest value.
+    """Return the lowest and the highest of `values`, the labels of a regression.
 
-    The second is at least 1e-9 above the first, so that callers can divide by the difference.
+    The highest is raised to at least 1e-9 above the lowest, so that callers can divide by the difference.
     """
     low = min(values)
     high = max(max(values), low + 1e-9)

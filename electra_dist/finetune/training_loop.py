@@ -16,6 +16,7 @@ Limits: on a GPU the order of some sums is not fixed, so the last bits may diffe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -33,8 +34,8 @@ T = TypeVar("T")
 Ids = Sequence[Sequence[int]]
 Progress = Callable[[str, int, int], None]  # called with (activity, parts done, parts in total)
 
-# The seed of the keyed dropout is derived with this number where torch's dropout uses the step. No step reaches it,
-# so the two kinds of dropout never share a seed.
+# Seeds of dropout are derived from (seed, purpose, number). Torch's own dropout uses the step as the number; the
+# encoder's keyed dropout uses this constant. No step reaches it, so the two kinds of dropout never share a seed.
 _KEYED_DROPOUT = 2**32 - 1
 _PAD_TO = 8  # padded lengths are multiples of this, in tokens
 _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronizes with the device
@@ -48,15 +49,21 @@ class Examples(NamedTuple):
 
 
 class Diverged(Exception):
-    """Error: the training loss became NaN or infinite; the message names the step."""
+    """Error: the training loss became NaN or infinite; the message names the step and what to change."""
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Ignore a progress report. This is the default callback of functions that have a parameter `progress`."""
+    """Ignore a progress report; the default callback of functions with a parameter `progress`.
+
+    Its parameters are those of every progress callback: the activity, and how many of its parts are done, of how many.
+    """
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
-    """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1."""
+    """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
+
+    The rounding leaves out the last rows if they do not fill a batch; every step has a whole batch.
+    """
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
 
@@ -69,6 +76,9 @@ def fit(
     progress: Progress = quiet,
 ) -> float:
     """Train `model` in place, on the device where its parameters are.
+
+    Each step runs one whole batch; batches run on from one pass over the examples into the next. The loss is checked
+    every 16 steps only, because each check waits for the device.
 
     Args:
         model: an encoder with a task head; left in training mode.
@@ -87,16 +97,18 @@ def fit(
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     optimizer = layerwise_adamw(model, num_layers, settings)
-    row_numbers = row_sequence(len(examples.ids), seed)
-    losses: list[torch.Tensor] = []
+    endless_rows = row_sequence(len(examples.ids), seed)
+    losses: list[torch.Tensor] = []  # one scalar per step, on the device
     model.train()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Dropout sets torch's global generators in each step; the caller's state is restored at the end.
+    devices_to_restore = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices_to_restore):
         for step in range(num_steps):
-            batch_rows = [next(row_numbers) for _ in range(settings.batch)]
+            batch_rows = list(itertools.islice(endless_rows, settings.batch))
             loss = _batch_loss(model, examples, batch_rows, seed, step)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm, foreach=True)
-            set_step(optimizer, schedule(step, num_steps, settings))
+            set_step(optimizer, factor=schedule(step, num_steps, settings))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -104,8 +116,8 @@ def fit(
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
                 progress("train", step + 1, num_steps)
-    last_losses = losses[-max(1, num_steps // 10) :]
-    return float(torch.stack(last_losses).mean())
+    num_averaged = max(1, num_steps // 10)
+    return float(torch.stack(losses[-num_averaged:]).mean())
 
 
 @torch.no_grad()
@@ -119,6 +131,9 @@ def predict(
 ) -> Iterator[tuple[list[int], T]]:
     """Apply `function` to all rows in batches, longest rows first, without gradients.
 
+    Rows of similar length share a batch, so little of it is padding. The longest come first, so a batch that does not
+    fit into memory fails at the start.
+
     Args:
         function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast.
         ids: rows of token ids without padding.
@@ -131,17 +146,23 @@ def predict(
         (row numbers, output of `function`) for each batch. Every row occurs exactly once, but not in the order of
         `ids`: the caller uses the row numbers to put the outputs back in order.
     """
-    by_length = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
-    for start in range(0, len(ids), batch):
-        rows = by_length[start : start + batch]
+    num_rows = len(ids)
+    longest_first = sorted(range(num_rows), key=lambda row: -len(ids[row]))
+    for start in range(0, num_rows, batch):
+        batch_rows = longest_first[start : start + batch]
+        ids_BS = padded([ids[row] for row in batch_rows], pad).to(device)
         with autocast(device):
-            output = function(padded([ids[row] for row in rows], pad).to(device))
-        progress("predict", start + len(rows), len(ids))
-        yield rows, output
+            output = function(ids_BS)
+        progress("predict", start + len(batch_rows), num_rows)
+        yield batch_rows, output
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
-    """Yield row numbers without end: a new permutation of all rows in each pass, keyed by (seed, pass)."""
+    """Yield row numbers without end: a new permutation of all rows in each pass over the examples.
+
+    The permutation of a pass is a function of (seed, number of the pass), so a training that starts again reads the
+    same rows in the same order. With 3 examples, for instance, the sequence may begin 2, 0, 1, 1, 2, 0, ...
+    """
     epoch = 0
     while True:
         generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
@@ -150,37 +171,57 @@ def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
 
 
 def padded(rows: Ids, pad: int) -> torch.Tensor:
-    """Return the rows as one int64 tensor [B, S], filled with `pad`; S is the longest row, rounded up to 8."""
+    """Return rows of different lengths as one int64 tensor [B, S] on the host, filled with `pad` at their ends.
+
+    S is the length of the longest row, rounded up to a multiple of 8, which suits the tensor cores of a GPU.
+    """
     longest = max(len(row) for row in rows)
     length = math.ceil(longest / _PAD_TO) * _PAD_TO
-    return torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
+    padded_rows = []
+    for row in rows:
+        padding = [pad] * (length - len(row))
+        padded_rows.append([*row, *padding])
+    return torch.tensor(padded_rows)
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return a context that runs in bf16 autocast on a GPU and changes nothing on a CPU."""
+    """Return a context manager that runs operations in bf16 on a GPU (autocast), and changes nothing on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of the given rows as a scalar with gradient.
+    """Return the mean loss of one training batch as a scalar with gradient.
 
-    Dropout depends on (seed, step) only: both torch's generator and the encoder's dropout keys are set from them.
+    Args:
+        model: an encoder with a task head, in training mode.
+        examples: all training examples, on the host.
+        rows: numbers of the examples in the batch.
+        seed: seed of the training. Dropout is a function of `seed` and `step`, whatever was drawn before.
+        step: number of the optimizer step, from 0.
     """
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)
+    # Dropout on the embeddings and in the head draws from torch's global generator; the encoder's layers use keys.
     torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
-    row_B = torch.arange(len(rows), device=device)
-    dropout_keys = DropoutKeys(derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT), step, row_B, "auto")
+    dropout_keys = DropoutKeys(
+        seed=derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT),
+        step=step,
+        row_B=torch.arange(len(rows), device=device),
+        backend="auto",
+    )
     with autocast(device):
         loss: torch.Tensor = model(ids_BS, target_BK, dropout_keys)
     return loss
 
 
 def _check_finite(losses: Sequence[torch.Tensor]) -> None:
-    """Raise `Diverged` for the first non-finite loss among the last 16; `losses` holds one scalar for every step."""
-    recent = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
-    first_step = len(losses) - len(recent)
-    for step, loss in enumerate(recent, start=first_step):
+    """Raise `Diverged` for the first NaN or infinite loss of the last 16 steps.
+
+    `losses` holds one scalar for each step so far, on the device; reading them waits for the device.
+    """
+    recent_losses = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
+    first_step = len(losses) - len(recent_losses)
+    for step, loss in enumerate(recent_losses, start=first_step):
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss} at step {step}; lower lr or raise warmup_fraction")

@@ -47,6 +47,9 @@ class AttentionChoice(NamedTuple):
 
 SDPA = AttentionChoice("sdpa", "default")
 
+_TRIAL_SHAPE = (2, 2, 256, 64)  # rows, heads, tokens and width of a head in the trial of FlexAttention
+_TRIAL_TOLERANCE = 0.05  # largest difference allowed between sdpa and flex; bf16 numbers near 1 are 0.008 apart
+
 
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> AttentionMask:
     """Return the attention mask that lets tokens attend to tokens of the same example only.
@@ -55,7 +58,7 @@ def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> Attenti
     layers of both towers.
 
     Args:
-        layout: structure of the rows, from `rows.derive`.
+        layout: structure of the rows, from `row_layout.derive`.
         dtype: dtype of the bias; flex ignores it.
         backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for a `BlockMask`.
     """
@@ -71,7 +74,14 @@ def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> Attenti
         """
         return example_BS[row, query] == example_BS[row, key]
 
-    return create_block_mask(in_same_example, num_rows, None, num_tokens, num_tokens, device=example_BS.device)
+    return create_block_mask(
+        in_same_example,
+        B=num_rows,
+        H=None,  # all heads use one mask
+        Q_LEN=num_tokens,
+        KV_LEN=num_tokens,
+        device=example_BS.device,
+    )
 
 
 def attend(
@@ -120,12 +130,19 @@ def _attend_with_factors(
     """Return attention with given dropout factors, [B, N, S, D], computed with plain operations in fp32 or wider.
 
     Every attention probability is multiplied by its factor in `keep_BNSS` before it weighs the values.
+
+    Args:
+        query_BNSD: queries, not scaled yet.
+        key_BNSD: keys.
+        value_BNSD: values; the result has their dtype.
+        bias_B1SS: added to the scores; -inf where a query must not see a key.
+        keep_BNSS: dropout factor of each attention probability, 0 or 1 / (1 - p).
     """
     compute = torch.promote_types(query_BNSD.dtype, torch.float32)
+    scale = query_BNSD.shape[-1] ** -0.5
     with torch.autocast(query_BNSD.device.type, enabled=False):
-        query_BNSD = query_BNSD.to(compute) * query_BNSD.shape[-1] ** -0.5
-        key_BNSD = key_BNSD.to(compute)
-        score_BNSS = (query_BNSD @ key_BNSD.transpose(-1, -2)).add_(bias_B1SS)
+        scaled_query_BNSD = query_BNSD.to(compute) * scale
+        score_BNSS = (scaled_query_BNSD @ key_BNSD.to(compute).transpose(-1, -2)).add_(bias_B1SS)
         weight_BNSS = score_BNSS.softmax(-1) * keep_BNSS.to(compute)
         return (weight_BNSS @ value_BNSD.to(compute)).to(value_BNSD.dtype)
 
@@ -158,39 +175,61 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
         return AttentionChoice("sdpa", "FlexAttention does not train on a CPU")
     if importlib.util.find_spec("triton") is None:
         return AttentionChoice("sdpa", "FlexAttention needs the package triton, which is not installed")
-    fault = _find_flex_fault(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    fault = _find_flex_fault(device, dtype)
     if fault:
         return AttentionChoice("sdpa", f"FlexAttention failed its trial: {fault}")
     return AttentionChoice("flex", "skips blocks of tokens from different examples")
 
 
 def _find_flex_fault(device: str, dtype: torch.dtype) -> str:
-    """Run sdpa and FlexAttention forward and backward on two packed rows; return what is wrong with the latter, or "".
+    """Return what is wrong with FlexAttention on this device, or "" if it may be used.
 
-    A fault is an exception of either backend, or a difference above 0.05 in the output or in a gradient.
+    This is a trial of both backends, sdpa and flex, on two packed rows of random numbers, forward and backward. A
+    fault is an exception of either backend, or a difference above 0.05 between them in the output or in the gradient
+    of query, key or value.
+
+    Args:
+        device: "cuda" or "cpu".
+        dtype: dtype of query, key and value.
     """
+    num_rows, num_heads, num_tokens, head_width = _TRIAL_SHAPE
     generator = torch.Generator(device).manual_seed(0)
-    example_BS = torch.arange(256, device=device).div(100, rounding_mode="floor").expand(2, 256)
-    layout = RowLayout(example_BS, example_BS, example_BS, example_BS >= 0)
-    query, key, value, upstream = torch.randn((4, 2, 2, 256, 64), generator=generator, device=device, dtype=dtype)
+    query, key, value, upstream = torch.randn(
+        (4, num_rows, num_heads, num_tokens, head_width), generator=generator, device=device, dtype=dtype
+    )
+
+    # Examples of 100, 100 and 56 tokens, so that borders of examples lie inside the blocks of 128 tokens. The mask
+    # depends on `example_BS` only; the other fields are placeholders.
+    example_BS = torch.arange(num_tokens, device=device).div(100, rounding_mode="floor").expand(num_rows, num_tokens)
+    layout = RowLayout(
+        example_BS=example_BS, position_BS=example_BS, token_type_BS=example_BS, is_real_BS=example_BS >= 0
+    )
+
     results: dict[str, list[torch.Tensor]] = {}
     try:
         for backend in ("sdpa", "flex"):
             inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-            out = attend(inputs[0], inputs[1], inputs[2], same_example(layout, dtype, backend))
+            mask = same_example(layout, dtype, backend)
+            out = attend(inputs[0], inputs[1], inputs[2], mask)
             gradients = torch.autograd.grad(out, inputs, upstream)
             results[backend] = [out, *gradients]
-    except Exception as error:  # noqa: BLE001  A compiler may raise anything, and sdpa is still there to run.
+    except Exception as error:  # noqa: BLE001  A compiler may raise anything, and sdpa can still run.
         return _first_line(error)
-    pairs = zip(results["sdpa"], results["flex"])
-    largest_difference = max((sdpa - flex).abs().max().item() for sdpa, flex in pairs)
-    if largest_difference > 0.05:
-        return f"it differs by {largest_difference:.2g}"
+
+    # One difference for the output, and one for each gradient.
+    differences = [(sdpa - flex).abs().max().item() for sdpa, flex in zip(results["sdpa"], results["flex"])]
+    largest_difference = max(differences)
+    if largest_difference > _TRIAL_TOLERANCE:
+        return f"it differs by {largest_difference:.2g} from sdpa, more than {_TRIAL_TOLERANCE}"
     return ""
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first 120 characters of the first line of an error's message, or its type if the message is empty."""
+    """Return at most 120 characters of the first line of an error's message, or the type's name if it has none.
+
+    The text becomes part of one line in the run's log, so long compiler output is cut.
+    """
     lines = str(error).splitlines()
     first = lines[0] if lines else type(error).__name__
     return first[:120]
@@ -198,7 +237,7 @@ def _first_line(error: Exception) -> str:
 
 @functools.cache
 def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return FlexAttention, compiled if `compiled`.
+    """Return the function FlexAttention, compiled by torch.compile if `compiled`; cached, so it compiles once.
 
     The uncompiled function holds all scores in memory and has no backward pass. It is meant for tests of the forward
     pass on a CPU.

@@ -36,9 +36,12 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
             None, torch's default is used.
         backend: backend of torch.compile; tests pass their own.
     """
-    # Importing torch's inductor writes torch's default into the environment, so the default does not count as set.
-    if cache is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
-        os.environ[CACHE_VARIABLE] = str(cache.absolute())
+    if cache is not None:
+        # Importing torch's inductor writes torch's default into the variable, so the default does not count as a
+        # choice of the user.
+        chosen_by_user = os.environ.get(CACHE_VARIABLE) not in (None, default_cache_dir())
+        if not chosen_by_user:
+            os.environ[CACHE_VARIABLE] = str(cache.absolute())
     for encoder in module.modules():
         if isinstance(encoder, Encoder):
             for layer in encoder.layers:

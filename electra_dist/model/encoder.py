@@ -50,11 +50,16 @@ class DropoutKeys(NamedTuple):
         Args:
             ids_BS: any tensor with B rows; only its length and device matter.
         """
-        return cls(0, 0, torch.arange(len(ids_BS), device=ids_BS.device), "auto")
+        row_B = torch.arange(len(ids_BS), device=ids_BS.device)
+        return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layer(self, number: int) -> LayerDropoutKeys:
-        """Return the dropout keys of one layer of the tower; `number` counts layers from 0."""
-        return LayerDropoutKeys(torch.tensor([self.seed, self.step, number]), self.row_B, self.backend)
+        """Return the dropout keys of one layer of the tower; `number` counts layers from 0.
+
+        The layer's number is part of the key, so each layer drops other elements.
+        """
+        key_3 = torch.tensor([self.seed, self.step, number])
+        return LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend)
 
 
 class LayerDropoutKeys(NamedTuple):
@@ -91,24 +96,40 @@ class DropoutAddNorm(nn.LayerNorm):
         """Return layer_norm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
 
         Nothing is dropped in evaluation mode. Under torch.compile the operation is a custom operator, which the
-        compiler does not look into.
+        compiler treats as opaque; the values are the same.
 
         Args:
-            x_BSH: output of the sub-layer.
-            residual_BSH: input of the sub-layer.
-            dropout_keys: keys of this layer.
+            x_BSH: output of the sub-layer (attention or feed-forward).
+            residual_BSH: input of the sub-layer, in any floating-point dtype.
+            dropout_keys: keys of this layer; which elements are dropped follows from them and from this module's site.
         """
         probability = self.probability if self.training else 0.0
-        residual_BSH = residual_BSH.to(x_BSH.dtype)  # under autocast the embeddings are fp32
-        operands = (x_BSH, residual_BSH, self.weight, self.bias)
-        key_3, row_B, backend = dropout_keys
+        # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
+        residual_BSH = residual_BSH.to(x_BSH.dtype)
         if torch.compiler.is_compiling():
-            outputs = compiled_dropout.dropout_add_norm(
-                *operands, row_B, key_3, self.site, probability, self.eps, backend
+            normed_BSH, _mean, _variance = compiled_dropout.dropout_add_norm(
+                x_BSH,
+                residual_BSH,
+                self.weight,
+                self.bias,
+                dropout_keys.row_B,
+                dropout_keys.key_3,
+                self.site,
+                probability,
+                self.eps,
+                dropout_keys.backend,
             )
-            return outputs[0]  # the others are mean and variance, for the backward pass
-        key = compiled_dropout.dropout_key(key_3, self.site, probability)
-        return dropout_add_norm(*operands, eps=self.eps, dropout=key, row_B=row_B, backend=backend)
+            return normed_BSH
+        return dropout_add_norm(
+            x_BSH,
+            residual_BSH,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            dropout=compiled_dropout.dropout_key(dropout_keys.key_3, self.site, probability),
+            row_B=dropout_keys.row_B,
+            backend=dropout_keys.backend,
+        )
 
 
 class SharedEmbeddings(nn.Module):
@@ -126,7 +147,8 @@ class SharedEmbeddings(nn.Module):
             width: width of the tables; None for `model.embedding_size`.
         """
         super().__init__()
-        width = width or model.embedding_size
+        if width is None:
+            width = model.embedding_size
         self.word = nn.Embedding(model.padded_vocab_size, width)
         self.position = nn.Embedding(model.max_positions, width)
         self.token_type = nn.Embedding(model.type_vocab_size, width)
@@ -171,9 +193,9 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention inside each example of a row."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
-        """Create the two linear layers, one for query, key and value and one for the output.
+        """Create the two linear layers: one for query, key and value together, and one for the output.
 
-        `tower` gives the sizes, `model` the dropout of attention probabilities.
+        `tower` gives the sizes, `model` the probability with which attention probabilities are dropped.
         """
         super().__init__()
         self.num_heads = tower.num_heads
@@ -184,10 +206,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the projected attention output, [B, S, H], without residual or LayerNorm.
+        """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm.
 
-        In training mode, some attention probabilities are dropped: on a CPU as `dropout_keys` determine, on a GPU as
-        torch's generator does.
+        In training mode, attention probabilities are dropped with probability `model.attention_dropout`. On a CPU
+        `dropout_keys` determine which ones; on a GPU they are drawn from torch's generator.
 
         Args:
             hidden_BSH: states of the previous layer.
@@ -195,8 +217,12 @@ class SelfAttention(nn.Module):
             dropout_keys: keys of this layer.
         """
         B, S, H = hidden_BSH.shape
-        qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, H // self.num_heads)
+        head_width = H // self.num_heads
+
+        # One product gives query, key and value of all heads. Each of the three becomes [B, N, S, head_width].
+        qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
         dropout = self.dropout if self.training else 0.0
         keep_BNSS = None
         if dropout and hidden_BSH.device.type == "cpu":
@@ -205,9 +231,18 @@ class SelfAttention(nn.Module):
         return self.out(context.transpose(1, 2).reshape(B, S, H))
 
     def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
+        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout).
+
+        Equal keys give equal factors to a row, whatever other rows are in the batch.
+
+        Args:
+            B: number of rows.
+            S: tokens per row.
+            dropout_keys: keys of this layer.
+        """
         num_factors = self.num_heads * S * S
-        num_drawn = (num_factors + 3) // 4 * 4  # one draw gives four numbers, so whole fours are drawn
+        # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
+        num_drawn = (num_factors + 3) // 4 * 4
         drawn = compiled_dropout.keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, self.dropout)
         return drawn[:, :num_factors].view(B, self.num_heads, S, S)
 
@@ -220,10 +255,10 @@ class EncoderLayer(nn.Module):
         super().__init__()
         width = tower.hidden_size
         self.attention = SelfAttention(model, tower)
-        self.attention_norm = DropoutAddNorm(width, model, 0)
+        self.attention_norm = DropoutAddNorm(width, model, site=0)
         self.expand = Linear(width, tower.intermediate_size)
         self.contract = Linear(tower.intermediate_size, width)
-        self.output_norm = DropoutAddNorm(width, model, 1)
+        self.output_norm = DropoutAddNorm(width, model, site=1)
 
     def forward(
         self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
@@ -248,20 +283,21 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
-        """Create the layers, uncompiled and without recomputation.
+        """Create the layers, uncompiled and without recomputation of activations in the backward pass.
 
         Args:
-            model: dropout and eps.
-            tower: number and sizes of the layers.
+            model: gives the dropout probabilities and LayerNorm's eps.
+            tower: gives the number and the sizes of the layers.
             embedding_size: width of the tables that this tower reads; None for `model.embedding_size`.
         """
         super().__init__()
-        width = embedding_size or model.embedding_size
+        width = model.embedding_size if embedding_size is None else embedding_size
         self.embeddings_project: nn.Linear | None = None
         if width != tower.hidden_size:
             self.embeddings_project = Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
-        # `engine.activation_checkpointing`: keep only the inputs of the layers, and recompute them in backward.
+        # `engine.activation_checkpointing` sets this: only the layers' inputs are kept, and the backward pass
+        # computes the other activations again.
         self.recompute = False
 
     def forward(
@@ -269,16 +305,22 @@ class Encoder(nn.Module):
     ) -> torch.Tensor:
         """Return the states of the last layer, [B, S, H].
 
+        With the attribute `recompute`, a layer's activations are freed after its forward pass, and the backward pass
+        computes them again.
+
         Args:
             embedded_BSE: output of `SharedEmbeddings`.
             attention_mask: which keys a query sees, from `attention.same_example`; one mask serves all layers.
             dropout_keys: keys of this tower; `DropoutKeys.off` in evaluation mode.
         """
-        hidden = embedded_BSE if self.embeddings_project is None else self.embeddings_project(embedded_BSE)
+        hidden = embedded_BSE
+        if self.embeddings_project is not None:
+            hidden = self.embeddings_project(embedded_BSE)
+        recompute = self.recompute and torch.is_grad_enabled()
         for number, layer in enumerate(self.layers):
-            inputs = (hidden, attention_mask, dropout_keys.of_layer(number))
-            if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, *inputs, use_reentrant=False)
+            layer_keys = dropout_keys.of_layer(number)
+            if recompute:
+                hidden = checkpoint(layer, hidden, attention_mask, layer_keys, use_reentrant=False)
             else:
-                hidden = layer(*inputs)
+                hidden = layer(hidden, attention_mask, layer_keys)
         return hidden

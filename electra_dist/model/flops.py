@@ -48,28 +48,35 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
         step: number of the step, which matters only for two-stage training: first the generator trains alone, then
             the discriminator against the frozen generator. None means the second stage.
     """
-    tower_flops = _encoder(model.discriminator, model.embedding_size, seq_len)
-    head_flops = _discriminator_head(model, objective)
-    discriminator = BACKWARD_FACTOR * (tower_flops + head_flops)
-    generator = _generator_forward(model, seq_len, objective)
+    tower_forward = _encoder(model.discriminator, model.embedding_size, seq_len)
+    head_forward = _discriminator_head(model, objective)
+    discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
+    generator_forward = _generator_forward(model, seq_len, objective)
+    generator_training = BACKWARD_FACTOR * generator_forward
+
     if objective.generator_only_steps == 0:
-        return TokenFlops(discriminator, BACKWARD_FACTOR * generator)
-    if step is not None and step < objective.generator_only_steps:
-        return TokenFlops(0, BACKWARD_FACTOR * generator)
-    return TokenFlops(discriminator, generator)
+        return TokenFlops(discriminator=discriminator_training, generator=generator_training)
+    in_first_stage = step is not None and step < objective.generator_only_steps
+    if in_first_stage:
+        return TokenFlops(discriminator=0, generator=generator_training)
+    return TokenFlops(discriminator=discriminator_training, generator=generator_forward)
 
 
 def run_flops(config: Config, num_steps: int | None = None) -> float:
     """Return the training FLOPs of a run's first `num_steps` steps, every row counted as full.
 
+    In two-stage training, the first `objective.generator_only_steps` steps train the generator only and cost less.
+
     Args:
         config: the run's config.
         num_steps: number of steps; None for all of `train.num_steps`.
     """
-    num_steps = config.train.num_steps if num_steps is None else num_steps
+    if num_steps is None:
+        num_steps = config.train.num_steps
     generator_only_steps = min(config.objective.generator_only_steps, num_steps)
-    generator_only_flops, joint_flops = _step_flops(config)
-    return generator_only_steps * generator_only_flops + (num_steps - generator_only_steps) * joint_flops
+    later_steps = num_steps - generator_only_steps
+    generator_only_flops, later_flops = _step_flops(config)
+    return generator_only_steps * generator_only_flops + later_steps * later_flops
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
@@ -79,38 +86,44 @@ def steps_of_flops(config: Config, flops: float) -> int:
         config: the run's config; `train.num_steps` is ignored.
         flops: training FLOPs to spend.
     """
-    generator_only_flops, joint_flops = _step_flops(config)
+    generator_only_flops, later_flops = _step_flops(config)
     generator_only_steps = config.objective.generator_only_steps
     first_stage_flops = generator_only_steps * generator_only_flops
     if flops <= first_stage_flops:
         exact_steps = flops / generator_only_flops
     else:
-        exact_steps = generator_only_steps + (flops - first_stage_flops) / joint_flops
+        exact_steps = generator_only_steps + (flops - first_stage_flops) / later_flops
     return max(1, round(exact_steps))
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
     """Return the training FLOPs of a step while only the generator trains, and of a step after that stage.
 
-    Without two-stage training (`objective.generator_only_steps`), there is no first stage and both numbers are equal.
+    Both are for a global batch of full rows. Without two-stage training (`objective.generator_only_steps` is 0), there
+    is no first stage and both numbers are equal.
     """
     objective = config.objective
     seq_len = config.data.seq_len
-    generator_only = token_flops(config.model, seq_len, objective, step=0).total
-    joint = token_flops(config.model, seq_len, objective, step=None).total
+    generator_only_per_token = token_flops(config.model, seq_len, objective, step=0).total
+    later_per_token = token_flops(config.model, seq_len, objective, step=None).total
     tokens_per_step = config.train.global_batch * seq_len
-    return tokens_per_step * generator_only, tokens_per_step * joint
+    return tokens_per_step * generator_only_per_token, tokens_per_step * later_per_token
 
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
     """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row."""
     hidden = model.discriminator.hidden_size
     if objective.name == "all_tokens_mlm":
+        # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
         copy_gate = 2 * hidden
-        return 1.0 * _vocabulary_head(model, hidden, model.embedding_size) + copy_gate
+        return float(_vocabulary_head(model, hidden, model.embedding_size)) + copy_gate
     if objective.name in ("mlm", "replace_mlm"):
+        # Tokens are predicted at the masked positions only.
         return objective.mask_prob * _vocabulary_head(model, hidden, model.embedding_size)
-    return 2 * hidden**2 + 2 * hidden
+    # All other objectives classify every token as original or replaced.
+    dense = 2 * hidden**2
+    logit = 2 * hidden
+    return dense + logit
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
@@ -121,29 +134,44 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
     """
     if objective.name == "mlm" or objective.generator != "trained":
         return 0.0
-    small, width = model.generator, model.generator_embedding_width
+    tower = model.generator
+    width = model.generator_embedding_width
+    tower_flops = _encoder(tower, width, seq_len)
     if objective.name == "electric":
-        return 2 * _encoder(small, width, seq_len) + _vocabulary_head(model, 2 * small.hidden_size, width)
-    return _encoder(small, width, seq_len) + objective.mask_prob * _vocabulary_head(model, small.hidden_size, width)
+        # Two towers, one for each direction. The head reads the states of both, at every position.
+        return 2 * tower_flops + _vocabulary_head(model, 2 * tower.hidden_size, width)
+    return tower_flops + objective.mask_prob * _vocabulary_head(model, tower.hidden_size, width)
 
 
 def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
-    """Return the forward FLOPs of predicting one token: a dense layer, then logits over the vocabulary."""
-    return 2 * hidden_size * embedding_size + 2 * embedding_size * model.vocab_size
+    """Return the forward FLOPs of predicting one token: a dense layer, then logits over the vocabulary.
+
+    Args:
+        model: gives the size of the vocabulary.
+        hidden_size: width of the states that the head reads.
+        embedding_size: width of the token table, which is the output matrix.
+    """
+    dense = 2 * hidden_size * embedding_size
+    logits = 2 * embedding_size * model.vocab_size
+    return dense + logits
 
 
 def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of a tower's layers, and of the projection of its embeddings, if any."""
+    """Return the forward FLOPs per token of a tower's layers, and of the projection of its embeddings, if any.
+
+    An m x n weight costs 2mn per token. A token attends to all `seq_len` tokens of its row.
+    """
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
-    scores_and_mix = 2 * 2 * seq_len * hidden
-    feed_forward = 2 * 2 * hidden * tower.intermediate_size
-    return projection + tower.num_layers * (query_key_value_output + scores_and_mix + feed_forward)
+    scores_and_weighted_values = 2 * 2 * seq_len * hidden
+    feed_forward = 2 * 2 * hidden * tower.intermediate_size  # two matrices
+    return projection + tower.num_layers * (query_key_value_output + scores_and_weighted_values + feed_forward)
 
 
-# Words that the device's name must contain -> dense TFLOP/s; the first match counts. Source: the vendor's data sheets,
-# and half of the printed figure where that is one with sparsity. V100 has no bf16, so its figure is fp16.
+# Words that the device's name must contain -> dense TFLOP/s. The first match counts, so "h100 pcie" is before "h100".
+# Source: the vendor's data sheets, and half of the printed figure where that is one with sparsity. V100 has no bf16,
+# so its figure is fp16.
 _PEAK_TFLOPS = {
     "gb200": 2500.0,
     "b200": 2250.0,
@@ -183,8 +211,10 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") ->
     Returns:
         The peak; None for a GPU that is not in this module's list, for a slice of a GPU (MIG), and for fp32.
     """
-    name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
-    if precision != "bf16" or "mig" in name_words:
+    if precision != "bf16":
+        return None
+    name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # {"nvidia", "h100", "80gb", "hbm3"}
+    if "mig" in name_words:
         return None
     for model_words, tflops in _PEAK_TFLOPS.items():
         if name_words.issuperset(model_words.split()):
@@ -193,7 +223,7 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") ->
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the model FLOPs utilisation, a share of the peak in [0, 1].
+    """Return the model FLOPs utilisation: the share of the GPUs' peak that the run's matrix products use, in [0, 1].
 
     Args:
         tokens_per_s: tokens per second of all GPUs together.

@@ -32,19 +32,22 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import SharedEmbeddings
 from electra_dist.model.towers import ElectraTowers
 
-# Last component of the names of modules with Glorot-uniform weights. "out" means that of the discriminator's head; the
-# attention's `out` is excluded below.
+# Last component of the names of modules with Glorot-uniform weights, such as "generator.embeddings_project" and
+# "copy_gate".
 _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
     """Build generator and discriminator with their embeddings and heads, and initialise them, in fp32 on the host.
 
+    The same arguments give the same weights on every rank.
+
     Args:
         model: sizes and sharing of the towers.
         seed: the run's seed.
         objective: decides which towers and heads exist; None for replaced-token detection.
     """
+    # Parameters on the device "meta" have no memory, so torch's own initialisation of them costs nothing.
     with torch.device("meta"):
         towers = ElectraTowers(model, objective)
     towers.to_empty(device="cpu")
@@ -56,6 +59,9 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
     """Overwrite every parameter of `towers` in place with its initial value.
 
+    Random values are keyed by the seed and the parameter's name. Biases and difference tables (`model.sharing: gdes`)
+    become zero, weights of LayerNorms one, and the other weights Glorot-uniform or truncated normal.
+
     Args:
         towers: towers on the host.
         model: the config's section `model`, from which the towers were built.
@@ -63,31 +69,58 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
     """
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
-        owner, _, kind = name.rpartition(".")
+        # "discriminator.layers.0.expand.weight" is the parameter "weight" of "discriminator.layers.0.expand".
+        module_name, _, own_name = name.rpartition(".")
         generator = torch.Generator().manual_seed(derive_seed(seed, Purpose.INIT, zlib.crc32(name.encode())))
-        if kind == "bias":
+        if own_name == "bias":
             parameter.zero_()
-        elif owner in layer_norms:
+        elif module_name in layer_norms:
             parameter.fill_(1.0)
-        elif towers.is_difference and owner.startswith("discriminator_embeddings."):
+        elif towers.is_difference and module_name.startswith("discriminator_embeddings."):
             parameter.zero_()
-        elif owner.rpartition(".")[2] in _GLOROT and not owner.endswith("attention.out"):
-            # Glorot and Bengio 2010: U(-b, b) with b = sqrt(6 / (fan_in + fan_out)).
-            bound = math.sqrt(6.0 / sum(parameter.shape))
-            parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+        elif _is_glorot(module_name):
+            parameter.copy_(_glorot_uniform(parameter.shape, generator))
         else:
             parameter.copy_(_truncated_normal(parameter.shape, model.initializer_range, generator))
+
+    # The table's rows beyond the vocabulary only pad it to a multiple of 128.
     for module in towers.modules():
         if isinstance(module, SharedEmbeddings):
             module.word.weight[model.vocab_size :] = 0.0
 
 
-def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
-    """Return fp32 draws from a normal distribution of deviation `std`, cut at two deviations.
+def _is_glorot(module_name: str) -> bool:
+    """Return whether the weights of a module are initialised Glorot-uniform; `_GLOROT` lists these modules.
 
-    The draws are the inverse CDF of uniform draws. This takes one pass. torch's own function may use a rejection loop
-    instead, whose results could change with torch's version.
+    Args:
+        module_name: full name in the towers: true for "discriminator_head.out" and "generator.embeddings_project",
+            false for the output projection of attention, such as "generator.layers.0.attention.out".
     """
-    edge = math.erf(2.0 / math.sqrt(2.0))  # probability mass within two deviations
-    uniform = torch.empty(shape).uniform_(-edge, edge, generator=generator)
+    if module_name.endswith("attention.out"):
+        return False
+    last_component = module_name.rpartition(".")[2]
+    return last_component in _GLOROT
+
+
+def _glorot_uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Return fp32 draws from U(-b, b) with b = sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
+
+    Args:
+        shape: [fan_out, fan_in], the shape of a dense layer's weight.
+        generator: source of the draws.
+    """
+    fan_sum = sum(shape)
+    bound = math.sqrt(6.0 / fan_sum)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
+    """Return fp32 draws from a normal distribution of mean 0 and deviation `std`, cut at two deviations.
+
+    A uniform draw u in (-1, 1) becomes a normal draw by the inverse CDF, std * sqrt(2) * erfinv(u). Limiting u to
+    the probability mass within two deviations cuts the distribution there. This takes one pass. torch's own function
+    may use a rejection loop instead, whose results could change with torch's version.
+    """
+    mass_within_two_deviations = math.erf(2.0 / math.sqrt(2.0))
+    uniform = torch.empty(shape).uniform_(-mass_within_two_deviations, mass_within_two_deviations, generator=generator)
     return uniform.erfinv_().mul_(std * math.sqrt(2.0))

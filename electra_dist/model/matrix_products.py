@@ -22,23 +22,26 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b, from [..., in] to [..., out], in the dtype of `x` or of autocast."""
+        """Return x W^T + b, [..., out] for `x` of [..., in], in the dtype of `x` or, under autocast, in autocast's."""
         return linear(x, self.weight, self.bias)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + b, as `F.linear` does, in the dtype of `x` or of autocast.
+    """Return x W^T + b, [..., out], as `F.linear` does, in the dtype of `x` or of autocast.
 
-    A bf16 product on a CPU without bf16 instructions is computed in fp32 and rounded to bf16 once.
+    A bf16 product on a CPU without bf16 instructions is computed in fp32 and rounded to bf16 once, because torch's own
+    bf16 products are many times slower on these CPUs.
 
     Args:
         x: [..., in].
         weight: [out, in].
         bias: [out], or None.
     """
-    if x.device.type != "cpu" or not in_bf16(x) or HAS_BF16_PRODUCTS:
+    emulates_bf16 = x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
+    if not emulates_bf16:
         return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
+        # Under autocast the operands may be fp32. Rounding them to bf16 first gives the operands of a bf16 product.
         x = x.bfloat16().float()
         weight = weight.bfloat16().float()
         if bias is not None:

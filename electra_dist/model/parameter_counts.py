@@ -30,14 +30,16 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
         model: sizes and sharing of the towers.
         objective: decides which towers and heads exist; None for replaced-token detection.
     """
-    objective = objective or ObjectiveConfig()
-    width, hidden = model.embedding_size, model.discriminator.hidden_size
+    if objective is None:
+        objective = ObjectiveConfig()
+    width = model.embedding_size
+    hidden = model.discriminator.hidden_size
     if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
         head = _token_head(model, hidden, width)
     else:
-        head = _dense(hidden, hidden) + _dense(hidden, 1)
+        head = _dense(hidden, hidden) + _dense(hidden, 1)  # one logit per token: original or replaced
     if objective.name == "all_tokens_mlm":
-        head += _dense(hidden, 1)
+        head += _dense(hidden, 1)  # gate between copying the input token and predicting
     return ParameterCounts(
         discriminator=_embeddings(model, width) + _encoder(model.discriminator, width) + head,
         generator_only=_generator_only(model, objective),
@@ -45,31 +47,41 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters that only the generator uses; 0 without a generator network."""
+    """Return the number of parameters that only the generator uses; 0 without a generator network.
+
+    What the generator shares with the discriminator (`model.sharing`) is counted with the discriminator.
+    """
     if objective.name == "mlm" or objective.generator != "trained":
         return 0
-    tower, width = model.generator, model.generator_embedding_width
-    num_towers = 2 if objective.name == "electric" else 1
+    tower = model.generator
+    width = model.generator_embedding_width
+    num_towers = 2 if objective.name == "electric" else 1  # Electric reads from the left and from the right
     count = _token_head(model, num_towers * tower.hidden_size, width)
     if model.sharing != "all":
         count += num_towers * _encoder(tower, width)
     if model.sharing in ("none", "gdes"):
         count += _embeddings(model, width)
     if objective.name == "adversarial":
-        count += _dense(tower.hidden_size, 1)
+        count += _dense(tower.hidden_size, 1)  # estimate of the reward
     return count
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of token, position and type tables of one width and of their LayerNorm."""
-    layer_norm = 2 * width
-    return (model.vocab_size + model.max_positions + model.type_vocab_size) * width + layer_norm
+    """Return the number of parameters of the token, position and type tables of one width, and of their LayerNorm."""
+    table_rows = model.vocab_size + model.max_positions + model.type_vocab_size
+    layer_norm = 2 * width  # weight and bias
+    return table_rows * width + layer_norm
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
     """Return the number of parameters of a `GeneratorHead`: dense layer, LayerNorm and one bias per token.
 
     The output matrix is the token table, which is counted with the embeddings.
+
+    Args:
+        model: gives the size of the vocabulary.
+        hidden: width of the states that the head reads.
+        width: width of the token table.
     """
     layer_norm = 2 * width
     return _dense(hidden, width) + layer_norm + model.vocab_size
@@ -82,7 +94,7 @@ def _encoder(tower: TowerConfig, embedding_size: int) -> int:
     projection = _dense(embedding_size, hidden) if embedding_size != hidden else 0
     attention = 4 * _dense(hidden, hidden)  # query, key, value and output
     feed_forward = _dense(hidden, intermediate) + _dense(intermediate, hidden)
-    layer_norms = 2 * 2 * hidden
+    layer_norms = 2 * 2 * hidden  # two, each with weight and bias
     return projection + tower.num_layers * (attention + feed_forward + layer_norms)
 
 

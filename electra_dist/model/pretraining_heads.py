@@ -67,19 +67,18 @@ class GeneratorHead(nn.Module):
     ) -> MlmHeadOutput:
         """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
 
-        A slot is one of a fixed number of places for masked positions that every row has; some may be empty.
-
-        Samples are a function of (seed, step, row_M) and the logits, and carry no gradient. See
-        `electra_kernels.mlm_head.mlm_head_loss_and_sample`, which computes all of this.
+        A slot is a place for one masked position. Every row has the same number of slots, so some may be empty; M
+        counts those of all rows. Samples are a function of (seed, step, row_M) and the logits, and carry no gradient.
+        `electra_kernels.mlm_head.mlm_head_loss_and_sample` computes everything after `transform`.
 
         Args:
-            hidden_MH: states of the slots.
+            hidden_MH: the tower's states at the slots' positions.
             table_VE: token table, with its pad rows at the end.
             target_M: int64 original tokens.
             weight_M: weights in the loss; 0 for empty slots.
             seed: the run's seed.
             step: number of the optimizer step.
-            row_M: int64 numbers of the slots within the step's global batch.
+            row_M: int64 numbers of the slots within the step's global batch, which key the samples.
             temperature: divides the logits before sampling; the loss does not use it.
             disallow_correct: never sample a slot's original token.
             backend: `kernels.backend` of the config.
@@ -104,7 +103,7 @@ class DiscriminatorHead(nn.Module):
     """Replaced-token-detection head: one logit per token, positive for "replaced"."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Create Dense(H -> H) and Dense(H -> 1), where H is the hidden width of the discriminator."""
+        """Create the layers Dense(H -> H) and Dense(H -> 1), where H is the hidden width of the discriminator."""
         super().__init__()
         width = model.discriminator.hidden_size
         self.dense = Linear(width, width)

@@ -32,19 +32,21 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids, as in corpus.json.
+        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids.
+
+        The manifest of a corpus, corpus.json, holds such a mapping.
 
         Raises:
             KeyError: a token is missing.
         """
-        return cls(ids["[PAD]"], ids["[UNK]"], ids["[CLS]"], ids["[SEP]"], ids["[MASK]"])
+        return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):
-    """Structure of a batch of rows: four tensors [B, S] with one entry per token.
+    """Structure of a batch of rows, which hold one or more examples each: four tensors [B, S], one entry per token.
 
-    They hold the number of its example in the row, its position in the example, its token type, and whether it is a
-    real token. Pads have example -1, position 0 and token type 0.
+    The tensors hold the number of a token's example in its row, the token's position in that example, its token type,
+    and whether it is a real token. Pads have example -1, position 0 and token type 0.
     """
 
     example_BS: torch.Tensor  # int64, number of the example within its row, from 0
@@ -54,7 +56,14 @@ class RowLayout(NamedTuple):
 
 
 def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
-    """Return the structure of rows: example, position, token type of every token, and whether it is not a pad.
+    """Return the structure of rows: example, position and token type of every token, and whether it is not a pad.
+
+    For a row of two examples, the first with two segments (C is [CLS], S is [SEP], P is [PAD]):
+
+        token       C  a  S  b  S  C  d  S  P
+        example     0  0  0  0  0  1  1  1 -1
+        position    0  1  2  3  4  0  1  2  0
+        token type  0  0  0  1  1  0  0  0  0
 
     Args:
         ids_BS: int64 token ids of the original rows, not of masked ones.
@@ -63,15 +72,19 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
     is_real = ids_BS != special.pad
     is_cls = ids_BS == special.cls
     is_sep = ids_BS == special.sep
+
+    # Every [CLS] starts an example, so a token's example is the number of [CLS]s up to it, counted from 0.
     example = is_cls.cumsum(1) - 1
-    index = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
-    start = torch.where(is_cls, index, 0).cummax(1).values
-    # A token's type is the number of [SEP]s before it in the row, minus those before its example, at most 1.
+    index_in_row = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    start_of_example = torch.where(is_cls, index_in_row, 0).cummax(1).values
+
+    # A token's type is the number of [SEP]s before it in its example, at most 1: those before it in the row, minus
+    # those before its example.
     seps_before = is_sep.cumsum(1) - is_sep.long()
-    token_type = (seps_before - seps_before.gather(1, start)).clamp(max=1)
+    token_type = (seps_before - seps_before.gather(1, start_of_example)).clamp(max=1)
     return RowLayout(
         example_BS=torch.where(is_real, example, -1),
-        position_BS=torch.where(is_real, index - start, 0),
+        position_BS=torch.where(is_real, index_in_row - start_of_example, 0),
         token_type_BS=torch.where(is_real, token_type, 0),
         is_real_BS=is_real,
     )
@@ -80,12 +93,13 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
 def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
     """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere.
 
-    Every query may attend at least to itself, so no softmax is over -inf only.
+    Every query may attend at least to itself, so no row of scores is -inf throughout, and no softmax yields NaN.
 
     Args:
         layout: structure of the rows, from `derive`.
         dtype: dtype of the bias.
     """
-    same = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
-    bias = torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same, float("-inf"))
-    return bias[:, None]
+    same_example_BSS = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
+    bias_BSS = torch.zeros(same_example_BSS.shape, dtype=dtype, device=same_example_BSS.device)
+    bias_BSS.masked_fill_(~same_example_BSS, float("-inf"))
+    return bias_BSS[:, None]  # the new dimension broadcasts over the attention heads

@@ -1,16 +1,15 @@
 """Computes the log-probability of one token per row under a token head, with a gradient for each row.
 
 Guarantee: the result is `log softmax(x W^T + bias)[target]` for every row, and the logits of the whole batch never
-exist at once. Logits
-exist for one chunk of rows at a time, in forward and again in backward. Softmax and sums over chunks are in fp32 or
-wider. The pad rows of the table are left out. Nothing waits for the device.
+exist at once. Logits exist for one chunk of rows at a time, in forward and again in backward. Softmax and sums over
+chunks are in fp32 or wider. The pad rows of the table are left out. Nothing waits for the device.
 
 `electra_kernels.mlm_head` cannot be used for this: it returns a weighted sum whose weights must be known beforehand.
 The objectives with a copy gate, a policy gradient or a cloze model need the log-probability of each row.
 
 Cost: four matrix products instead of three, because backward computes the logits again.
 
-Shapes: M rows, D features, V padded vocabulary.
+Shapes: M rows, C rows of one chunk, D features, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ def token_log_probs(
     """
     device_type = x_MD.device.type
     under_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if under_autocast else contextlib.nullcontext():
+    without_autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if under_autocast:
+        without_autocast = torch.autocast(device_type, enabled=False)
+    with without_autocast:
         log_prob_M, best_M = _TokenLogProbs.apply(x_MD.to(table_VD.dtype), table_VD, bias_V, target_M, vocab_size)
     return log_prob_M, best_M
 
@@ -50,7 +52,8 @@ def token_log_probs(
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the logits over the vocabulary without the pad rows of the table, [M, vocab_size] in fp32 or wider."""
     logits_MV = (x_MD @ table_VD.t())[:, :vocab_size]
-    return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)) + bias_V
+    wide_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+    return logits_MV.to(wide_dtype) + bias_V
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -67,15 +70,18 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's log-probability of its target and its most probable token, [M] each.
 
-        Each row's log-sum-exp is kept for the backward pass.
+        The log-probability is the target's logit minus the log-sum-exp of all logits. Each row's log-sum-exp is kept
+        for the backward pass; the logits are not.
         """
-        table = _for_products(table_VD)
-        target_logits, log_sum_exps, most_probable = [], [], []
-        for x, target in zip(x_MD.split(CHUNK_ROWS), target_M.split(CHUNK_ROWS)):
-            logits = _logits(x.to(table.dtype), table, bias_V, vocab_size)
-            target_logits.append(logits.gather(1, target[:, None])[:, 0])
-            log_sum_exps.append(logits.logsumexp(1))
-            most_probable.append(logits.argmax(1))
+        products_table_VD = _for_products(table_VD)
+        target_logits = []
+        log_sum_exps = []
+        most_probable = []
+        for x_CD, target_C in zip(x_MD.split(CHUNK_ROWS), target_M.split(CHUNK_ROWS)):
+            logits_CV = _logits(x_CD.to(products_table_VD.dtype), products_table_VD, bias_V, vocab_size)
+            target_logits.append(logits_CV.gather(1, target_C[:, None])[:, 0])
+            log_sum_exps.append(logits_CV.logsumexp(1))
+            most_probable.append(logits_CV.argmax(1))
         target_logit_M = torch.cat(target_logits)
         log_sum_exp_M = torch.cat(log_sum_exps)
         best_M = torch.cat(most_probable)
@@ -87,26 +93,38 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_M: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, table and bias.
+        """Return the gradients of x, table and bias, and None for target and vocabulary size.
 
-        The gradient of log softmax(z)[t] by z is onehot(t) - softmax(z), times the upstream gradient of the row.
+        For logits z and target t, the gradient of log softmax(z)[t] by z is onehot(t) - softmax(z). It is multiplied
+        by the upstream gradient of the row. The gradients of table and bias are summed over chunks of rows.
+
+        Args:
+            ctx: holds the saved inputs and log-sum-exps.
+            grad_M: upstream gradient of the log-probabilities.
+            _: upstream gradient of the most probable tokens, which are not differentiable.
         """
         x_MD, table_VD, bias_V, target_M, log_sum_exp_M = ctx.saved_tensors
-        table = _for_products(table_VD)
+        products_table_VD = _for_products(table_VD)
+        products_dtype = products_table_VD.dtype
         sum_dtype = log_sum_exp_M.dtype
         grad_x_MD = torch.empty_like(x_MD)
-        grad_table_VD = torch.zeros_like(table, dtype=sum_dtype)
+        grad_table_VD = torch.zeros_like(products_table_VD, dtype=sum_dtype)
         grad_bias_V = torch.zeros_like(bias_V, dtype=sum_dtype)
         for begin in range(0, len(x_MD), CHUNK_ROWS):
-            rows = slice(begin, begin + CHUNK_ROWS)
-            x = x_MD[rows].to(table.dtype)
-            upstream = grad_M[rows, None].to(sum_dtype)
-            softmax = (_logits(x, table, bias_V, ctx.vocab_size) - log_sum_exp_M[rows, None]).exp_()
-            grad_logits = softmax.mul_(-upstream).scatter_add_(1, target_M[rows, None], upstream)
-            grad_bias_V += grad_logits.sum(0)
-            grad_logits = grad_logits.to(table.dtype)
-            grad_x_MD[rows] = grad_logits @ table[: ctx.vocab_size]
-            grad_table_VD[: ctx.vocab_size] += grad_logits.t() @ x
+            chunk = slice(begin, begin + CHUNK_ROWS)
+            x_CD = x_MD[chunk].to(products_dtype)
+            upstream_C1 = grad_M[chunk, None].to(sum_dtype)
+
+            # softmax(z) = exp(z - log-sum-exp), then upstream * (onehot(target) - softmax) in the same memory.
+            logits_CV = _logits(x_CD, products_table_VD, bias_V, ctx.vocab_size)
+            softmax_CV = (logits_CV - log_sum_exp_M[chunk, None]).exp_()
+            grad_logits_CV = softmax_CV.mul_(-upstream_C1).scatter_add_(1, target_M[chunk, None], upstream_C1)
+
+            # z = x W^T + bias.
+            grad_bias_V += grad_logits_CV.sum(0)
+            grad_logits_CV = grad_logits_CV.to(products_dtype)
+            grad_x_MD[chunk] = grad_logits_CV @ products_table_VD[: ctx.vocab_size]
+            grad_table_VD[: ctx.vocab_size] += grad_logits_CV.t() @ x_CD
         return grad_x_MD, grad_table_VD.to(table_VD.dtype), grad_bias_V.to(bias_V.dtype), None, None
 
 

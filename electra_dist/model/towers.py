@@ -50,7 +50,7 @@ def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
 
 
 class ElectraTowers(nn.Module):
-    """Embeddings, towers and heads of one objective. `electra_dist.model.initial_weights` builds and initialises it.
+    """Module with the embeddings, towers and heads of one objective; `initial_weights.build_towers` builds it.
 
     Which of the annotated submodules exist depends on the objective and on `model.sharing`; test with `hasattr`.
     """
@@ -65,45 +65,72 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: SharedEmbeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create the submodules that the objective trains; `init.init_towers` then initialises their parameters.
+        """Create the submodules that the objective trains, with torch's own initial values.
+
+        `initial_weights.init_towers` overwrites these values. The order in which submodules are created is that of
+        the parameters, on which the optimizer's state in a checkpoint depends.
 
         Args:
             model: sizes and sharing of the towers.
             objective: decides which submodules exist; None for replaced-token detection.
         """
         super().__init__()
-        objective = objective or ObjectiveConfig()
+        if objective is None:
+            objective = ObjectiveConfig()
         self.model = model
-        small, large = model.generator, model.discriminator
         separate_embeddings = has_own_embeddings(model, objective)
-        small_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
+        generator_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
         self.is_difference = separate_embeddings and model.sharing == "gdes"
-        self.embeddings = SharedEmbeddings(model, small_width)
+        self.embeddings = SharedEmbeddings(model, generator_width)
         if separate_embeddings:
             self.discriminator_embeddings = SharedEmbeddings(model)
         if has_generator(objective):
-            if model.sharing != "all":
-                self.generator = Encoder(model, small, small_width)
-            num_towers = 1
-            if objective.name == "electric":
-                self.generator_reverse = Encoder(model, small, small_width)
-                num_towers = 2
-            self.generator_head = GeneratorHead(model, num_towers * small.hidden_size, small_width)
-            if objective.name == "adversarial":
-                self.baseline = nn.Linear(small.hidden_size, 1)
-        self.discriminator = Encoder(model, large)
+            self._add_generator(objective, generator_width)
+        self._add_discriminator(objective)
+        if has_generator(objective) and model.sharing == "all":
+            # nn.Module would register the discriminator under a second name. Writing to __dict__ avoids that, so each
+            # shared parameter has one name only.
+            self.__dict__["generator"] = self.discriminator
+
+    def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
+        """Create the generator's tower or towers, its head, and the baseline that `adversarial` needs.
+
+        With `model.sharing: all` no tower is created, because the discriminator's serves as the generator, too.
+
+        Args:
+            objective: decides which submodules exist.
+            embedding_width: width of the tables that the generator reads.
+        """
+        model = self.model
+        hidden_size = model.generator.hidden_size
+        if model.sharing != "all":
+            self.generator = Encoder(model, model.generator, embedding_width)
+        head_input_size = hidden_size
+        if objective.name == "electric":
+            self.generator_reverse = Encoder(model, model.generator, embedding_width)
+            head_input_size = 2 * hidden_size  # the head reads the states of both towers
+        self.generator_head = GeneratorHead(model, head_input_size, embedding_width)
+        if objective.name == "adversarial":
+            self.baseline = nn.Linear(hidden_size, 1)
+
+    def _add_discriminator(self, objective: ObjectiveConfig) -> None:
+        """Create the large tower and its head, which predicts tokens or detects replaced ones.
+
+        Args:
+            objective: decides on the head, and whether there is a gate for copying input tokens.
+        """
+        model = self.model
+        hidden_size = model.discriminator.hidden_size
+        self.discriminator = Encoder(model, model.discriminator)
         if objective.name in PREDICTS_TOKENS:
-            self.token_head = GeneratorHead(model, large.hidden_size, model.embedding_size)
+            self.token_head = GeneratorHead(model, hidden_size, model.embedding_size)
         else:
             self.discriminator_head = DiscriminatorHead(model)
         if objective.name == "all_tokens_mlm":
-            self.copy_gate = nn.Linear(large.hidden_size, 1)
-        if has_generator(objective) and model.sharing == "all":
-            # Past nn.Module's registration, so that the shared parameters have one name only.
-            self.__dict__["generator"] = self.discriminator
+            self.copy_gate = nn.Linear(hidden_size, 1)
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """Return the generator's embeddings, [B, S, E]. With shared tables they are the discriminator's, too.
+        """Return the generator's embeddings, [B, S, E]. With shared tables, they are the discriminator's as well.
 
         Args:
             ids_BS: int64 ids of the rows, original or masked.
@@ -123,9 +150,10 @@ class ElectraTowers(nn.Module):
         """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embed(ids_BS, layout)
-        indices = (ids_BS, layout.position_BS, layout.token_type_BS)
-        base = self.embeddings.tables(*indices).detach() if self.is_difference else None
-        return self.discriminator_embeddings(*indices, base)
+        base_BSE = None
+        if self.is_difference:
+            base_BSE = self.embeddings.tables(ids_BS, layout.position_BS, layout.token_type_BS).detach()
+        return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
         """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.

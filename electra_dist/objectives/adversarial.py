@@ -35,19 +35,25 @@ class AdversarialGenerator(ReplacedTokenDetection):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the discriminator's loss and the generator's REINFORCE loss, each scaled and weighted.
 
-        Only the gradient of the REINFORCE loss has a meaning, its value has none; compare runs by the metrics instead.
+        The generator is rewarded for samples that the discriminator classifies wrongly. Only the gradient of the
+        REINFORCE loss has a meaning, its value has none; compare runs by the metrics instead.
         """
+        # The MLM loss is reported but not trained, so the head runs without gradient.
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
         with torch.no_grad():
             mlm = self.fill(batch, masking, states_MH)
         corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
-        corruption = Corruption(masking, corrupted_BS, label_BS, mlm.loss_sum, mlm_sums(mlm))
+        corruption = Corruption(
+            masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=mlm.loss_sum, sums=mlm_sums(mlm)
+        )
         rtd = self.detect(batch, corruption)
 
-        label_BN = label_BS.gather(1, masking.position_BN)
+        # The discriminator's logit is that of "replaced", so that of the right label has the other sign where the
+        # sample equals the original token.
+        is_replaced_BN = label_BS.gather(1, masking.position_BN)
         logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
-        right_logit_M = torch.where(label_BN, logit_BN, -logit_BN).flatten()  # logit of the right label
+        right_logit_M = torch.where(is_replaced_BN, logit_BN, -logit_BN).flatten()
         weight_M = masking.weight_BN.flatten()
         policy_loss_sum = self._policy_loss_sum(states_MH, mlm.sampled_M, right_logit_M, weight_M)
         loss = (
@@ -61,12 +67,17 @@ class AdversarialGenerator(ReplacedTokenDetection):
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
+        REINFORCE multiplies the gradient of log p(sample) by the advantage R - b of the sample. R, the reward, is the
+        discriminator's loss there, -log D(right label). b, the baseline, is a learned estimate of R from the
+        generator's state, which lowers the variance of the gradient.
+
         Args:
             states_MH: the generator's states at the M slots for masked tokens, with gradient.
             sampled_M: int64 token that the generator sampled for each slot.
             right_logit_M: the discriminator's logit of the right label (replaced or original) at each slot.
             weight_M: 1 in used slots, 0 in empty ones.
         """
+        # log p(sample) under the distribution that was sampled from, so its logits are divided by the temperature.
         head = self.towers.generator_head
         inverse_temperature = 1.0 / self.objective.temperature
         log_prob_M, _ = token_log_probs(
@@ -77,10 +88,16 @@ class AdversarialGenerator(ReplacedTokenDetection):
             head.vocab_size,
         )
         right_logit_M = right_logit_M.to(log_prob_M.dtype)
+
+        # The advantage is R - b with R = -log sigmoid(right logit) and b = -log sigmoid(baseline's logit). No gradient
+        # passes through it, nor from the baseline to the generator.
         baseline_logit_M = self.towers.baseline(states_MH.detach()).squeeze(-1).to(log_prob_M.dtype)
-        # R - b, with R = -log D(right label) and b = -log sigmoid(baseline's logit); no gradient passes through it.
         advantage_M = F.logsigmoid(baseline_logit_M.detach()) - F.logsigmoid(right_logit_M)
+
+        # The baseline learns to predict D(right label). The generator raises the probability of samples with a
+        # positive advantage; a loss is minimised, hence the minus.
         baseline_loss_M = F.binary_cross_entropy_with_logits(
             baseline_logit_M, right_logit_M.sigmoid(), reduction="none"
         )
-        return ((baseline_loss_M - advantage_M * log_prob_M) * weight_M).sum()
+        generator_loss_M = advantage_M * log_prob_M
+        return ((baseline_loss_M - generator_loss_M) * weight_M).sum()

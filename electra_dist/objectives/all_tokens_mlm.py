@@ -27,22 +27,30 @@ class AllTokensMlm(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's MLM loss and the large tower's loss over all real tokens.
 
+        The large tower reads the corrupted text. Its probability of the original token is a mixture, which a learned
+        gate D weighs: D * [the token that is read is the original] + (1 - D) * softmax(original).
+
         `batch.first_scale` must be 1 / (number of masked slots) and `batch.second_scale` 1 / (number of real tokens);
         `loss_counts` returns these numbers.
         """
         corruption = self.corrupt(batch)
+        hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)
+
+        # log softmax(original), and the most probable token of the softmax.
         original_T = batch.ids_BS.flatten()
         head = self.towers.token_head
-        hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)
-        predict_log_prob_T, best_T = token_log_probs(
+        softmax_log_prob_T, best_T = token_log_probs(
             head.transform(hidden_TH), self.towers.discriminator_table(), head.bias, original_T, head.vocab_size
         )
-        gate_logit_T = self.towers.copy_gate(hidden_TH).squeeze(-1).to(predict_log_prob_T.dtype)
-        is_original_T = (corruption.corrupted_BS == batch.ids_BS).flatten()
-        # log D where copying yields the original, and log(1 - D) + log softmax(original).
-        copying_T = torch.where(is_original_T, F.logsigmoid(gate_logit_T), -torch.inf)
-        predicting_T = F.logsigmoid(-gate_logit_T) + predict_log_prob_T
+
+        # The two terms of the mixture as logarithms: log D where copying yields the original, and log(1 - D) +
+        # log softmax(original).
+        gate_logit_T = self.towers.copy_gate(hidden_TH).squeeze(-1).to(softmax_log_prob_T.dtype)
+        reads_original_T = (corruption.corrupted_BS == batch.ids_BS).flatten()
+        copying_T = torch.where(reads_original_T, F.logsigmoid(gate_logit_T), -torch.inf)
+        predicting_T = F.logsigmoid(-gate_logit_T) + softmax_log_prob_T
         log_prob_T = torch.logaddexp(copying_T, predicting_T)
+
         weight_T = batch.layout.is_real_BS.flatten().to(log_prob_T.dtype)
         token_loss_sum = -(log_prob_T * weight_T).sum()
         loss = corruption.loss + self.objective.token_weight * batch.second_scale * token_loss_sum

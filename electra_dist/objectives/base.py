@@ -110,8 +110,9 @@ class Batch(StepInput):
         Args:
             num_slots: number of slots of every row.
         """
-        slot_N = torch.arange(num_slots, device=self.row_B.device)
-        return (self.row_B[:, None] * num_slots + slot_N).flatten()
+        slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
+        first_slot_of_row_B1 = self.row_B[:, None] * num_slots
+        return (first_slot_of_row_B1 + slot_in_row_N).flatten()
 
 
 def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
@@ -127,10 +128,13 @@ def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveC
         objective: its name decides which tokens count, its masking how many are masked.
     """
     masked_B = num_masked(ids_BS, special, objective)
-    first_B = is_candidate(ids_BS, special).sum(1) if objective.name == "electric" else masked_B
-    real_B = (ids_BS != special.pad).sum(1)
-    second_is_masked = objective.name in ("rtd_masked_only", "replace_mlm")
-    second_B = masked_B if second_is_masked else real_B
+    first_B = masked_B
+    if objective.name == "electric":
+        # Its noise model predicts every token that may be masked.
+        first_B = is_candidate(ids_BS, special).sum(1)
+    second_B = (ids_BS != special.pad).sum(1)
+    if objective.name in ("rtd_masked_only", "replace_mlm"):
+        second_B = masked_B
     return torch.stack([first_B, second_B], -1)
 
 
@@ -162,20 +166,29 @@ class Objective(nn.Module, ABC):
         self.attention = SDPA
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Return the loss and the metric sums of one forward pass over some rows of a step."""
+        """Return the loss, the metric sums and the outputs per token for some rows of an optimizer step.
+
+        This derives examples, positions and the attention mask from the token ids, and calls `compute_loss`.
+        """
         return self.compute_loss(self.batch(step_input))
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss and the metric sums of a batch. Subclasses implement this; callers use `forward`.
+        """Return the loss, the metric sums and the outputs per token of a batch.
 
-        The loss must be the sum of the objective's one or two losses. Each of these is a sum over tokens, times
-        `batch.first_scale` or `batch.second_scale`, times its weight in the config.
+        Subclasses implement this method; callers call the module. The loss must be the sum of the objective's one or
+        two losses. Each of these is a sum over tokens, times `batch.first_scale` or `batch.second_scale`, times its
+        weight in the config (such as `objective.mlm_weight`). Build the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Return the input together with the examples, positions and attention mask of its rows."""
+        """Return the input together with the examples, positions and attention mask of its rows.
+
+        The attention mask has the form that the attribute `attention` selects: a bias for "sdpa", in the dtype of the
+        parameters, or blocks for "flex".
+        """
         layout = derive(step_input.ids_BS, self.special)
+        parameter_dtype = self.towers.embeddings.word.weight.dtype
         return Batch(
             ids_BS=step_input.ids_BS,
             row_B=step_input.row_B,
@@ -184,11 +197,14 @@ class Objective(nn.Module, ABC):
             first_scale=step_input.first_scale,
             second_scale=step_input.second_scale,
             layout=layout,
-            attention_mask=same_example(layout, self.towers.embeddings.word.weight.dtype, self.attention.backend),
+            attention_mask=same_example(layout, parameter_dtype, self.attention.backend),
         )
 
     def mask(self, batch: Batch) -> Masking:
-        """Draw the masked positions of each row by (seed, step, row); return them with the masked rows."""
+        """Draw the masked positions of each row; return them with the rows in which they show [MASK].
+
+        The draw is a function of (seed, step, row number, token ids), so a repeated call gives equal results.
+        """
         return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
@@ -199,7 +215,8 @@ class Objective(nn.Module, ABC):
             tower: GENERATOR, DISCRIMINATOR or REVERSE (constants of this module; REVERSE is Electric's right-to-left
                 generator). Different towers drop different elements.
         """
-        return DropoutKeys(derive_seed(batch.seed, Purpose.DROPOUT, tower), batch.step, batch.row_B, self.backend)
+        tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
+        return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the discriminator's states for a masked or corrupted version of the batch, [B, S, H].
@@ -224,16 +241,20 @@ class Objective(nn.Module, ABC):
         Args:
             batch: the batch that was read.
             loss: fp32 scalar with gradient.
-            sums: scalar tensors by names of `Sums`; `loss` and `tokens` are added by this method.
-            rtd_logit_BS: B * S logits of any shape, if the objective detects replaced tokens.
-            label_BS: bool, True for replaced tokens, if there are any.
+            sums: scalar tensors by the names of the fields of `Sums`; this method adds `loss` and `tokens`.
+            rtd_logit_BS: B * S logits of any shape; None if the objective does not detect replaced tokens.
+            label_BS: bool, True for replaced tokens; None if the objective has no such labels.
         """
         is_real_BS = batch.layout.is_real_BS
-        sums = {"loss": loss, "tokens": is_real_BS.sum(), **sums}
-        unknown_names = sums.keys() - set(Sums._fields)
+
+        # All sums go into one float64 tensor in the order of the fields of `Sums`.
+        named_sums = {"loss": loss, "tokens": is_real_BS.sum(), **sums}
+        unknown_names = named_sums.keys() - set(Sums._fields)
         assert not unknown_names, f"not fields of Sums: {sorted(unknown_names)}"
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-        ordered_sums = [sums[name].detach().double() if name in sums else zero for name in Sums._fields]
+        ordered_sums = [named_sums.get(name, zero).detach().double() for name in Sums._fields]
+
+        # An objective that detects nothing reports logits of 0 and no replaced tokens.
         if rtd_logit_BS is None:
             rtd_logit_BS = torch.zeros(batch.ids_BS.shape, device=loss.device)
         else:
@@ -250,9 +271,11 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a masked-token head by their names in `Sums`.
+    """Return the metric sums of a head that predicts masked tokens, by their names in `Sums`.
 
-    The head is the generator's, or, with `mlm`, that of the large tower, which is the only one.
+    Args:
+        mlm: output of the generator's head. With the objective `mlm`, which has no generator, it is the output of the
+            large tower's head.
     """
     return {
         "mlm_loss_sum": mlm.loss_sum,
@@ -263,7 +286,11 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of the discriminator's head by their names in `Sums`."""
+    """Return the metric sums of the discriminator's head, by their names in `Sums`.
+
+    Args:
+        rtd: output of the head: loss sum and counts of replaced and original tokens.
+    """
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

@@ -35,26 +35,17 @@ _CORRUPTING: dict[str, type[CorruptingObjective]] = {
 
 
 def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Raise if the sections `model` and `objective` contradict each other.
+    """Raise if the config's sections `model` and `objective` contradict each other.
 
-    The config has already checked each section by itself.
+    The config has already checked each section by itself. This needs no GPU and no corpus, so it runs before a run
+    writes anything.
 
     Raises:
         UserError: two-stage training with towers of different sizes or with shared parameters; `model.sharing` set
             for an objective with one tower; `electric` with fully shared towers.
     """
     if objective.generator_only_steps:
-        if model.generator != model.discriminator or model.generator_embedding_width != model.embedding_size:
-            raise UserError(
-                "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
-                "of one size; set model.generator to the sizes of model.discriminator and remove "
-                "model.generator_embedding_size"
-            )
-        if model.sharing != "none":
-            raise UserError(
-                f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
-                f"but model.sharing is {model.sharing}; set model.sharing: none"
-            )
+        _check_two_stage(model)
     if not has_generator(objective) and model.sharing != "embeddings":
         raise UserError(
             f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
@@ -67,6 +58,30 @@ def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
         )
 
 
+def _check_two_stage(model: ModelConfig) -> None:
+    """Raise unless generator and discriminator have the same sizes and share no parameters.
+
+    Two-stage training needs this: after `objective.generator_only_steps` steps the discriminator becomes a copy of the
+    generator, and the generator is frozen.
+
+    Raises:
+        UserError: the sizes differ, or `model.sharing` is not none.
+    """
+    same_layers = model.generator == model.discriminator
+    same_embedding_width = model.generator_embedding_width == model.embedding_size
+    if not same_layers or not same_embedding_width:
+        raise UserError(
+            "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+            "of one size; set model.generator to the sizes of model.discriminator and remove "
+            "model.generator_embedding_size"
+        )
+    if model.sharing != "none":
+        raise UserError(
+            f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+            f"but model.sharing is {model.sharing}; set model.sharing: none"
+        )
+
+
 def build_objective(
     model: ModelConfig,
     objective: ObjectiveConfig,
@@ -75,7 +90,9 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the initialised module of an objective, in fp32 on the host.
+    """Return the objective that the config names, as an initialised module in fp32 on the host.
+
+    The caller moves it to the device and sets the attention backend (attribute `attention`).
 
     Args:
         model: the config's section `model`.
@@ -100,12 +117,21 @@ def build_objective(
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network."""
+    """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network.
+
+    The probabilities are equal for all tokens ("uniform"), or follow the corpus ("unigram").
+
+    Args:
+        model: gives the size of the vocabulary.
+        objective: its `generator` decides; `temperature` flattens the corpus's frequencies.
+        special: ids of the special tokens, of which "unigram" draws only [UNK].
+        count_V: how often each token occurs in the corpus; needed for "unigram" only.
+    """
     if objective.generator == "trained":
         return None
     if objective.generator == "uniform":
         return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)
-    assert count_V is not None, "generator `unigram` needs the corpus's token counts"
+    assert count_V is not None, "objective.generator is unigram, which needs token counts; pass count_V"
     never_drawn = (special.pad, special.cls, special.sep, special.mask)
     weight_V = unigram_weights(count_V, never_drawn, objective.temperature)
     return FixedGenerator(weight_V, objective.disallow_correct)

@@ -26,9 +26,9 @@ from electra_dist.objectives.masking import Masking
 
 
 class Corruption(NamedTuple):
-    """Corrupted rows of a batch, with their labels and the generator's loss."""
+    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss."""
 
-    masking: Masking  # the slots that were masked
+    masking: Masking  # the masked positions, one per slot, and the slots' weights
     corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
     label_BS: torch.Tensor  # bool, True where the id differs from the original
     loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 with a fixed generator
@@ -36,7 +36,10 @@ class Corruption(NamedTuple):
 
 
 class CorruptingObjective(Objective):
-    """Base class of objectives whose large tower reads text with replaced tokens."""
+    """Base class of objectives whose large tower reads text with replaced tokens.
+
+    `corrupt` masks a batch and replaces the masked tokens; a subclass computes the large tower's loss on the result.
+    """
 
     def __init__(
         self,
@@ -48,8 +51,8 @@ class CorruptingObjective(Objective):
     ) -> None:
         """Store towers and settings.
 
-        The attribute `early_generator` starts as False; the caller sets it to compute the generator's gradients before
-        the discriminator runs.
+        The attribute `early_generator` starts as False. If the caller sets it, the generator's gradients are computed
+        before the discriminator runs, which lowers peak memory.
 
         Args:
             towers: towers that were built for `objective`.
@@ -60,44 +63,67 @@ class CorruptingObjective(Objective):
         """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
-        # `engine.early_generator`: compute the generator's gradients before the discriminator runs.
-        self.early_generator = False
+        self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, let the generator sample tokens for the slots, and put the samples in their place.
+        """Mask the rows, sample a token for each masked position, and put the samples in these positions.
 
-        A slot is a place for one masked position of a row. `batch.first_scale` must be 1 / (number of masked slots),
-        for a mean of the generator's loss.
+        The samples come from the generator network or, with `objective.generator` "uniform" or "unigram", from fixed
+        probabilities. `batch.first_scale` must be 1 / (number of masked positions), so that the generator's loss in
+        the result is a mean.
         """
         masking = self.mask(batch)
-        target_BN = batch.ids_BS.gather(1, masking.position_BN)
         if self.fixed_generator is not None:
-            sampled = self.fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
-            loss = masking.weight_BN.new_zeros(())
-            sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
-        else:
-            mlm = self.fill(batch, masking, self.generator_states(batch, masking))
-            sampled = mlm.sampled_M
-            sums = mlm_sums(mlm)
-            loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
-            if self.early_generator and loss.requires_grad:
-                loss = with_gradients_now(loss, list(self.parameters()))
-        corrupted_BS, label_BS = self.replace(batch, masking, sampled)
-        return Corruption(masking, corrupted_BS, label_BS, loss, sums)
+            return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
+        mlm = self.fill(batch, masking, self.generator_states(batch, masking))
+        loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
+        if self.early_generator and loss.requires_grad:
+            loss = with_gradients_now(loss, list(self.parameters()))
+        corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
+        return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=mlm_sums(mlm))
+
+    def _corrupt_by_fixed_generator(
+        self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
+    ) -> Corruption:
+        """Return the rows with tokens drawn from fixed probabilities at the masked positions; the loss is 0.
+
+        Args:
+            batch: the original rows.
+            masking: the masked positions of each row.
+            fixed_generator: draws the tokens.
+        """
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
+        sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
+        corrupted_BS, label_BS = self.replace(batch, masking, sampled_BN)
+        return Corruption(
+            masking=masking,
+            corrupted_BS=corrupted_BS,
+            label_BS=label_BS,
+            loss=masking.weight_BN.new_zeros(()),
+            sums={"sampled_correct": sampled_correct},
+        )
 
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
-        """Run the generator on the masked rows; return its states at the M masked slots, [M, H]."""
+        """Run the generator on the masked rows; return its states at the masked positions, [M, H].
+
+        M is B * N: every row has N slots for masked positions, and empty slots read position 0.
+
+        Args:
+            batch: the original rows, which give the attention mask and the dropout keys.
+            masking: the masked rows and the positions.
+        """
         embedded = self.towers.embed(masking.input_BS, batch.layout)
         hidden = self.towers.generator(embedded, batch.attention_mask, self.dropout_keys(batch, GENERATOR))
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Return the generator's MLM loss over the masked slots, and a token sampled for each slot.
+        """Return the generator's MLM loss at the masked positions, and a token sampled for each of them.
 
         Args:
             batch: the original rows, whose ids are the targets.
-            masking: slots of each row and their weights.
-            hidden_MH: the generator's states of the slots.
+            masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
+            hidden_MH: the generator's states at the slots' positions, from `generator_states`.
         """
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
@@ -105,13 +131,15 @@ class CorruptingObjective(Objective):
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Return the loss of the generator's head over any slots, and a sample for each.
+        """Return the loss of the generator's head at N positions of each row, and a token sampled for each position.
+
+        Unlike `fill`, this takes any positions, not only the masked ones: Electric predicts all tokens.
 
         Args:
             batch: gives seed, step and row numbers, which key the samples.
-            hidden_MH: the generator's states of the slots, N per row.
-            target_BN: int64 original tokens of the slots.
-            weight_BN: float32 weights of the slots in the loss; 0 for empty ones.
+            hidden_MH: the generator's states at the positions, M = B * N.
+            target_BN: int64 original tokens.
+            weight_BN: float32 weights in the loss; 0 where the position does not count.
         """
         return self.towers.generator_head(
             hidden_MH,
@@ -127,11 +155,14 @@ class CorruptingObjective(Objective):
         )
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows with the samples in their slots, int64 [B, S], and which ids changed, bool [B, S].
+        """Return the rows with the samples at the masked positions, int64 [B, S], and which ids changed, bool [B, S].
+
+        A sample that equals the original token changes nothing. A position that was drawn twice gets the floor of the
+        mean of its samples' ids, as in Google's code.
 
         Args:
             batch: the original rows.
-            masking: slots of each row and their weights.
+            masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
             sampled: int64 sampled tokens, one per slot, [B, N] or [M].
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

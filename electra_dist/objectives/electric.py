@@ -30,17 +30,28 @@ from electra_dist.objectives.masking import is_candidate
 
 
 class Electric(CorruptingObjective):
-    """The objective Electric: two causal towers model the noise, and the discriminator learns energies."""
+    """Objective Electric: two causal towers model the noise, and the discriminator learns energies of tokens.
+
+    The discriminator detects noise with a logit that contains the noise model's log-probability of the token. Its own
+    output then learns the token's negative log-probability in its context, up to a constant.
+    """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the noise model's cloze loss and the discriminator's loss, each scaled and weighted.
+        """Return the sum of the noise model's loss and the discriminator's loss, each scaled and weighted.
+
+        The noise model predicts every token that may be masked from the tokens on both sides of it. The discriminator
+        reads text whose masked tokens were sampled from the noise model, and detects the samples.
 
         `batch.first_scale` must be 1 / (number of tokens that may be masked) and `batch.second_scale` 1 / (number of
         real tokens); `loss_counts` returns these numbers.
         """
+        # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
         candidate_BS = is_candidate(batch.ids_BS, self.special)
         cloze = self.predict(batch, cloze_TH, batch.ids_BS, candidate_BS.float())
+
+        # The samples at the masked positions replace the tokens there. All of them have label 1, even a sample that
+        # equals the original token.
         masking = self.mask(batch)
         sampled_BN = cloze.sampled_M.view_as(batch.ids_BS).gather(1, masking.position_BN)
         noised_BS, _ = self.replace(batch, masking, sampled_BN)
@@ -48,23 +59,39 @@ class Electric(CorruptingObjective):
 
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
         logit_BS = energy_BS + self._offset(cloze_TH, noised_BS)
-        weight_BS = batch.layout.is_real_BS.to(logit_BS.dtype)
-        losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(logit_BS.dtype), reduction="none")
-        rtd_loss_sum = (losses_BS * weight_BS).sum()
+        detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
         loss = (
             self.objective.mlm_weight * batch.first_scale * cloze.loss_sum
-            + self.objective.rtd_weight * batch.second_scale * rtd_loss_sum
+            + self.objective.rtd_weight * batch.second_scale * detection_sums["rtd_loss_sum"]
         )
+        return self.output(batch, loss, mlm_sums(cloze) | detection_sums, logit_BS, label_BS)
+
+    @staticmethod
+    def _detection_sums(
+        logit_BS: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the discriminator's loss over the real tokens and the counts for its metrics, by names of `Sums`.
+
+        Args:
+            logit_BS: logits of "replaced".
+            label_BS: bool, True for replaced tokens.
+            is_real_BS: bool, False for pads, which do not count.
+
+        Returns:
+            Scalars; only `rtd_loss_sum`, the binary cross-entropy, has a gradient.
+        """
+        dtype = logit_BS.dtype
+        weight_BS = is_real_BS.to(dtype)
+        losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(dtype), reduction="none")
         detected_BS = logit_BS > 0
-        sums = {
-            "rtd_loss_sum": rtd_loss_sum,
+        return {
+            "rtd_loss_sum": (losses_BS * weight_BS).sum(),
             "rtd_weight": weight_BS.sum(),
             "replaced": (label_BS * weight_BS).sum(),
             "replaced_correct": (label_BS * detected_BS * weight_BS).sum(),
             "original": (~label_BS * weight_BS).sum(),
             "original_correct": (~label_BS * ~detected_BS * weight_BS).sum(),
         }
-        return self.output(batch, loss, mlm_sums(cloze) | sums, logit_BS, label_BS)
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
         """Return the noise model's state of each token, from its context on both sides, [B, S, 2 H].
@@ -75,29 +102,36 @@ class Electric(CorruptingObjective):
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
-        later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
-        embedded = towers.embed(batch.ids_BS, batch.layout)
+        embedded_BSE = towers.embed(batch.ids_BS, batch.layout)
+
+        # The left-to-right tower attends to a token and those before it, the other to a token and those after it.
         bias = batch.attention_mask
         assert isinstance(bias, torch.Tensor)  # `choose_attention` never takes flex for this objective
-        # The left tower sees a token and those before it, the right tower a token and those after it.
-        left_bias = bias.masked_fill(later_SS, -torch.inf)
-        right_bias = bias.masked_fill(later_SS.t(), -torch.inf)
-        left = towers.generator(embedded, left_bias, self.dropout_keys(batch, GENERATOR))
-        right = towers.generator_reverse(embedded, right_bias, self.dropout_keys(batch, REVERSE))
-        # Whether each token but the last is in the same example as the token after it.
-        together_BS1 = (example_BS[:, 1:] == example_BS[:, :-1])[..., None]
-        before = F.pad(torch.where(together_BS1, left[:, :-1], 0.0), (0, 0, 1, 0))
-        after = F.pad(torch.where(together_BS1, right[:, 1:], 0.0), (0, 0, 0, 1))
-        return torch.cat([before, after], -1)
+        key_is_later_SS = torch.ones(S, S, dtype=torch.bool, device=example_BS.device).triu(1)
+        key_is_earlier_SS = key_is_later_SS.t()
+        left_bias = bias.masked_fill(key_is_later_SS, -torch.inf)
+        right_bias = bias.masked_fill(key_is_earlier_SS, -torch.inf)
+        left_BSH = towers.generator(embedded_BSE, left_bias, self.dropout_keys(batch, GENERATOR))
+        right_BSH = towers.generator_reverse(embedded_BSE, right_bias, self.dropout_keys(batch, REVERSE))
+
+        # Shift the states by one token: token t gets the left state of t - 1 and the right state of t + 1, and zeros
+        # where that neighbour is missing or in another example. These tensors are over the S - 1 pairs of neighbours.
+        pair_in_one_example = (example_BS[:, 1:] == example_BS[:, :-1])[..., None]
+        left_of_pairs = torch.where(pair_in_one_example, left_BSH[:, :-1], 0.0)
+        right_of_pairs = torch.where(pair_in_one_example, right_BSH[:, 1:], 0.0)
+        before_BSH = F.pad(left_of_pairs, (0, 0, 1, 0))  # zeros for the first token
+        after_BSH = F.pad(right_of_pairs, (0, 0, 0, 1))  # zeros for the last token
+        return torch.cat([before_BSH, after_BSH], -1)
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor) -> torch.Tensor:
         """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient.
 
-        In this formula, q is the noise model's probability of the token in the noised text, and p is `mask_prob`.
+        q(x_t) is the noise model's probability of the token x_t at position t of the noised text, and p is
+        `objective.mask_prob`, the share of tokens that are noise.
 
         Args:
-            cloze_TH: states of the cloze model, from `_cloze_states`.
+            cloze_TH: states of the noise model, from `_cloze_states`, with batch and position in one dimension.
             noised_BS: int64 ids of the noised text.
         """
         head = self.towers.generator_head
@@ -108,5 +142,6 @@ class Electric(CorruptingObjective):
             noised_BS.flatten(),
             head.vocab_size,
         )
-        noise_probability = torch.tensor(self.objective.mask_prob, dtype=torch.float64)
-        return log_q_T.view_as(noised_BS) + float(torch.logit(noise_probability))
+        noise_share = torch.tensor(self.objective.mask_prob, dtype=torch.float64)
+        log_odds_of_noise = float(torch.logit(noise_share))  # log(p / (1 - p))
+        return log_q_T.view_as(noised_BS) + log_odds_of_noise

@@ -21,16 +21,21 @@ import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
 
-_RANGE = 1 << 32  # number of different random words
+_RANGE = 1 << 32  # number of different 32-bit random words
 
 
 class FixedGenerator(nn.Module):
-    """Generator that draws tokens by fixed weights, whatever the text. It has no parameters."""
+    """Generator that draws tokens by fixed weights, whatever the text is. It has no parameters.
+
+    It stands in for the generator network with `objective.generator` "uniform" or "unigram".
+    """
 
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Divide the range of a 32-bit random number into one interval per token, in proportion to the weights.
+        """Divide the range of a 32-bit random word into one interval per token, in proportion to the weights.
+
+        Weights 1, 1 and 2 give the intervals [0, 2**30), [2**30, 2**31) and [2**31, 2**32); only the ends are stored.
 
         Args:
             weight_V: non-negative weight of each token, not all zero; they need not sum to 1.
@@ -38,13 +43,18 @@ class FixedGenerator(nn.Module):
         """
         super().__init__()
         self.disallow_correct = disallow_correct
-        ends = np.round(np.cumsum(weight_V / weight_V.sum()) * _RANGE).astype(np.int64)
+        cumulative_probability_V = np.cumsum(weight_V / weight_V.sum())
+        ends = np.round(cumulative_probability_V * _RANGE).astype(np.int64)
+        # Rounding may leave the last sum short of 1. Every word must fall into the interval of a token with a weight.
         last_token = np.flatnonzero(weight_V)[-1]
-        ends[last_token:] = _RANGE  # the sum may have been rounded to less
+        ends[last_token:] = _RANGE
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
         """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N].
+
+        Every token owns an interval of the 32-bit random words, and a slot gets the token whose interval holds the
+        slot's word. The words are keyed by (seed, step, row number, slot).
 
         Args:
             target_BN: int64 original tokens of the slots; their values matter with `disallow_correct` only.
@@ -54,14 +64,30 @@ class FixedGenerator(nn.Module):
         """
         word_BN = bits_grid(seed, Purpose.SAMPLE, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
-            end_BN = self.ends_V[target_BN]
-            begin_BN = torch.where(target_BN > 0, self.ends_V[(target_BN - 1).clamp(min=0)], 0)
-            length_BN = end_BN - begin_BN
-            # Scale the word to the range without the original's interval, then step over that interval. The factor
-            # is halved, and the shift is 31 instead of 32, so that the product fits into int64.
-            word_BN = (word_BN * ((_RANGE - length_BN) >> 1)) >> 31
-            word_BN = word_BN + torch.where(word_BN >= begin_BN, length_BN, 0)
+            word_BN = self._skip_original(word_BN, target_BN)
+        # The first token whose interval ends above the word.
         return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
+
+    def _skip_original(self, word_BN: torch.Tensor, target_BN: torch.Tensor) -> torch.Tensor:
+        """Return the random words mapped to the range outside the original tokens' intervals, int64 [B, N].
+
+        Every token owns an interval [begin, end) of the 32-bit words. A word is scaled down to a range that is shorter
+        by the length of its original token's interval; from `begin` on, it then moves up by that length. So no result
+        lies in the interval, and the other tokens keep their proportions. With a range of 8 words and the interval
+        [2, 4), word 4 is scaled to 4 * 6 / 8 = 3 and moves up to 5.
+
+        Args:
+            word_BN: int64 random words in [0, 2**32).
+            target_BN: int64 original tokens.
+        """
+        end_BN = self.ends_V[target_BN]
+        begin_BN = torch.where(target_BN > 0, self.ends_V[(target_BN - 1).clamp(min=0)], 0)
+        length_BN = end_BN - begin_BN
+        # word * (2**32 - length) / 2**32. The factor is halved, and the shift is 31 instead of 32, so that the product
+        # fits into int64.
+        half_range_BN = (_RANGE - length_BN) >> 1
+        scaled_word_BN = (word_BN * half_range_BN) >> 31
+        return scaled_word_BN + torch.where(scaled_word_BN >= begin_BN, length_BN, 0)
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:
@@ -71,6 +97,8 @@ def uniform_weights(vocab_size: int) -> np.ndarray:
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
     """Return weights of a `FixedGenerator` that follow the corpus: `count_V ** (1 / temperature)`, float64 [V].
+
+    Tokens that do not occur in the corpus get weight 0 and are never drawn.
 
     Args:
         count_V: how often each token occurs in the corpus.

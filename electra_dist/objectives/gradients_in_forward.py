@@ -18,28 +18,43 @@ import torch
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """Autograd function of a scalar whose gradients are already known; backward scales them and hands them on."""
+    """Autograd function of a scalar loss whose gradients are already known.
+
+    Its backward pass multiplies these gradients by the upstream gradient and passes them to the parameters.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor
     ) -> torch.Tensor:
-        """Return `loss` and keep its gradients, one for each of `parameters`."""
+        """Return `loss` and keep its gradients for the backward pass.
+
+        Args:
+            ctx: keeps the gradients.
+            loss: scalar without gradient.
+            gradients: gradient of the loss by each of `parameters`.
+            *parameters: separate arguments, because autograd passes gradients only to tensors that are arguments.
+        """
         ctx.gradients = gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients times `upstream`. Works once: the buffers are overwritten and released."""
+        """Return the kept gradients times `upstream`, and None for the loss and the list of gradients.
+
+        It works once, because it overwrites and releases the buffers.
+        """
         gradients = ctx.gradients
         ctx.gradients = []
-        return None, None, *(gradient.mul_(upstream) for gradient in gradients)
+        scaled_gradients = [gradient.mul_(upstream) for gradient in gradients]
+        return None, None, *scaled_gradients
 
 
 def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
 
-    A later backward pass through the result adds the gradients to the parameters. It may run once only.
+    A later backward pass through the result multiplies the gradients by the upstream gradient and adds them to the
+    parameters. It may run once only.
 
     Args:
         loss: a scalar, already scaled, so that gradients stored in low precision have their final size.
@@ -47,7 +62,8 @@ def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
-    used_parameters, used_gradients = [], []
+    used_parameters = []
+    used_gradients = []
     for parameter, gradient in zip(trainable, gradients):
         if gradient is not None:
             used_parameters.append(parameter)

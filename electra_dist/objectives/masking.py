@@ -34,7 +34,7 @@ _POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they mak
 class Masking(NamedTuple):
     """Masked positions of a batch, and the masked rows that the generator reads.
 
-    Every row has the same number N of slots. A used slot holds one masked position; an empty one has weight 0.
+    Every row has the same number N of slots. A used slot holds one masked position; an empty slot has weight 0.
     """
 
     position_BN: torch.Tensor  # int64 position of each slot in its row; 0 in empty slots
@@ -53,25 +53,32 @@ class Masking(NamedTuple):
 def num_slots(mask_prob: float, seq_len: int) -> int:
     """Return the number N of slots per row, which is the most positions that a row may have masked, in [1, seq_len].
 
-    It equals the reference's max_predictions_per_seq: 130 for 25 % of 512.
+    It equals the reference's max_predictions_per_seq: 130 for 25 % of 512, of which a full row uses 128.
 
     Args:
         mask_prob: share of the tokens to mask.
         seq_len: tokens per row.
     """
-    return min(max(1, int((mask_prob + 0.005) * seq_len)), seq_len)
+    most_masked = int((mask_prob + 0.005) * seq_len)  # the reference's formula
+    return min(max(1, most_masked), seq_len)
 
 
 def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
-    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
+    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]; [UNK] may.
+
+    Args:
+        ids_BS: int64 token ids of the original rows.
+        special: ids of the special tokens.
+    """
     return (ids_BS != special.pad) & (ids_BS != special.cls) & (ids_BS != special.sep) & (ids_BS != special.mask)
 
 
 def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
-    """Return how many slots of each row are used, that is, how many masked tokens its loss counts, int64 [B].
+    """Return the number of masked positions of each row, int64 [B]: `mask_prob` of its real tokens, at least 1.
 
-    A position that is drawn twice counts twice. The numbers follow from the ids alone and are cheap enough to be
-    computed for all rows of a step before its first forward pass, where the global mean needs them.
+    The number is rounded half to even, and it is at most the number of slots per row and the number of tokens that may
+    be masked. A position that is drawn twice counts twice. The numbers follow from the ids alone, so the total that a
+    global mean needs can be computed for all rows of a step before its first forward pass.
 
     Args:
         ids_BS: int64 token ids of the original rows.
@@ -80,14 +87,18 @@ def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveCo
     """
     num_real_B = (ids_BS != special.pad).sum(1)
     num_wanted_B = torch.round(num_real_B.double() * objective.mask_prob).long()
-    num_wanted_B = num_wanted_B.clamp(1, num_slots(objective.mask_prob, ids_BS.shape[1]))
-    return torch.minimum(num_wanted_B, is_candidate(ids_BS, special).sum(1))
+    most_masked = num_slots(objective.mask_prob, ids_BS.shape[1])
+    num_candidates_B = is_candidate(ids_BS, special).sum(1)
+    return torch.minimum(num_wanted_B.clamp(1, most_masked), num_candidates_B)
 
 
 def mask_rows(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, seed: int, step: int, row_B: torch.Tensor
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
+
+    Every row gets N slots, each for one masked position. A row that needs fewer leaves its last slots empty, with
+    weight 0, so that all shapes are static. All draws are functions of (seed, step, row number).
 
     Args:
         ids_BS: int64 token ids of the original rows.
@@ -99,24 +110,36 @@ def mask_rows(
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
-    draw = _with_replacement if objective.masking == "reference" else _without_replacement
-    used_B = num_masked(ids_BS, special, objective)
-    is_used = torch.arange(N, device=ids_BS.device) < used_B[:, None]
+    num_used_B = num_masked(ids_BS, special, objective)
+    is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
+
+    # Draw a position for every slot, and put the empty slots at position 0.
+    candidate_BS = is_candidate(ids_BS, special)
     bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, S)
-    drawn_BN = draw(bits_BS, is_candidate(ids_BS, special), N)
-    position_BN = torch.where(is_used, drawn_BN, 0)
+    if objective.masking == "reference":
+        drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
+    else:
+        drawn_BN = _without_replacement(bits_BS, candidate_BS, N)
+    position_BN = torch.where(is_used_BN, drawn_BN, 0)
+
+    # A used slot shows [MASK] with probability `mask_token_prob` (its 32-bit random word is below that share of
+    # 2**32); otherwise the generator reads the original token there.
     keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, N)
-    shows_mask_BN = is_used & (keep_bits_BN < round(objective.mask_token_prob * 2**32))
-    # An empty slot adds 0 at position 0, and a position that was drawn twice shows [MASK] if either slot does.
+    shows_mask_BN = is_used_BN & (keep_bits_BN < round(objective.mask_token_prob * 2**32))
+
+    # Count the [MASK]s of each position. An empty slot adds 0 at position 0, and a position that was drawn twice shows
+    # [MASK] if either of its slots does.
     num_masks_BS = torch.zeros_like(ids_BS).scatter_add(1, position_BN, shows_mask_BN.long())
     input_BS = torch.where(num_masks_BS > 0, special.mask, ids_BS)
-    return Masking(position_BN=position_BN, weight_BN=is_used.float(), input_BS=input_BS)
+    return Masking(position_BN=position_BN, weight_BN=is_used_BN.float(), input_BS=input_BS)
 
 
 def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Return the positions of the N candidates with the smallest random keys, int64 [B, N], in the order of the keys.
+    """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
 
-    If a row has fewer than N candidates, its last entries are meaningless.
+    Each candidate gets a random key, and those with the N smallest keys are taken. A key is a random word followed by
+    the position in its lowest `_POSITION_BITS` bits. So no two keys are equal, and sorting the keys sorts the
+    positions with them. If a row has fewer than N candidates, its last entries are meaningless.
 
     Args:
         bits_BS: int64 random words in [0, 2**32).
@@ -126,16 +149,20 @@ def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: i
     S = bits_BS.shape[1]
     assert S <= 1 << _POSITION_BITS
     key_BS = (bits_BS << _POSITION_BITS) | torch.arange(S, device=bits_BS.device)
+
+    # Tokens that may not be masked are sorted to the end.
     largest_key = torch.iinfo(torch.int64).max
-    smallest_BN = torch.where(candidate_BS, key_BS, largest_key).sort(1).values[:, :N]
+    sorted_key_BS = torch.where(candidate_BS, key_BS, largest_key).sort(1).values
+
     position_bits = (1 << _POSITION_BITS) - 1
-    return smallest_BN & position_bits
+    return sorted_key_BS[:, :N] & position_bits
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Return N positions drawn from the candidates with replacement, int64 [B, N].
+    """Return N positions drawn from the candidates of each row with replacement, int64 [B, N].
 
-    With u_j = word_j / 2**32, slot j takes the candidate of rank floor(u_j * number of candidates).
+    A slot's random word, divided by 2**32, is uniform in [0, 1). Times the number of candidates and rounded down, it
+    is the rank of a candidate in its row, from 0. For candidates at positions 1, 2 and 4, rank 2 is position 4.
 
     Args:
         bits_BS: int64 random words in [0, 2**32), of which the first N are used.
@@ -144,5 +171,6 @@ def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int)
     """
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]
-    rank_BN = (bits_BS[:, :N] * num_candidates_B1) >> 32
+    rank_BN = (bits_BS[:, :N] * num_candidates_B1) >> 32  # integer arithmetic; the shift divides by 2**32
+    # The candidate of rank r is at the first position up to which there are r + 1 candidates.
     return torch.searchsorted(num_candidates_so_far_BS, rank_BN + 1)

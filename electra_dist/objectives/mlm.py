@@ -20,10 +20,16 @@ class MaskedLanguageModel(Objective):
     """Masked language modelling with the large tower alone, as in BERT."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss over the masked tokens. There is no second loss, so `batch.second_scale` is not used."""
+        """Return the large tower's loss over the masked tokens, scaled and weighted.
+
+        `batch.first_scale` must be 1 / (number of masked slots); `loss_counts` returns this number. There is no second
+        loss, so `batch.second_scale` is not used.
+        """
         masking = self.mask(batch)
-        mlm = predict_slots(self, batch, masking, self.read(batch, masking.input_BS))
-        return self.output(batch, self.objective.mlm_weight * batch.first_scale * mlm.loss_sum, mlm_sums(mlm))
+        hidden_BSH = self.read(batch, masking.input_BS)
+        mlm = predict_slots(self, batch, masking, hidden_BSH)
+        loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
+        return self.output(batch, loss, mlm_sums(mlm))
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
@@ -34,13 +40,15 @@ def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_B
     Args:
         objective: gives the large tower's `token_head` and the token table that the head is tied to.
         batch: the original rows, whose ids are the targets.
-        masking: slots of each row and their weights.
+        masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
         hidden_BSH: the large tower's states.
     """
+    hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
+    target_BN = batch.ids_BS.gather(1, masking.position_BN)
     return objective.towers.token_head(
-        gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend),
+        hidden_MH,
         objective.towers.discriminator_table(),
-        batch.ids_BS.gather(1, masking.position_BN).flatten(),
+        target_BN.flatten(),
         masking.weight_BN.flatten(),
         seed=batch.seed,
         step=batch.step,

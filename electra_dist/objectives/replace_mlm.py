@@ -18,15 +18,19 @@ class ReplaceMlm(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's and the large tower's loss, each scaled and weighted.
 
+        Both losses are cross-entropies of the original tokens at the masked positions. The generator reads [MASK]
+        there, and the large tower reads the generator's samples.
+
         `batch.first_scale` and `batch.second_scale` must both be 1 / (number of masked slots); `loss_counts` returns
         it.
         """
         corruption = self.corrupt(batch)
-        tokens = predict_slots(self, batch, corruption.masking, self.read(batch, corruption.corrupted_BS))
-        loss = corruption.loss + self.objective.token_weight * batch.second_scale * tokens.loss_sum
+        hidden_BSH = self.read(batch, corruption.corrupted_BS)
+        prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)
+        loss = corruption.loss + self.objective.token_weight * batch.second_scale * prediction.loss_sum
         sums = {
-            "token_loss_sum": tokens.loss_sum,
-            "token_weight": tokens.weight_sum,
-            "token_correct": tokens.correct_sum,
+            "token_loss_sum": prediction.loss_sum,
+            "token_weight": prediction.weight_sum,
+            "token_correct": prediction.correct_sum,
         }
         return self.output(batch, loss, corruption.sums | sums)

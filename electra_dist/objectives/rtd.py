@@ -31,19 +31,19 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)
 
     def detect(self, batch: Batch, corruption: Corruption) -> RtdOutput:
-        """Run the discriminator on the corrupted rows; return its loss sum, logits and statistics.
+        """Run the discriminator on the corrupted rows; return its loss sum, its logits and counts for the metrics.
 
         Args:
             batch: the original rows.
             corruption: the corrupted rows and their labels, from `corrupt`.
         """
         weight_BS = self.detection_weights(batch, corruption)
-        hidden = self.read(batch, corruption.corrupted_BS)
-        return self.towers.discriminator_head(hidden, corruption.label_BS, weight_BS, backend=self.backend)
+        hidden_BSH = self.read(batch, corruption.corrupted_BS)
+        return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
         """Return the weight of each token in the discriminator's loss, [B, S], bool or float.
 
-        This class weighs all real tokens alike. Subclasses override it.
+        In this class all real tokens weigh 1 and pads weigh 0. Subclasses override it.
         """
         return batch.layout.is_real_BS

@@ -32,13 +32,15 @@ class TwoStageDetection(ReplacedTokenDetection):
         """Return the loss of the tower that trains at this step; the other tower gets no gradient.
 
         Steps below `objective.generator_only_steps` train the generator, later ones the discriminator. In evaluation,
-        both towers run, the loss is the discriminator's, and the metric sums are those of both.
+        both towers run at any step, the loss is the discriminator's, and the metric sums are those of both.
         """
-        generator_only = self.training and batch.step < self.objective.generator_only_steps
-        with torch.set_grad_enabled(torch.is_grad_enabled() and generator_only):
+        in_first_stage = self.training and batch.step < self.objective.generator_only_steps
+        # The generator is frozen after the first stage, so its forward pass then records no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and in_first_stage):
             corruption = self.corrupt(batch)
-        if generator_only:
+        if in_first_stage:
             return self.output(batch, corruption.loss, corruption.sums)
+
         rtd = self.detect(batch, corruption)
         loss = self.objective.rtd_weight * batch.second_scale * rtd.loss_sum
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)

@@ -36,7 +36,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Budget of a run: parameters, rows and tokens, FLOPs, time and epochs."""
+    """Budget of a run, computed from its config: parameters, rows and tokens, FLOPs, time and epochs."""
 
     parameters: ParameterCounts
     rows_per_step: int
@@ -53,6 +53,8 @@ class Budget:
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
     """Return the budget of a run: its parameters, rows and tokens, FLOPs, time and epochs.
 
+    Rows count as full, so pads count as tokens. Time is predicted for the GPUs of the config's section `plan`.
+
     Args:
         config: the configuration of the run.
         corpus: manifest of its corpus, from which the epochs follow; None leaves them out.
@@ -64,7 +66,8 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
     seq_len = config.data.seq_len
     rows = train.num_steps * train.global_batch
     tokens = rows * seq_len
-    flops = token_flops(config.model, seq_len, config.objective)
+    flops_per_token = token_flops(config.model, seq_len, config.objective)
+    epochs = rows / corpus.num_rows if corpus else None
     return Budget(
         parameters=parameter_counts(config.model, config.objective),
         rows_per_step=train.global_batch,
@@ -72,15 +75,25 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
         rows=rows,
         tokens=tokens,
         accumulation={ranks: train.micro_batches(ranks) for ranks in train.possible_ranks()},
-        flops=flops,
+        flops=flops_per_token,
         run_flops=run_flops(config),
-        compute=_compute(config, flops.total, tokens),
-        epochs=rows / corpus.num_rows if corpus else None,
+        compute=_compute(config, flops_per_token.total, tokens),
+        epochs=epochs,
     )
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Return the time that `tokens` take on the planned GPUs; None in fp32, for which no peak is assumed.
+    """Return the time that `tokens` take on the GPUs of the config's section `plan`.
+
+    The GPUs are assumed to compute at `plan.utilisation` times their dense bf16 peak.
+
+    Args:
+        config: the configuration of the run.
+        flops_per_token: training FLOPs of one token.
+        tokens: tokens of the whole run.
+
+    Returns:
+        The prediction; None in fp32, for which no peak is assumed.
 
     Raises:
         UserError: the peak of `plan.gpu` is not known.
@@ -94,13 +107,14 @@ def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | N
     if peak is None:
         return None
     tokens_per_s = plan.num_gpus * peak * plan.utilisation / flops_per_token
+    tokens_per_step = config.train.global_batch * config.data.seq_len
     return Compute(
         gpu=plan.gpu,
         num_gpus=plan.num_gpus,
         utilisation=plan.utilisation,
         peak=peak,
         tokens_per_s=tokens_per_s,
-        step_s=config.train.global_batch * config.data.seq_len / tokens_per_s,
+        step_s=tokens_per_step / tokens_per_s,
         days=tokens / tokens_per_s / 86_400,
         gpu_hours=plan.num_gpus * tokens / tokens_per_s / 3600,
     )

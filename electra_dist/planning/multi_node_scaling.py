@@ -33,7 +33,7 @@ ASSUMPTIONS = (
 
 # Bytes per second that a GPU sends to others of its node: half of the vendors' two-way NVLink figures.
 _NODE_LINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "GB200": 900e9}
-_PERSISTENT = 100_000  # DeepSpeed's stage3_param_persistence_threshold
+_PERSISTENT = 100_000  # elements; DeepSpeed's stage3_param_persistence_threshold
 
 
 def bytes_on_wire(
@@ -47,17 +47,17 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    Gradients and parameters are sent in 2 bytes in bf16 and in 4 in fp32; at stage 0 bf16 is autocast, so gradients
-    are fp32. With n bytes and W ranks a ring all-reduce sends 2 n (W - 1) / W from each rank, a reduce-scatter or an
-    all-gather half of that (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
+    An element is sent in 2 bytes in bf16 and in 4 in fp32; at stage 0 bf16 is autocast with fp32 gradients. Over W
+    ranks, a ring reduce-scatter or all-gather of n bytes sends n (W - 1) / W from each rank, an all-reduce twice that
+    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
 
-        stage 0  all-reduce of the gradients, once per step
-        stage 1  the same, then all-gather of the parameters
-        stage 2  all-reduce in every micro-batch (DeepSpeed reduces buckets of many ranks by all-reduce), all-gather
-        stage 3  reduce-scatter in every micro-batch; all-gather of large tensors in every micro-batch, of persistent
-                 ones once per step. DeepSpeed gathers models of more than 1e9 parameters twice as often, which this
-                 function does not count.
+        stage 0  an all-reduce of the gradients
+        stage 1  the same, and an all-gather of the parameters
+        stage 2  an all-reduce of the gradients in every micro-batch, and one all-gather of the parameters
+        stage 3  a reduce-scatter of the gradients and an all-gather of the large tensors in every micro-batch, and one
+                 all-gather of the small ("persistent") tensors
 
+    DeepSpeed gathers models of more than 1e9 parameters twice as often at stage 3, which is not counted.
     Source: tests/planning/test_multi_node_scaling.py, which counts the bytes of real steps.
 
     Args:
@@ -68,20 +68,31 @@ def bytes_on_wire(
         micro_batches: forward passes of a rank in a step.
         persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
     """
-    element_size = 2 if dtype == "bf16" and stage else 4
-    one_way = parameters * element_size * (ranks - 1) / ranks  # of a reduce-scatter or an all-gather
+    element_size = 2 if dtype == "bf16" and stage > 0 else 4
+    # A reduce-scatter or an all-gather is one pass around the ring, an all-reduce is two.
+    one_pass = _ring_pass_bytes(parameters, element_size, ranks)
     if stage == 0:
-        return 2 * one_way
+        return 2 * one_pass
     if stage == 1:
-        return 3 * one_way
+        return 3 * one_pass
     if stage == 2:
-        return (2 * micro_batches + 1) * one_way
-    gathered = micro_batches * (parameters - persistent) + persistent
-    return micro_batches * one_way + gathered * element_size * (ranks - 1) / ranks
+        return (2 * micro_batches + 1) * one_pass
+    elements_gathered = micro_batches * (parameters - persistent) + persistent
+    return micro_batches * one_pass + _ring_pass_bytes(elements_gathered, element_size, ranks)
+
+
+def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
+    """Return the bytes that each rank sends in a ring reduce-scatter or all-gather of `num_elements` elements.
+
+    The tensor is cut into one piece per rank, and each rank sends all pieces but one to its neighbour.
+    """
+    return num_elements * element_size * (ranks - 1) / ranks
 
 
 def persistent_parameters(sizes: Sequence[int]) -> int:
     """Return how many parameters are in tensors that ZeRO stage 3 does not partition: those below 100,000 elements.
+
+    DeepSpeed keeps such tensors whole on every rank, so it gathers them once per step only.
 
     Args:
         sizes: elements of each tensor of the model.
@@ -90,12 +101,15 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
 
 
 def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`."""
+    """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`.
+
+    Communication is assumed not to overlap with computation, so the result is an upper bound.
+    """
     return compute_s + wire_bytes / bytes_per_s
 
 
 def parse_fabric(text: str) -> float:
-    """Return the bandwidth of a node in bytes per second.
+    """Return the bandwidth of a node in bytes per second, from the text of the option `--fabric`.
 
     Args:
         text: `400Gb` (gigabits per second), `8x400Gb` (eight links of a node) or `50GB` (gigabytes per second); the
@@ -109,16 +123,18 @@ def parse_fabric(text: str) -> float:
         raise UserError(
             f"--fabric {text}: not a bandwidth of a node; write it as 400Gb, 8x400Gb (eight links) or 50GB"
         )
-    num_links, number, prefix, unit = match.groups()
+    # "8x400Gb" has the groups "8", "400", "G" and "b"; without "8x" the first one is None.
+    links_text, number, prefix, unit = match.groups()
+    num_links = 1 if links_text is None else int(links_text)
     factor = {"M": 1e6, "G": 1e9, "T": 1e12}[prefix]
     units_per_byte = 8 if unit == "b" else 1  # bits or bytes
     link_bytes_per_s = float(number) * factor / units_per_byte
-    return int(num_links or 1) * link_bytes_per_s
+    return num_links * link_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Cluster for which a run is planned."""
+    """Cluster for which a run is planned: GPUs, nodes, the network between the nodes, and the price."""
 
     nodes: int  # the largest number of nodes to plan for
     gpu: str  # one of A100, H100, H200, B200, GB200, in upper or lower case
@@ -130,7 +146,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Prediction for a run on one number of nodes."""
+    """Prediction for a run on a certain number of nodes: bytes, seconds, tokens per second and days."""
 
     nodes: int
     ranks: int
@@ -144,7 +160,7 @@ class Scaled:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: those of compute plus those of communication, which does not overlap it."""
+        """Seconds of an optimizer step: compute, followed by communication, which does not overlap with it."""
         return self.compute_s + self.communication_s
 
     @property
@@ -156,33 +172,45 @@ class Scaled:
 def scale(config: Config, cluster: Cluster) -> list[Scaled]:
     """Return predictions of the run on 1, 2, 4, ... and `cluster.nodes` nodes.
 
-    Numbers of nodes whose GPUs cannot share the global batch evenly are left out.
+    Numbers of nodes whose GPUs cannot share the global batch evenly are left out. For 6 nodes, the result is for 1, 2,
+    4 and 6 nodes.
 
     Raises:
         UserError: the links or the peak of the GPU are not known, or the GPUs of `cluster.nodes` nodes cannot share
             the global batch.
     """
-    powers_of_two = [2**exponent for exponent in range(cluster.nodes.bit_length())]
-    node_counts = [count for count in powers_of_two if count < cluster.nodes] + [cluster.nodes]
-    fitting = [count for count in node_counts if config.train.micro_batches(count * cluster.gpus_per_node)]
-    if cluster.nodes not in fitting:
+    node_counts = []
+    power_of_two = 1
+    while power_of_two < cluster.nodes:
+        node_counts.append(power_of_two)
+        power_of_two *= 2
+    node_counts.append(cluster.nodes)
+
+    # `micro_batches` is 0 for a number of GPUs that cannot share the global batch.
+    fitting_counts = [count for count in node_counts if config.train.micro_batches(count * cluster.gpus_per_node) > 0]
+    if cluster.nodes not in fitting_counts:
         raise UserError(
             f"--nodes {cluster.nodes}: {cluster.nodes * cluster.gpus_per_node} GPUs do not share "
             f"train.global_batch {config.train.global_batch} evenly in micro-batches of {config.train.micro_batch}; "
             "choose other values of --nodes, --gpus-per-node or train.micro_batch"
         )
-    gpu_tokens_per_s = cluster.gpu_tokens_per_s or _assumed_tokens_per_s(config, cluster.gpu)
-    return [_scaled(config, cluster, count, gpu_tokens_per_s) for count in fitting]
+
+    # A throughput that was measured takes precedence over one that is assumed.
+    gpu_tokens_per_s = cluster.gpu_tokens_per_s
+    if not gpu_tokens_per_s:
+        gpu_tokens_per_s = _assumed_tokens_per_s(config, cluster.gpu)
+    return [_scaled(config, cluster, count, gpu_tokens_per_s) for count in fitting_counts]
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
-    """Return the tokens per second of one `gpu`, from its peak and `plan.utilisation`.
+    """Return the tokens per second of one `gpu`: its peak times `plan.utilisation`, over the FLOPs of a token.
 
     Raises:
         UserError: the peak is not known for the GPU, or not in fp32.
     """
-    plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
-    compute = make_budget(config.model_copy(update={"plan": plan})).compute
+    one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
+    one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
+    compute = make_budget(one_gpu_config).compute
     if compute is None:
         raise UserError(
             "train.precision is fp32, but only bf16 peaks of GPUs are known; pass --step-tokens-per-s as measured on "
@@ -194,10 +222,14 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
     """Predict the run on `nodes` nodes, each GPU of which computes `gpu_tokens_per_s` tokens per second.
 
+    A step is its compute, followed by its communication over the slowest link of the ring: a GPU's link within one
+    node, and with several nodes the slower of that and `cluster.fabric_bytes_per_s`.
+
     Raises:
         UserError: the links of `cluster.gpu` are not known.
     """
-    if cluster.gpu.upper() not in _NODE_LINK:
+    gpu_model = cluster.gpu.upper()
+    if gpu_model not in _NODE_LINK:
         raise UserError(
             f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
             f"set --gpu to one of {', '.join(_NODE_LINK)}"
@@ -212,11 +244,11 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
         ranks,
         micro_batches=micro_batches,
     )
-    bytes_per_s = _NODE_LINK[cluster.gpu.upper()]
+    slowest_link = _NODE_LINK[gpu_model]
     if nodes > 1:
-        bytes_per_s = min(bytes_per_s, cluster.fabric_bytes_per_s)
+        slowest_link = min(slowest_link, cluster.fabric_bytes_per_s)
     compute_s = budget.tokens_per_step / (ranks * gpu_tokens_per_s)
-    step_s = step_seconds(compute_s, wire_bytes, bytes_per_s)
+    step_s = step_seconds(compute_s, wire_bytes, slowest_link)
     run_s = config.train.num_steps * step_s
     return Scaled(
         nodes=nodes,

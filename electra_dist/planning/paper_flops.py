@@ -20,13 +20,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-GELU, SOFTMAX, DROPOUT, LAYER_NORM = 8, 5, 4, 5  # operations for each feature
+# Operations per feature (for softmax: per score) as the paper's script counts them.
+GELU = 8
+SOFTMAX = 5
+DROPOUT = 4
+LAYER_NORM = 5
+_BIAS = 1
+_SUM = 1  # residual connection, or one more embedding
+_SCALE = 1  # division of an attention score by sqrt(width of a head)
+_CROSS_ENTROPY = 2
+
 _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts a softmax over the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Sizes of one transformer, and its forward FLOPs per token, by the paper's method and by that of MFU."""
+    """Sizes of one transformer, and its forward FLOPs per token, by the paper's method and by that of MFU.
+
+    A size of 0 stands for the default that is in its comment.
+    """
 
     hidden: int  # width of the states
     layers: int
@@ -43,74 +55,102 @@ class Network:
 
     @property
     def _embedding_width(self) -> int:
-        """Width of the embedding tables."""
+        """Width of the embedding tables; `hidden` unless `embedding` is set."""
         return self.embedding or self.hidden
 
     @property
     def _inner_width(self) -> int:
-        """Width of the feed-forward layer."""
+        """Width of the feed-forward layer; 4 times `hidden` unless `intermediate` is set."""
         return self.intermediate or 4 * self.hidden
 
     @property
     def _attention_width(self) -> int:
-        """Width of query, key and value."""
+        """Width of query, key and value, summed over the heads; `hidden` unless `attention` is set."""
         return self.attention or self.hidden
 
     @property
     def _num_heads(self) -> int:
-        """Number of attention heads."""
+        """Number of attention heads; one for every 64 features, at least 1, unless `heads` is set."""
         return self.heads or max(1, self.hidden // 64)
 
     @property
     def _num_attentions(self) -> int:
-        """Attentions in a layer: a decoder attends to its encoder, too."""
+        """Number of attentions in a layer: 2 in a decoder, which also attends to its encoder's states."""
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
         """Return the forward FLOPs of a token as the paper's script, flops_computation.py, counts them.
 
-        Beside the matrix products these are biases, activations, softmax, dropout, residual sums and LayerNorm; the
-        terms are those of the script's get_block_flops and get_embedding_flops.
+        These are the matrix products, and also biases, activations, softmax, dropout, residual sums and LayerNorm.
+        """
+        return self.layers * self._paper_layer() + self._paper_embeddings() + self._paper_head()
+
+    def _paper_layer(self) -> int:
+        """Return the forward FLOPs of one layer per token, with the terms of the script's get_block_flops.
+
+        A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its row.
         """
         hidden = self.hidden
         seq_len = self.seq_len
-        embedding = self._embedding_width
         inner = self._inner_width
         attention = self._attention_width
-        query_key_value = 3 * (2 * hidden * attention + attention)
+
+        query_key_value = 3 * (2 * hidden * attention + _BIAS * attention)
         scores = 2 * attention * seq_len
-        softmax = (SOFTMAX + DROPOUT + 1) * seq_len * self._num_heads  # 1: scaling of the scores
+        softmax = (SOFTMAX + DROPOUT + _SCALE) * seq_len * self._num_heads
         weighted_values = 2 * hidden * seq_len
         # The LayerNorm after the attention lacks a factor `hidden` in the script.
-        output_projection = 2 * hidden * hidden + hidden + DROPOUT * hidden + hidden + LAYER_NORM
+        output_projection = 2 * hidden * hidden + (_BIAS + DROPOUT + _SUM) * hidden + LAYER_NORM
         one_attention = query_key_value + scores + softmax + weighted_values + output_projection
-        feed_forward = 4 * hidden * inner + (GELU + 1) * inner + (1 + DROPOUT + 1 + LAYER_NORM) * hidden
-        layer = one_attention * self._num_attentions + feed_forward
-        # Token, position and segment embeddings, each a product with a one-hot vector.
-        look_up = 2 * embedding * self.vocab + 2 * embedding * (seq_len + 2) + (2 + LAYER_NORM + DROPOUT) * embedding
-        if embedding != hidden:
-            look_up += 2 * hidden * embedding + hidden  # projection to the width of the states
-        return self.layers * layer + look_up + self._paper_head()
+
+        expand = 2 * hidden * inner + (_BIAS + GELU) * inner
+        contract = 2 * hidden * inner + (_BIAS + DROPOUT + _SUM + LAYER_NORM) * hidden
+        return one_attention * self._num_attentions + expand + contract
+
+    def _paper_embeddings(self) -> int:
+        """Return the forward FLOPs of the embeddings per token, with the terms of the script's get_embedding_flops.
+
+        Each look-up (token, position, segment) counts as a product of its table with a one-hot vector.
+        """
+        hidden = self.hidden
+        width = self._embedding_width
+        num_segments = 2
+        token_look_up = 2 * width * self.vocab
+        position_and_segment_look_ups = 2 * width * (self.seq_len + num_segments)
+        sum_norm_dropout = (2 * _SUM + LAYER_NORM + DROPOUT) * width
+        flops = token_look_up + position_and_segment_look_ups + sum_norm_dropout
+        if width != hidden:
+            flops += 2 * hidden * width + _BIAS * hidden  # projection to the width of the states
+        return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token, as the paper's script counts them."""
+        """Return the forward FLOPs of the head per token, as the paper's script counts them.
+
+        A head over the vocabulary counts at a share `output_share` of the positions, a detecting head at all.
+        """
         hidden = self.hidden
         embedding = self._embedding_width
         if self.detects:
-            return 2 * hidden * hidden + (1 + GELU) * hidden + 2 * hidden
+            dense = 2 * hidden * hidden + (_BIAS + GELU) * hidden
+            logit = 2 * hidden
+            return dense + logit
+        dense = 2 * hidden * embedding + (_BIAS + GELU + LAYER_NORM) * embedding
         logits = 2 * embedding * self.vocab
-        dense = 2 * hidden * embedding + (1 + GELU + LAYER_NORM) * embedding
-        softmax = (SOFTMAX + 2) * self.vocab
-        return self.output_share * (logits + dense + softmax)
+        softmax = (SOFTMAX + _CROSS_ENTROPY) * self.vocab
+        return self.output_share * (dense + logits + softmax)
 
     def matmul(self) -> float:
-        """Return the forward FLOPs of a token in matrix products only, as MFU counts them (`model/flops.py`)."""
+        """Return the forward FLOPs of a token in matrix products only, as MFU counts them (`model/flops.py`).
+
+        A product with an m x n matrix counts 2mn. Look-ups of embeddings are free. A head over the vocabulary counts
+        at a share `masked` of the positions.
+        """
         hidden = self.hidden
         embedding = self._embedding_width
         attention = self._attention_width
         projections = 4 * 2 * hidden * attention  # query, key, value, output
         scores_and_values = 2 * 2 * self.seq_len * attention
-        feed_forward = 2 * 2 * hidden * self._inner_width
+        feed_forward = 2 * 2 * hidden * self._inner_width  # two matrices
         layer = (projections + scores_and_values) * self._num_attentions + feed_forward
         embedding_projection = 2 * embedding * hidden if embedding != hidden else 0
         if self.detects:
@@ -131,22 +171,24 @@ class PaperFlops:
     profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Return the model's training FLOPs by the paper's method, which counts 2 x the forward FLOPs."""
-        flops_per_row = sum(network.paper() * network.seq_len for network in self.networks)
-        return 2 * (self.profiled + flops_per_row * self.rows)
+        """Return the model's training FLOPs by the paper's method: 2 x the forward FLOPs of all rows."""
+        forward_per_row = sum(network.paper() * network.seq_len for network in self.networks)
+        return 2 * (self.profiled + forward_per_row * self.rows)
 
     def mfu(self) -> float | None:
         """Return the training FLOPs by MFU's method, 3 x forward; None where only a profile is known."""
         if not self.networks:
             return None
-        flops_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
-        return 3 * flops_per_row * self.rows
+        forward_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
+        return 3 * forward_per_row * self.rows
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
-    """Return both towers of an ELECTRA model.
+    """Return both networks of an ELECTRA model, the discriminator first.
 
-    The generator has the layers and the embedding tables of `discriminator`, and the hidden width `generator`.
+    Args:
+        discriminator: sizes of the discriminator.
+        generator: hidden width of the generator, which has as many layers and embedding tables of the same width.
     """
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 

@@ -22,16 +22,19 @@ from electra_dist.config import Config, TowerConfig
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.planning.budget import Budget, make_budget
-from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, scale
+from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
 from electra_dist.run.number_formats import format_count, format_duration
+
+_MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
+_LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some must be left out
 
 
 @dataclass(frozen=True)
 class PlanSection:
-    """Table of a plan with a title; its cells are text."""
+    """Titled table of a plan, whose cells are text; printed as a rich table or as aligned plain text."""
 
     title: str
-    rows: list[list[str]]
+    rows: list[list[str]]  # equally many cells in every row, and in the header
     header: list[str] | None = None
     mark: int | None = None  # index of the row that the config selects; it is highlighted
     note: str = ""  # printed below the table
@@ -48,25 +51,32 @@ def print_plan(
 
     Args:
         config: the configuration of the run.
-        corpus: manifest of its corpus, from which the epochs follow; None: they are not shown.
-        stream: where to print; None: stdout.
+        corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
+        stream: where to print; None means stdout.
         cluster: adds a table of how the run scales over the nodes of this cluster.
 
     Raises:
         UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
     """
-    stream = stream or sys.stdout
+    if stream is None:
+        stream = sys.stdout
     sections = plan_sections(config, corpus)
     if cluster:
         sections.append(scaling_section(config, cluster))
     if stream.isatty():
-        Console(file=stream, highlight=False).print(_tables(sections))
+        tables = [_rich_table(section) for section in sections]
+        Console(file=stream, highlight=False).print(Group(*tables))
     else:
-        print(_text(sections), file=stream, flush=True)
+        plain_texts = [_plain(section) for section in sections]
+        print("\n\n".join(plain_texts), file=stream, flush=True)
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
     """Return the plan as tables: parameters, data, state per GPU, compute and possible numbers of GPUs.
+
+    Args:
+        config: the configuration of the run.
+        corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
 
     Raises:
         UserError: the peak of `plan.gpu` is not known.
@@ -84,53 +94,62 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
     """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes; with a price it has a column of costs.
 
+    Args:
+        config: the configuration of the run.
+        cluster: GPUs, nodes and the network between them, and the price of a GPU-hour, if known.
+
     Raises:
         UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
     """
-    price = cluster.gpu_hour_price
-    rows = []
-    for scaled in scale(config, cluster):
-        row = [
-            str(scaled.nodes),
-            str(scaled.ranks),
-            str(scaled.micro_batches),
-            f"{scaled.wire_bytes / 1e9:.2f}",
-            f"{scaled.compute_s:.3g}",
-            f"{scaled.communication_s:.3g}",
-            f"{scaled.step_s:.3g}",
-            f"{scaled.efficiency:.1%}",
-            format_count(scaled.tokens_per_s),
-            f"{scaled.days:,.2f}",
-            f"{scaled.gpu_hours:,.0f}",
-        ]
-        if price is not None:
-            row.append(f"{scaled.gpu_hours * price:,.0f}")
-        rows.append(row)
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "step s", "efficiency", "tok/s"]
     header += ["days", "GPU-hours"]
-    if price is not None:
+    if cluster.gpu_hour_price is not None:
         header.append("cost")
+    rows = [_scaling_row(prediction, cluster.gpu_hour_price) for prediction in scale(config, cluster)]
+
     if cluster.gpu_tokens_per_s:
-        rate = f"{format_count(cluster.gpu_tokens_per_s)} tok/s a GPU, given"
+        gpu_rate = f"{format_count(cluster.gpu_tokens_per_s)} tok/s a GPU, given"
     else:
-        rate = f"plan.utilisation {config.plan.utilisation}"
-    note = f"ZeRO-{config.engine.zero_stage}, {config.train.precision}; compute: {rate}; {'; '.join(ASSUMPTIONS)}"
-    title = f"Scaling on {cluster.gpu}, {8 * cluster.fabric_bytes_per_s / 1e9:g} Gb/s a node"
+        gpu_rate = f"plan.utilisation {config.plan.utilisation}"
+    training = f"ZeRO-{config.engine.zero_stage}, {config.train.precision}"
+    note = "; ".join([training, f"compute: {gpu_rate}", *ASSUMPTIONS])
+    fabric_gigabits_per_s = 8 * cluster.fabric_bytes_per_s / 1e9
+    title = f"Scaling on {cluster.gpu}, {fabric_gigabits_per_s:g} Gb/s a node"
     return PlanSection(title, rows, header=header, note=note, prose=False)
 
 
-def _text(sections: list[PlanSection]) -> str:
-    """Return the sections as plain text, with an empty line between them."""
-    return "\n\n".join(_plain(section) for section in sections)
+def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
+    """Return the cells of one row of the table of `scaling_section`, in the order of its header.
+
+    Args:
+        prediction: the run on one number of nodes.
+        gpu_hour_price: price of a GPU-hour, which adds the cell of the run's cost; None leaves it out.
+    """
+    cells = [
+        str(prediction.nodes),
+        str(prediction.ranks),
+        str(prediction.micro_batches),
+        f"{prediction.wire_bytes / 1e9:.2f}",
+        f"{prediction.compute_s:.3g}",
+        f"{prediction.communication_s:.3g}",
+        f"{prediction.step_s:.3g}",
+        f"{prediction.efficiency:.1%}",
+        format_count(prediction.tokens_per_s),
+        f"{prediction.days:,.2f}",
+        f"{prediction.gpu_hours:,.0f}",
+    ]
+    if gpu_hour_price is not None:
+        cells.append(f"{prediction.gpu_hours * gpu_hour_price:,.0f}")
+    return cells
 
 
 def _model(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of parameters of both towers."""
+    """Return the table of the numbers of trained parameters: discriminator, generator and both together."""
     model = config.model
     counts = budget.parameters
-    discriminator = f"{_shape(model.discriminator)}; with embeddings and head"
+    discriminator_sizes = f"{_shape(model.discriminator)}; with embeddings and head"
     rows = [
-        ["discriminator", _millions(counts.discriminator), discriminator],
+        ["discriminator", _millions(counts.discriminator), discriminator_sizes],
         ["generator only", _millions(counts.generator_only), _shape(model.generator)],
         ["trained", _millions(counts.total), f"vocabulary {model.vocab_size:,}, embeddings shared by both"],
     ]
@@ -138,7 +157,7 @@ def _model(config: Config, budget: Budget) -> PlanSection:
 
 
 def _shape(tower: TowerConfig) -> str:
-    """Return the sizes of a tower as text."""
+    """Return the sizes of a tower as text, for example "12 layers x 256, 4 heads, feed-forward 1024"."""
     return (
         f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
         f"feed-forward {tower.intermediate_size}"
@@ -146,14 +165,14 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs."""
+    """Return the table of steps, rows, tokens and epochs; there is a dash for the epochs if `corpus` is None."""
     train = config.train
     optimizer = config.optimizer
     seq_len = config.data.seq_len
-    masked = round(100 * config.objective.mask_prob, 2)
+    masked_percent = round(100 * config.objective.mask_prob, 2)
     rows = [
         ["steps", f"{train.num_steps:,}", f"warm-up {optimizer.warmup_steps:,}, peak lr {optimizer.lr:g}"],
-        ["rows per step", f"{budget.rows_per_step:,}", f"of {seq_len} tokens, {masked:g} % masked"],
+        ["rows per step", f"{budget.rows_per_step:,}", f"of {seq_len} tokens, {masked_percent:g} % masked"],
         ["tokens per step", f"{budget.tokens_per_step:,}", ""],
         ["rows in all", f"{budget.rows:,}", ""],
         ["tokens in all", format_count(budget.tokens), f"{budget.tokens:,} positions of rows"],
@@ -161,50 +180,72 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
     if corpus is None or budget.epochs is None:
         rows.append(["epochs", "-", f"corpus {config.data.corpus} was not read"])
     else:
-        size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
-        rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {size}"])
+        corpus_size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
+        rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {corpus_size}"])
     return PlanSection("Data", rows)
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked."""
+    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked.
+
+    The state is weights, gradients, fp32 master copy and Adam's moments. Columns are in GB, or in MB for models of at
+    most 50 million parameters.
+    """
     world_size = config.plan.num_gpus
-    total = budget.parameters.total
-    unit, unit_name = (1e9, "GB") if total > 50e6 else (1e6, "MB")
+    num_parameters = budget.parameters.total
+    if num_parameters > 50e6:
+        unit_bytes = 1e9
+        unit_name = "GB"
+    else:
+        unit_bytes = 1e6
+        unit_name = "MB"
+
     rows = []
     for stage in range(4):
         layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
-        sizes = [layout.bytes_per_gpu(part, total, world_size) for part in PARTS]
-        cells = [f"{size / unit:.2f}" for size in [*sizes, sum(sizes)]]
-        rows.append([f"ZeRO-{stage}", *cells, layout.formula()])
-    offload = "master and moments in host memory; " if config.engine.offload_optimizer else ""
+        part_bytes = [layout.bytes_per_gpu(part, num_parameters, world_size) for part in PARTS]
+        part_cells = [f"{size / unit_bytes:.2f}" for size in part_bytes]
+        sum_cell = f"{sum(part_bytes) / unit_bytes:.2f}"
+        rows.append([f"ZeRO-{stage}", *part_cells, sum_cell, layout.formula()])
+
+    notes = [f"P = {_millions(num_parameters)} parameters"]
+    if config.engine.offload_optimizer:
+        notes.append("master and moments in host memory")
+    notes.append("activations and buffers come on top")
     return PlanSection(
         f"State per GPU in {unit_name}, {config.train.precision} on W = {world_size} GPUs",
         rows,
         header=["", *PARTS, "sum", "bytes"],
         mark=config.engine.zero_stage,
-        note=f"P = {_millions(total)} parameters; {offload}activations and buffers come on top",
+        note="; ".join(notes),
     )
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of FLOPs and, where a peak is known, of throughput and time."""
+    """Return the table of FLOPs and, except in fp32, of throughput and time on the GPUs of the section `plan`."""
     flops = budget.flops
     compute = budget.compute
     generator_share = flops.generator / flops.total
-    unit, unit_name = (1e9, "GFLOP") if flops.total > 5e7 else (1e6, "MFLOP")
+    if flops.total > 5e7:
+        unit_flops = 1e9
+        unit_name = "GFLOP"
+    else:
+        unit_flops = 1e6
+        unit_name = "MFLOP"
+
     counted = "matmuls, forward x 3, vocabulary logits at masked positions"
     rows = [
-        ["per token", f"{flops.total / unit:.3f} {unit_name}", counted],
-        ["discriminator", f"{flops.discriminator / unit:.3f} {unit_name}", ""],
-        ["generator", f"{flops.generator / unit:.3f} {unit_name}", f"{100 * generator_share:.1f} %"],
+        ["per token", f"{flops.total / unit_flops:.3f} {unit_name}", counted],
+        ["discriminator", f"{flops.discriminator / unit_flops:.3f} {unit_name}", ""],
+        ["generator", f"{flops.generator / unit_flops:.3f} {unit_name}", f"{100 * generator_share:.1f} %"],
         ["run", f"{budget.run_flops:.2e} FLOP", ""],
     ]
     if compute is None:
         return PlanSection("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
-    assumed = f"{compute.num_gpus} x {compute.gpu} of {compute.peak / 1e12:g} TFLOP/s"
+
+    gpus = f"{compute.num_gpus} x {compute.gpu} of {compute.peak / 1e12:g} TFLOP/s"
     rows += [
-        ["throughput", f"{format_count(compute.tokens_per_s)} tok/s", f"{assumed} at {100 * compute.utilisation:g} %"],
+        ["throughput", f"{format_count(compute.tokens_per_s)} tok/s", f"{gpus} at {100 * compute.utilisation:g} %"],
         ["step", f"{compute.step_s:.3g} s", ""],
         ["wall clock", format_duration(compute.days * 86_400), f"{compute.days:,.2f} days"],
         ["GPU-hours", f"{compute.gpu_hours:,.1f}", "change plan.gpu, plan.num_gpus, plan.utilisation to ask again"],
@@ -213,10 +254,15 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of GPU counts that can share the global batch; of many, the first 13 and the last 3."""
+    """Return the table of GPU counts that can share the global batch evenly, with their micro-batches per step.
+
+    Of more than 16 counts, it shows the first 13 and the last 3.
+    """
     train = config.train
-    world_sizes = list(budget.accumulation)
-    shown = world_sizes if len(world_sizes) <= 16 else [*world_sizes[:13], *world_sizes[-3:]]
+    shown = list(budget.accumulation)
+    if len(shown) > _MOST_WORLD_SIZES:
+        num_first = _MOST_WORLD_SIZES - _LAST_WORLD_SIZES
+        shown = [*shown[:num_first], *shown[-_LAST_WORLD_SIZES:]]
     rows = [
         ["GPUs", *(str(world_size) for world_size in shown)],
         ["micro-batches per step", *(str(budget.accumulation[world_size]) for world_size in shown)],
@@ -228,14 +274,17 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
 
 
 def _millions(count: int) -> str:
-    """Return a count in millions, for example "335.14 M"."""
+    """Return a count in millions with two decimals, for example "335.14 M"."""
     return f"{count / 1e6:.2f} M"
 
 
 def _widths(section: PlanSection) -> list[int]:
-    """Return the width of each column of a table in characters."""
-    lines = [section.header, *section.rows] if section.header else section.rows
-    return [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    """Return the width of each column of a table in characters, that of its longest cell or header."""
+    lines = list(section.rows)
+    if section.header:
+        lines.append(section.header)
+    columns = zip(*lines, strict=True)
+    return [max(len(cell) for cell in column) for column in columns]
 
 
 def _plain(section: PlanSection) -> str:
@@ -253,35 +302,56 @@ def _plain(section: PlanSection) -> str:
 
 
 def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
-    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right."""
-    aligned = []
+    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right.
+
+    Args:
+        section: decides which columns hold text.
+        cells: one cell per column.
+        widths: width of each column in characters, to which the cells are padded.
+        marker: two characters at the start of the line.
+    """
+    aligned_cells = []
     for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        aligned.append(cell.ljust(width) if _is_text(section, column) else cell.rjust(width))
-    return (marker + "  ".join(aligned)).rstrip()
+        if _is_text(section, column):
+            aligned_cells.append(cell.ljust(width))
+        else:
+            aligned_cells.append(cell.rjust(width))
+    return (marker + "  ".join(aligned_cells)).rstrip()
 
 
 def _is_text(section: PlanSection, column: int) -> bool:
-    """Return whether a column holds text: the first one does, and the last one in a section of prose."""
-    return column == 0 or (section.prose and column == len(section.rows[0]) - 1)
+    """Return whether a column, counted from 0, holds text, which is aligned to the left, or numbers.
+
+    The first column always holds text. The last one does if the section's `prose` is set.
+    """
+    last_column = len(section.rows[0]) - 1
+    return column == 0 or (section.prose and column == last_column)
 
 
-def _tables(sections: list[PlanSection]) -> Group:
-    """Return the sections as rich tables, with the marked row in bold green."""
-    tables = []
-    for section in sections:
-        table = Table(
-            title=section.title,
-            title_justify="left",
-            title_style="bold",
-            caption=section.note or None,
-            caption_justify="left",
-            show_header=section.header is not None,
-            box=box.ROUNDED,
-        )
-        for column, name in enumerate(section.header or section.rows[0]):
-            is_text = _is_text(section, column)
-            table.add_column(name, justify="left" if is_text else "right", no_wrap=column == 0 or not is_text)
-        for number, row in enumerate(section.rows):
-            table.add_row(*map(Text, row), style="bold green" if number == section.mark else None)
-        tables.append(table)
-    return Group(*tables)
+def _rich_table(section: PlanSection) -> Table:
+    """Return a section as a rich table, with the marked row in bold green."""
+    table = Table(
+        title=section.title,
+        title_justify="left",
+        title_style="bold",
+        caption=section.note or None,
+        caption_justify="left",
+        show_header=section.header is not None,
+        box=box.ROUNDED,
+    )
+
+    # Without a header, the columns still need names, which are not shown.
+    column_names = section.rows[0] if section.header is None else section.header
+    for column, name in enumerate(column_names):
+        if column == 0:
+            table.add_column(name, justify="left", no_wrap=True)
+        elif _is_text(section, column):
+            table.add_column(name, justify="left")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+
+    for number, row in enumerate(section.rows):
+        cells = [Text(cell) for cell in row]  # plain text, in which rich interprets no brackets
+        style = "bold green" if number == section.mark else None
+        table.add_row(*cells, style=style)
+    return table

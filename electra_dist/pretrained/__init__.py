@@ -1,1 +1,1 @@
-"""Reads pretrained weights from runs and Hugging Face folders, and writes them to Hugging Face folders."""
+"""Read pretrained weights from runs and Hugging Face folders, and write them to Hugging Face folders."""

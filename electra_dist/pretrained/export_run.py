@@ -1,4 +1,4 @@
-"""Exports a run's newest checkpoint to Hugging Face folders, without a process group or a GPU."""
+"""Export a run's newest checkpoint to Hugging Face folders, without a process group or a GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
     for line in run.damaged:
         print(line, file=sys.stderr)
     tokenizer = run.tokenizer
-    special = SpecialIds.from_tokens(tokenizer.special)
-    folders = export_towers(run.weights, run.config.model, special, run.vocab_file, tokenizer.lowercase, output)
+    folders = export_towers(
+        state=run.weights,
+        model=run.config.model,
+        special=SpecialIds.from_tokens(tokenizer.special),
+        vocab_file=run.vocab_file,
+        lowercase=tokenizer.lowercase,
+        out_dir=output,
+    )
     return run.state, folders

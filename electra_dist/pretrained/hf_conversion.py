@@ -1,4 +1,4 @@
-"""Converts weights to and from the names and files of Hugging Face's ELECTRA models.
+"""Convert weights to and from the names and files of Hugging Face's ELECTRA models.
 
 Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
 load, with the same logits, whatever the towers share and whatever the large one learnt. `from_hf_discriminator` and
@@ -50,17 +50,19 @@ _DISCRIMINATOR_HEAD = {
 _TABLE = "embeddings.word.weight"  # our name of the token table
 _OUTPUT_BIAS = "generator_lm_head.bias"  # Hugging Face's name of a token head's output bias
 _HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # tower -> its head that predicts tokens
+_SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
 TowerName = Literal["discriminator", "generator"]
 
 
 def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the discriminator's weights under Hugging Face's names, in fp32 on the host.
 
-    They are a state dict of ElectraForPreTraining, or of ElectraForMaskedLM if the large tower predicts tokens.
+    They are a state dict of ElectraForPreTraining. If the discriminator was trained to predict tokens instead of
+    detecting replaced ones (objective `mlm`, for example), they are a state dict of ElectraForMaskedLM.
 
     Args:
-        state: whole parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
     """
     return _to_hf(state, model, "discriminator")
 
@@ -71,14 +73,16 @@ def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]
     The tied `generator_lm_head.weight` is left out.
 
     Args:
-        state: whole parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
     """
     return _to_hf(state, model, "generator")
 
 
 def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights of a large tower under the names of ElectraTowers: embeddings, tower, head.
+    """Return Hugging Face weights of a discriminator under the names of ElectraTowers: embeddings, tower, head.
+
+    The token table gets rows of zeros up to the padded vocabulary size of `model`.
 
     Args:
         theirs: state dict of ElectraForPreTraining or ElectraForMaskedLM; the head may be missing.
@@ -93,6 +97,8 @@ def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.
 def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return Hugging Face weights of a generator under the names of ElectraTowers: embeddings, generator, its head.
 
+    The token table gets rows of zeros up to the padded vocabulary size of `model`.
+
     Args:
         theirs: state dict of ElectraForMaskedLM.
         model: a config of the same shape.
@@ -106,24 +112,30 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
 
-    In the result, `embeddings.` are those that this tower reads, and `{tower}.` are its layers, whatever the towers
-    share. Other parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
+    The towers may share all weights, only the embeddings, or nothing. In the result, `embeddings.` are those that this
+    tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other parameters, such as
+    heads, keep their names; a prefix `towers.` is removed from all names.
 
     Args:
-        state: whole parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
         tower: the tower to read.
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
     if tower == "generator" and model.sharing == "all":
+        # The layers are stored once, as the discriminator's.
         shared = {name: tensor for name, tensor in weights.items() if name.startswith("discriminator.")}
-        weights |= {name.replace("discriminator.", "generator.", 1): tensor for name, tensor in shared.items()}
+        for name, tensor in shared.items():
+            weights["generator." + name.removeprefix("discriminator.")] = tensor
     if tower == "discriminator":
+        # There are such parameters only if the discriminator does not read the generator's embeddings as they are.
         own_names = [name for name in weights if name.startswith("discriminator_embeddings.")]
         for own_name in own_names:
             name = own_name.removeprefix("discriminator_")
-            is_difference = model.sharing == "gdes" and "layer_norm" not in own_name
-            weights[name] = weights[name] + weights[own_name] if is_difference else weights[own_name]
+            if model.sharing == "gdes" and "layer_norm" not in own_name:
+                weights[name] = weights[name] + weights[own_name]  # stored as a difference to the generator's table
+            else:
+                weights[name] = weights[own_name]
     return weights
 
 
@@ -132,11 +144,12 @@ def export_towers(
 ) -> dict[str, Path]:
     """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
 
-    There is no generator's folder if the state has no generator, or Electric's two causal towers.
+    The generator's folder is missing if the state has no generator, or if its generator is a pair of causal towers
+    (objective `electric`), which no Hugging Face model corresponds to.
 
     Args:
-        state: whole parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
         special: ids of the special tokens.
         vocab_file: the corpus's vocab.txt.
         lowercase: whether the corpus was lower-cased.
@@ -147,8 +160,11 @@ def export_towers(
     """
     folders = {"discriminator": out_dir / "discriminator"}
     export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
-    parts = {name.removeprefix("towers.").partition(".")[0] for name in state}
-    if "generator_head" in parts and "generator_reverse" not in parts:
+    # "towers.generator_head.bias" is in the module "generator_head".
+    modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
+    has_generator = "generator_head" in modules
+    is_causal_pair = "generator_reverse" in modules
+    if has_generator and not is_causal_pair:
         folders["generator"] = out_dir / "generator"
         export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
     return folders
@@ -159,18 +175,20 @@ def export_discriminator(
 ) -> None:
     """Write the discriminator with its tokenizer as a Hugging Face folder.
 
-    It is an ElectraForMaskedLM if the large tower predicts tokens, and an ElectraForPreTraining otherwise.
+    The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
+    tokens instead of detecting replaced ones (objective `mlm`, for example).
 
     Args:
-        state: whole (unpartitioned) parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
         special: ids of the special tokens.
         vocab_file: the corpus's vocab.txt.
         lowercase: whether the corpus was lower-cased.
         out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_discriminator(state, model)
-    architecture = "ElectraForMaskedLM" if _OUTPUT_BIAS in tensors else "ElectraForPreTraining"
+    predicts_tokens = _OUTPUT_BIAS in tensors
+    architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
     config = _hf_config(model, "discriminator", special, architecture)
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
@@ -181,19 +199,23 @@ def export_generator(
     """Write the generator with its tokenizer as a Hugging Face folder of an ElectraForMaskedLM.
 
     Args:
-        state: whole (unpartitioned) parameters, with the names of ElectraTowers or of an objective around them.
-        model: the config that they were trained with.
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
         special: ids of the special tokens.
         vocab_file: the corpus's vocab.txt.
         lowercase: whether the corpus was lower-cased.
         out_dir: created if missing; files of the same names are replaced.
     """
+    tensors = to_hf_generator(state, model)
     config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
-    _write(to_hf_generator(state, model), config, vocab_file, lowercase, model.max_positions, out_dir)
+    _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
-    """Return a tower's shape, and the width of the embedding tables that it reads."""
+    """Return a tower's shape, and the width of the embedding tables that it reads.
+
+    If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and tower.
+    """
     if tower == "generator":
         return model.generator, model.generator_embedding_width
     return model.discriminator, model.embedding_size
@@ -247,22 +269,34 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
     """Return a tower's weights under Hugging Face's names, without the pad rows of the token table.
 
     No two tensors share memory, so that safetensors can write them.
+
+    Args:
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
+        tower: the tower to convert, with its embeddings and its head.
     """
     ours = standalone(state, model, tower)
     theirs = {}
+    # The table of names covers every kind of head, and a state has only some of them.
     for our_name, their_name in _parameter_names(model, tower):
         if our_name in ours:
             theirs[their_name] = ours[our_name].clone()
     for fused_name, part_names in _qkv_names(model, tower):
-        for part_name, part in zip(part_names, ours[fused_name].chunk(3), strict=True):
+        query, key, value = ours[fused_name].chunk(3)
+        for part_name, part in zip(part_names, (query, key, value), strict=True):
             theirs[part_name] = part.clone()
-    table = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"
-    theirs[table] = theirs[table][: model.vocab_size].clone()
+    token_table = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"
+    theirs[token_table] = theirs[token_table][: model.vocab_size].clone()
     return theirs
 
 
 def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Return Hugging Face weights under this project's names, with pad rows of zeros in the token table.
+
+    Args:
+        theirs: state dict of a Hugging Face ELECTRA model with one tower.
+        model: a config of the same shape; its padded vocabulary size decides the number of pad rows.
+        tower: the tower that the weights are for.
 
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
@@ -273,14 +307,23 @@ def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, t
             ours[our_name] = theirs[their_name].clone()
     for fused_name, part_names in _qkv_names(model, tower):
         ours[fused_name] = torch.cat([theirs[part_name] for part_name in part_names])
-    table = ours[_TABLE]
-    num_pad_rows = model.padded_vocab_size - table.shape[0]
-    ours[_TABLE] = torch.nn.functional.pad(table, (0, 0, 0, num_pad_rows))
+    token_table = ours[_TABLE]
+    num_pad_rows = model.padded_vocab_size - token_table.shape[0]
+    no_columns = (0, 0)
+    rows_at_end = (0, num_pad_rows)
+    ours[_TABLE] = torch.nn.functional.pad(token_table, no_columns + rows_at_end)
     return ours
 
 
 def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower."""
+    """Return the content of a Hugging Face config.json for one tower.
+
+    Args:
+        model: gives widths, dropout and the size of the vocabulary.
+        tower: the tower that the config describes.
+        special: ids of the special tokens.
+        architecture: Hugging Face's model class, such as "ElectraForPreTraining".
+    """
     shape, width = tower_of(model, tower)
     return {
         "architectures": [architecture],
@@ -326,20 +369,19 @@ def _write(
     _write_json(out_dir / "config.json", config)
     shutil.copyfile(vocab_file, out_dir / "vocab.txt")
     tokens = vocab_file.read_text("utf-8").removesuffix("\n").split("\n")
-    tokenizer = BertWordPieceTokenizer({token: number for number, token in enumerate(tokens)}, lowercase=lowercase)
+    ids = {token: token_id for token_id, token in enumerate(tokens)}  # the line number is the id
+    tokenizer = BertWordPieceTokenizer(ids, lowercase=lowercase)
     tokenizer.save(str(out_dir / "tokenizer.json"), pretty=False)
-    names = ("pad", "unk", "cls", "sep", "mask")
-    _write_json(
-        out_dir / "tokenizer_config.json",
-        {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": lowercase,
-            "model_max_length": max_positions,
-            **{f"{name}_token": f"[{name.upper()}]" for name in names},
-        },
-    )
+    tokenizer_config: dict[str, Any] = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": lowercase,
+        "model_max_length": max_positions,
+    }
+    for name in _SPECIAL_TOKENS:
+        tokenizer_config[f"{name}_token"] = f"[{name.upper()}]"  # "mask_token": "[MASK]"
+    _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as Hugging Face does: indented by two, keys in order, a line feed at the end."""
+    """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Loads a pretrained encoder with its vocabulary from a run or a Hugging Face folder, or makes a random one.
+"""Load a pretrained encoder with its vocabulary from a run or a Hugging Face folder, or make a random one.
 
 Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
 `head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
@@ -42,7 +42,7 @@ _RANDOM = "random:"  # prefix of a model specification that names a config inste
 
 
 class Backbone(nn.Module):
-    """Embeddings and encoder as one module, from token ids to states.
+    """Embeddings and encoder of one tower as a module, from token ids to the states of the last layer.
 
     Rows hold one example each, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] to their end.
     """
@@ -61,11 +61,11 @@ class Backbone(nn.Module):
         self.encoder = Encoder(model, tower)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H].
+        """Return the states of the last layer, [B, S, H]: B rows, S tokens, H features of the hidden width.
 
         Args:
-            ids_BS: int64 token ids.
-            dropout_keys: keys of the dropout; required in training mode, and unused in evaluation mode.
+            ids_BS: int64 token ids, [B, S].
+            dropout_keys: keys of the dropout's random numbers; required in training mode, unused in evaluation mode.
         """
         layout = derive(ids_BS, self.special)
         embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
@@ -102,8 +102,8 @@ class Pretrained:
 
         Args:
             name: name for messages and tables.
-            state: whole parameters, with the names of ElectraTowers or of an objective around them.
-            model: the config that they were trained with.
+            state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+            model: section `model` of the config that they were trained with.
             vocabulary: the vocabulary that they were trained with.
             lowercase: whether the tokenizer lower-cases.
             tower: the tower to take, with the embeddings that it reads and its head.
@@ -131,12 +131,15 @@ class Pretrained:
 
     @property
     def special(self) -> SpecialIds:
-        """Ids of the special tokens in the vocabulary."""
+        """Return the ids of the special tokens ([CLS], [SEP], [MASK], [PAD], [UNK]) in the vocabulary."""
         return SpecialIds.from_tokens(self.vocabulary.special)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the vocabulary and the names and bytes of all weights, in hex. Computed once, in about 1 s."""
+        """Return the SHA-256 over the vocabulary and the names and bytes of all weights, in hex.
+
+        Computed at the first access, in about 1 s. Results of fine-tuning are stored under it.
+        """
         digest = hashlib.sha256(self.vocabulary.sha256.encode())
         for key in sorted(self.state):
             digest.update(key.encode())
@@ -151,14 +154,19 @@ class Pretrained:
             attention_dropout: dropout probability of attention probabilities.
         """
         dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
+        model = self.model.model_copy(update=dropout)
         with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
-            module = Backbone(self.model.model_copy(update=dropout), self.tower, self.special)
+            module = Backbone(model, self.tower, self.special)
         module.to_empty(device="cpu")
-        module.load_state_dict({key: value for key, value in self.state.items() if not key.startswith("head.")})
+        weights = {key: value for key, value in self.state.items() if not key.startswith("head.")}
+        module.load_state_dict(weights)
         return module
 
     def head_state(self) -> dict[str, torch.Tensor]:
-        """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head."""
+        """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head.
+
+        A generator's head predicts tokens; a discriminator's head mostly detects replaced tokens.
+        """
         return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
 
 
@@ -168,8 +176,8 @@ def load_pretrained(
     """Load one tower of the model that `spec` names, with its vocabulary.
 
     Args:
-        spec: a run's folder, a Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run with
-            that config starts from.
+        spec: a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
+            with that config starts from.
         tower: which tower of a run or of `random:`; ignored for a Hugging Face folder, which holds one.
         vocab: vocab.txt for `random:`; None for that of the config's corpus. Ignored otherwise.
         step: number of steps after which a run's checkpoint was taken; None for the newest. Ignored otherwise.
@@ -200,33 +208,65 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
     The head is the one that the tower was pretrained with; there may be none.
 
+    Args:
+        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
+        model: section `model` of the config that they were trained with.
+        tower: the tower to take.
+
     Raises:
-        UserError: the generator is wanted, but there is none, or it is Electric's pair of causal towers.
+        UserError: the generator is wanted, but there is none, or it is a pair of causal towers (objective `electric`).
     """
     weights = standalone(state, model, tower)
-
-    def part(name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters of the submodule `name`, with that prefix removed from their names."""
-        prefix = f"{name}."
-        return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
-
     if tower == "discriminator":
-        encoder = part("discriminator")
-        copy_gate = {f"copy_gate.{key}": weight for key, weight in part("copy_gate").items()}
-        head = part("discriminator_head") or part("token_head") | copy_gate
+        head = _discriminator_head(weights)
     else:
-        encoder = part("generator")
-        head = part("generator_head")
-        if not head or part("generator_reverse"):
+        head = _submodule(weights, "generator_head")
+        is_causal_pair = bool(_submodule(weights, "generator_reverse"))
+        if not head or is_causal_pair:
             raise UserError(
                 "--tower generator: the model has no bidirectional generator; leave --tower out to use the large tower"
             )
-    parts = {"embeddings": part("embeddings"), "encoder": encoder, "head": head}
-    return {f"{name}.{key}": weight for name, part_weights in parts.items() for key, weight in part_weights.items()}
+    tower_state = _with_prefix("embeddings.", _submodule(weights, "embeddings"))
+    tower_state |= _with_prefix("encoder.", _submodule(weights, tower))
+    tower_state |= _with_prefix("head.", head)
+    return tower_state
+
+
+def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
+    """Return the parameters of the head that the discriminator was pretrained with; empty if there is none.
+
+    It is the head that detects replaced tokens or, for a discriminator that predicts tokens, the token head. With the
+    latter the objective `all_tokens_mlm` has a gate between copying and predicting, whose names begin with
+    `copy_gate.`.
+    """
+    detection_head = _submodule(weights, "discriminator_head")
+    if detection_head:
+        return detection_head
+    copy_gate = _with_prefix("copy_gate.", _submodule(weights, "copy_gate"))
+    return _submodule(weights, "token_head") | copy_gate
+
+
+def _submodule(weights: State, name: str) -> dict[str, torch.Tensor]:
+    """Return the parameters of the submodule `name`, with that prefix removed from their names.
+
+    For "embeddings", the parameter "embeddings.word.weight" is returned as "word.weight".
+    """
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+
+
+def _with_prefix(prefix: str, weights: State) -> dict[str, torch.Tensor]:
+    """Return the parameters with `prefix` put before their names."""
+    return {prefix + key: weight for key, weight in weights.items()}
 
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
     """Return a tower with the random weights that a run with the config `file` starts from.
+
+    Args:
+        file: the config; its seed decides the weights.
+        tower: the tower to take.
+        vocab: vocab.txt; None for that of the config's corpus.
 
     Raises:
         UserError: the config is not valid, or the vocabulary file does not exist.
@@ -247,7 +287,10 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
-    """Return whether a tower is trained on text with [MASK]: every generator, and the large tower of `mlm`."""
+    """Return whether a tower is trained on text with [MASK]: every generator, and the tower of objective `mlm`.
+
+    The other discriminators read text in which tokens are replaced.
+    """
     return tower == "generator" or objective.name == "mlm"
 
 
@@ -274,6 +317,8 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 def _from_hugging_face(folder: Path) -> Pretrained:
     """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
 
+    A model that predicts tokens (it has `generator_predictions`) counts as a generator.
+
     Raises:
         UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
     """
@@ -289,13 +334,15 @@ def _from_hugging_face(folder: Path) -> Pretrained:
             f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
         ) from None
     vocabulary, lowercase = _hugging_face_vocabulary(folder)
-    return Pretrained.from_state(str(folder), state, model, vocabulary, lowercase, tower)
+    return Pretrained.from_state(
+        name=str(folder), state=state, model=model, vocabulary=vocabulary, lowercase=lowercase, tower=tower
+    )
 
 
 def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return this project's config of a Hugging Face model.
+    """Return the `model` section of a config that has the shape of a Hugging Face model.
 
-    The folder holds one tower; the config gives its shape to generator and discriminator alike.
+    The folder holds one tower; the section gives its shape to generator and discriminator alike.
 
     Args:
         folder: the model's folder, for messages.
@@ -338,7 +385,7 @@ def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
 
 
 def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
-    """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases.
+    """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
     tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
     tokenizer_config.json for lower-casing, whose default is True.
@@ -352,8 +399,9 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     if tokenizer_file.exists():
         tokenizer = json.loads(tokenizer_file.read_text("utf-8"))
         ids: dict[str, int] = tokenizer["model"]["vocab"]
-        tokens = sorted(ids, key=ids.__getitem__)
-        return Vocabulary("\n".join(tokens), str(tokenizer_file)), tokenizer["normalizer"]["lowercase"]
+        tokens_by_id = sorted(ids, key=lambda token: ids[token])
+        vocabulary = Vocabulary("\n".join(tokens_by_id), str(tokenizer_file))
+        return vocabulary, tokenizer["normalizer"]["lowercase"]
     if not vocab_file.exists():
         raise UserError(
             f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"

@@ -1,4 +1,4 @@
-"""Loads weights of released checkpoints or of other runs into the towers, for continued pretraining.
+"""Load weights of released checkpoints or of other runs into the towers, for continued pretraining.
 
 Guarantee: every parameter of the towers either gets its value from the source or is named in the notes, the lines of
 text that are returned for the run's log. The notes also name the optimizer's moments, which no Hugging Face folder
@@ -29,6 +29,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
+_EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
 def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
@@ -44,17 +45,24 @@ def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, gener
     Raises:
         UserError: a folder is missing or unreadable, or has another shape or vocabulary size than `towers.model`.
     """
-    large = _read_tower(towers, "discriminator", discriminator_dir) if discriminator_dir else {}
-    small = _read_tower(towers, "generator", generator_dir) if generator_dir else {}
-    folders = [str(folder) for folder in (discriminator_dir, generator_dir) if folder]
-    notes = load_towers(towers, large, small, " and ".join(folders))
+    large: State = {}
+    small: State = {}
+    folders = []
+    if discriminator_dir:
+        large = _read_tower(towers, "discriminator", discriminator_dir)
+        folders.append(str(discriminator_dir))
+    if generator_dir:
+        small = _read_tower(towers, "generator", generator_dir)
+        folders.append(str(generator_dir))
+    notes = load_towers(towers, large, small, where=" and ".join(folders))
     return [*notes, "optimizer: a Hugging Face folder holds no moments; they start at zero"]
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Overwrite the parameters that the states hold; return notes, one line for each part that they do not hold.
+    """Overwrite the parameters of the towers that two state dicts hold; return a note on each part that they lack.
 
-    A note is also returned if both states have embeddings, these differ, and the towers share one set.
+    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; it keeps its random
+    initial values. A note is also returned if both states have embeddings, these differ, and the towers share one set.
 
     Args:
         towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
@@ -65,13 +73,13 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
     large = _cut_positions(large, towers.model.max_positions)
     small = _cut_positions(small, towers.model.max_positions)
     values, notes = _assign_values(towers, large, small)
-    num_missing: dict[str, int] = {}  # part of the towers -> number of its parameters without a value
+    num_missing: dict[str, int] = {}  # part of the towers -> number of its elements without a value
     with torch.no_grad():
         for name, parameter in towers.named_parameters():
             if name in values:
                 parameter.copy_(values[name])
             else:
-                part = name.partition(".")[0]
+                part = name.partition(".")[0]  # "generator_head" of "generator_head.dense.weight"
                 num_missing[part] = num_missing.get(part, 0) + parameter.numel()
     for part, count in num_missing.items():
         notes.append(f"{part}: not in {where}; its {count:,} parameters start with random values")
@@ -79,7 +87,7 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Raise if a tower of a source has another shape than the config's.
+    """Raise if a tower of a source has another shape than the config's, or fewer positions.
 
     Args:
         where: file or folder of the source, for the message.
@@ -90,11 +98,14 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
     Raises:
         UserError: names the first difference.
     """
-    for key, wanted in shape_of(model, tower).items():
-        if key != _POSITIONS and given.get(key) != wanted:
+    for key, wanted_size in shape_of(model, tower).items():
+        if key == _POSITIONS:
+            continue  # more positions than wanted are accepted, so they are compared below
+        source_size = given.get(key)
+        if source_size != wanted_size:
             raise UserError(
-                f"{where}: {key} is {given.get(key)}, but the config's {tower} has {wanted}; set the model section to "
-                f"the checkpoint's shape, or name another checkpoint"
+                f"{where}: {key} is {source_size}, but the config's {tower} has {wanted_size}; set the model section "
+                f"to the checkpoint's shape, or name another checkpoint"
             )
     num_positions = given.get(_POSITIONS, 512)
     if num_positions < model.max_positions:
@@ -108,6 +119,10 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
     """Return the sizes of a tower that weights must have to fit it, under the keys of a Hugging Face config.json.
 
     The number of positions is among them, although a source may have more.
+
+    Args:
+        model: section `model` of the config.
+        tower: "discriminator" or "generator".
     """
     shape, width = tower_of(model, tower)
     return {
@@ -149,7 +164,10 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
     """Return a state dict whose position table, if it has one, is cut to its first `max_positions` rows."""
     table = "embeddings.position.weight"
-    return {name: value[:max_positions] if name == table else value for name, value in state.items()}
+    result = dict(state)
+    if table in result:
+        result[table] = result[table][:max_positions]
+    return result
 
 
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -158,38 +176,59 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
     A conflict is that both states have embeddings, and these differ, but the towers share one set. Its note is a line
     of text for the run's log.
 
-    Which state's embeddings a parameter gets depends on what the towers share.
-
     Args:
         towers: towers to fill; they are not changed.
         large: the discriminator, its head and the embeddings that it reads, under the names of ElectraTowers.
         small: the generator, its head and the embeddings that it reads. Either state may be empty.
     """
-    prefix = "embeddings."
-    values = {name: value for name, value in small.items() if not name.startswith(prefix)}
-    values |= {name: value for name, value in large.items() if not name.startswith(prefix)}
-    large_embeddings = {name: value for name, value in large.items() if name.startswith(prefix)}
-    small_embeddings = {name: value for name, value in small.items() if name.startswith(prefix)}
+    values = {name: value for name, value in small.items() if not name.startswith(_EMBEDDINGS)}
+    values |= {name: value for name, value in large.items() if not name.startswith(_EMBEDDINGS)}
+    large_embeddings = {name: value for name, value in large.items() if name.startswith(_EMBEDDINGS)}
+    small_embeddings = {name: value for name, value in small.items() if name.startswith(_EMBEDDINGS)}
     notes = []
-    if not hasattr(towers, "discriminator_embeddings"):  # one set for both towers
+    if hasattr(towers, "discriminator_embeddings"):
+        values |= _assign_separate_embeddings(towers.is_difference, large_embeddings, small_embeddings)
+    else:  # one set for both towers
         values |= large_embeddings or small_embeddings
-        if large_embeddings and any(
-            not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items()
-        ):
+        if large_embeddings and _differ(large_embeddings, small_embeddings):
             notes.append("embeddings: those of the two folders differ; the discriminator's are used for both towers")
-    elif towers.is_difference:  # the discriminator's tables are the generator's plus a difference
-        values |= small_embeddings or large_embeddings
-        for name, value in large_embeddings.items():
-            base = 0.0 if "layer_norm" in name else values[name]
-            values[f"discriminator_{name}"] = value - base
-    else:  # one set for each tower
-        values |= small_embeddings
-        values |= {f"discriminator_{name}": value for name, value in large_embeddings.items()}
     return values, notes
+
+
+def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
+    """Return the values of both towers' embeddings, for towers in which the discriminator has embeddings of its own.
+
+    The generator reads `embeddings.`, and the discriminator `discriminator_embeddings.`.
+
+    Args:
+        is_difference: whether the discriminator reads the sum of both tables (sharing `gdes`): its own tables are then
+            the difference. Its LayerNorm is never a difference.
+        large: the embeddings that the discriminator reads in the source, named `embeddings.`; may be empty.
+        small: the embeddings that the generator reads in the source, named `embeddings.`; may be empty.
+    """
+    if not is_difference:
+        return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
+    values = dict(small or large)
+    for name, value in large.items():
+        if "layer_norm" in name:
+            values[f"discriminator_{name}"] = value
+        else:
+            values[f"discriminator_{name}"] = value - values[name]
+    return values
+
+
+def _differ(large_embeddings: State, small_embeddings: State) -> bool:
+    """Return whether a tensor of the small tower's embeddings differs from that of the same name in the large's."""
+    return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
 def _read_tower(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder under the names of ElectraTowers.
+
+    Args:
+        towers: the towers that the weights are for; they are not changed.
+        tower: which of the two the folder holds.
+        folder: folder with config.json and the weights.
 
     Raises:
         UserError: config.json or a weight is missing, or the shape is not that of `tower` in `towers.model`.

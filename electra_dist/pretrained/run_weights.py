@@ -1,4 +1,4 @@
-"""Loads a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
+"""Load a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
 
 Guarantee: every byte is verified against the checkpoint's manifest. If a checkpoint is damaged, the result names it
 and the next older good one is read. A run folder that was moved is read at its new place.
@@ -31,18 +31,20 @@ class RunWeights(NamedTuple):
 
     @property
     def vocab_file(self) -> Path:
-        """Path of the run's copy of the corpus's vocab.txt."""
+        """Return the path of the run's copy of the corpus's vocab.txt."""
         return Path(self.config.run_dir) / RUN_VOCAB_FILE
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Settings of the corpus's tokenizer, read from a file of the run folder at each access."""
+        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access."""
         text = (Path(self.config.run_dir) / TOKENIZER_FILE).read_text()
         return TokenizerEntry.model_validate_json(text)
 
 
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps.
+
+    Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
 
     Args:
         run_dir: the run folder; its config names the checkpoint targets.

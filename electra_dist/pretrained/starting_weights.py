@@ -1,4 +1,4 @@
-"""Starts a run with the weights of another model instead of random ones, as `train.init_from` selects.
+"""Start a run with the weights of another model instead of random ones, as `train.init_from` selects.
 
 Guarantee: the weights are in the towers before DeepSpeed takes them over, so all ZeRO stages start alike. The log
 names everything that the source lacks (a head, the generator, and always the optimizer's moments). A source whose
@@ -30,7 +30,7 @@ from electra_dist.run.folder import is_run_folder
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-# Names of the discriminator's and of the generator's parameters begin with these.
+# Prefixes of the names of the discriminator's (large) and of the generator's (small) parameters.
 _LARGE = ("embeddings.", "discriminator.", "discriminator_head.", "token_head.", "copy_gate.")
 _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", "baseline.")
 
@@ -38,13 +38,19 @@ _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", 
 class Source(NamedTuple):
     """Folders that `train.init_from` names: either a run's, or one or two Hugging Face folders."""
 
-    run: Path | None = None
+    run: Path | None = None  # run folder
     discriminator: Path | None = None  # Hugging Face folder of the large tower
     generator: Path | None = None  # Hugging Face folder of the generator
 
 
 def find_source(train: TrainConfig) -> Source:
     """Return the folder of the run, or the folders of towers, that `train.init_from` names; it must be set.
+
+    The generator's folder is `train.init_generator_from`, if that is set. An export (a folder with `discriminator` and
+    mostly `generator` in it) brings one of its own.
+
+    Args:
+        train: the config's section `train`.
 
     Raises:
         UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
@@ -53,7 +59,7 @@ def find_source(train: TrainConfig) -> Source:
     folder = Path(train.init_from or "")
     generator = Path(train.init_generator_from) if train.init_generator_from else None
     if is_run_folder(folder):
-        if generator:
+        if generator is not None:
             raise UserError(
                 f"train.init_generator_from is set, but train.init_from {folder} is a run, which has its own "
                 f"generator; remove train.init_generator_from"
@@ -75,7 +81,7 @@ def find_source(train: TrainConfig) -> Source:
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
     """Raise if the source that `train.init_from` names does not exist, or has another vocabulary than the corpus.
 
-    The tokens of its vocab.txt are compared, if it has that file.
+    The tokens in the source's vocab.txt are compared; a source without that file is not checked.
 
     Args:
         train: the config's section `train`, with `init_from` set.
@@ -122,7 +128,9 @@ def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequen
         UserError: the source cannot be read, or has another shape than the towers.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
-    return load_source(towers, train) if is_needed else []
+    if not is_needed:
+        return []
+    return load_source(towers, train)
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
@@ -141,19 +149,32 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     if source.run is None:
         notes = load_pretrained(towers, source.discriminator, source.generator)
         return [f"the weights of {train.init_from}", *notes]
-    run = load_run_weights(source.run)
+    return _load_run(towers, source.run)
+
+
+def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
+    """Overwrite the parameters that the newest good checkpoint of a run holds; return lines for the log.
+
+    Args:
+        towers: initialised towers on the host, not yet under an engine.
+        run_dir: folder of the run that is the source.
+
+    Raises:
+        UserError: the run has no good checkpoint, or has another shape than the towers.
+    """
+    run = load_run_weights(run_dir)
     model = run.config.model
     large = _with_prefixes(standalone(run.weights, model, "discriminator"), _LARGE)
     small = _with_prefixes(standalone(run.weights, model, "generator"), _SMALL)
     source_has_generator = any(name.startswith("generator_head.") for name in small)
     if not source_has_generator:
-        small = {}
-    check_shape(str(source.run), shape_of(model, "discriminator"), towers.model, "discriminator")
+        small = {}  # embeddings alone, which `large` holds as well
+    check_shape(str(run_dir), shape_of(model, "discriminator"), towers.model, "discriminator")
     if source_has_generator and hasattr(towers, "generator_head"):
-        check_shape(str(source.run), shape_of(model, "generator"), towers.model, "generator")
-    notes = load_towers(towers, large, small, str(source.run))
+        check_shape(str(run_dir), shape_of(model, "generator"), towers.model, "generator")
+    notes = load_towers(towers, large, small, where=str(run_dir))
     return [
-        f"the weights of {source.run} after {run.state.step:,} steps",
+        f"the weights of {run_dir} after {run.state.step:,} steps",
         *run.damaged,
         *notes,
         "optimizer: moments are not taken over; they start at zero",

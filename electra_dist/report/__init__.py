@@ -1,1 +1,1 @@
-"""Writes the report of a run: report.html and its curves."""
+"""Write the report of a run: report.html and its curves."""

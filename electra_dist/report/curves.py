@@ -1,4 +1,4 @@
-"""Draws the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
+"""Draw the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
 
 Guarantee: a curve is thinned to at most some 1,200 points by keeping the lowest and the highest value of each bucket,
 so a spike of one step stays visible in a run of 400,000 steps. SVG colors are names of CSS variables (`--ink`,
@@ -33,20 +33,24 @@ from electra_dist.run.metrics_writer import read_metrics
 MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 SMOOTHING_SPAN = 40  # records
 
-# Placeholder colors for matplotlib. In an SVG they are replaced by CSS variables, in a PNG by those of _PRINT.
-_VARIABLES = {"#010101": "--ink", "#020202": "--grid", "#030303": "--series-1", "#040404": "--series-2"}
-_INK, _GRID, _FIRST, _SECOND = _VARIABLES
-_PRINT = {"#010101": "#374151", "#020202": "#e5e7eb", "#030303": "#2563eb", "#040404": "#ea580c"}
+# Placeholder colors for matplotlib, which needs real colors. They are replaced by CSS variables in an SVG, and by the
+# colors of _PRINT in a PNG.
+_INK = "#010101"
+_GRID = "#020202"
+_FIRST = "#030303"
+_SECOND = "#040404"
+_VARIABLES = {_INK: "--ink", _GRID: "--grid", _FIRST: "--series-1", _SECOND: "--series-2"}
+_PRINT = {_INK: "#374151", _GRID: "#e5e7eb", _FIRST: "#2563eb", _SECOND: "#ea580c"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """Line of a diagram: the field of metrics.jsonl that it shows, and how it is drawn."""
+    """Line of a diagram: the field of the records in metrics.jsonl that it shows, and how it is drawn."""
 
     field: str  # of the records in metrics.jsonl
     label: str  # in the legend
     kind: str = "train"  # kind of the records: "train" is drawn as a line, "eval" as a line with points
-    color: str = _FIRST
+    color: str = _FIRST  # placeholder of the color, _FIRST or _SECOND
     raw: bool = True  # draw every record; only for "train"
     smooth: bool = True  # draw the smoothed line, over a faint raw one; only for "train"
 
@@ -56,15 +60,17 @@ class Panel:
     """One diagram of the report: its lines over the optimizer steps and the format of its y axis."""
 
     name: str  # identifies the panel, and seeds the ids within its SVG
-    title: str
+    title: str  # above the diagram, with the unit
     lines: tuple[CurveLine, ...]  # at most two colors
-    scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"
+    scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"  # of the y axis
 
 
 def _loss_panel(tower: str, title: str) -> Panel:
     """Return the diagram of one loss, in training and on held-out rows.
 
-    `tower` selects the loss: "mlm" is the generator's, "rtd" the discriminator's.
+    Args:
+        tower: selects the loss: "mlm" is the generator's, "rtd" the discriminator's.
+        title: title of the diagram, with the unit.
     """
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", color=_SECOND)
@@ -113,7 +119,7 @@ PANELS = (
 
 
 def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = ()) -> str | None:
-    """Return a diagram as an <svg> element to embed in a page; None if the records have no finite value for it.
+    """Return a diagram as an <svg> element to embed in a page; None if no record has a finite value for its lines.
 
     The element has no width, no height and no XML header, so that the page decides its size. Equal arguments give
     equal text.
@@ -123,17 +129,29 @@ def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = 
         records: all records of metrics.jsonl.
         resumes: steps at which the run was resumed; each is marked by a dotted line.
     """
-    if not any(_series(records, line)[0].size for line in panel.lines):
+    num_points = sum(len(_series(records, line)[0]) for line in panel.lines)
+    if num_points == 0:
         return None
+    # Equal ids (svg.hashsalt) and no date make equal arguments give equal text.
     with matplotlib.rc_context(_style() | {"svg.hashsalt": panel.name}):
         figure = Figure(figsize=(4.0, 2.35), layout="constrained")
         _draw(figure.add_subplot(), panel, records, resumes)
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    return _for_page(buffer.getvalue(), panel.title)
+
+
+def _for_page(svg_file: str, title: str) -> str:
+    """Return the <svg> element of an SVG file, changed so that the page decides its size and its colors.
+
+    Args:
+        svg_file: text of the file as matplotlib writes it.
+        title: title of the diagram, which screen readers read out.
+    """
+    svg = svg_file[svg_file.index("<svg") :]  # without the XML header
+    # Only the first tag, that of the whole diagram, loses its width and height.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{panel.title}"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
@@ -150,11 +168,12 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
         `out`, as a path.
     """
     records = read_metrics(Path(run_dir))
+    first_four_panels = PANELS[:4]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-        figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)
-        for axes, panel in zip(figure.subplots(2, 2).flat, PANELS[:4], strict=True):
-            _draw(axes, panel, records, (), _PRINT)
+        figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
+        for axes, panel in zip(figure.subplots(2, 2).flat, first_four_panels, strict=True):
+            _draw(axes, panel, records, resumes=(), colors=_PRINT)
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)
 
@@ -162,18 +181,27 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
     """Return the values smoothed without lag: the mean of two exponential means, from the left and from the right.
 
+    An exponential mean lags behind its values. The lags of the two directions cancel.
+
     Args:
         values: values of consecutive records, [n].
         span: records over which each exponential mean extends; for a short curve at most a tenth of its length.
     """
-    decay = 1 - 2 / (min(span, max(1.0, len(values) / 10)) + 1)
-    return (_exponential_mean(values, decay) + _exponential_mean(values[::-1], decay)[::-1]) / 2
+    used_span = min(span, max(1.0, len(values) / 10))
+    decay = 1 - 2 / (used_span + 1)
+    mean_from_left = _exponential_mean(values, decay)
+    mean_from_right = _exponential_mean(values[::-1], decay)[::-1]
+    return (mean_from_left + mean_from_right) / 2
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return the exponential mean of the values so far, at every value, [n].
+    """Return at every value the mean of the values up to it, in which older values weigh less, [n].
 
-    The weights sum to 1 at every value, so that the first means are not pulled to zero.
+    The weights are divided by their sum, so that the first means are not pulled to zero.
+
+    Args:
+        values: the values, [n].
+        decay: weight of a value relative to the next newer one, in [0, 1).
     """
     means = np.empty(len(values))
     weighted_sum = 0.0
@@ -188,10 +216,12 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
     """Return the points of a curve that keep its shape: both ends, and the lowest and highest of every bucket.
 
+    A bucket is a part of the curve with about as many points as the others. A spike of one point stays visible.
+
     Args:
         steps: x values, [n], ascending.
         values: y values, [n], all finite.
-        num_buckets: parts of equal numbers of points.
+        num_buckets: number of buckets.
 
     Returns:
         Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets`
@@ -199,24 +229,32 @@ def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKET
     """
     if len(values) <= 2 * num_buckets:
         return steps, values
-    selected = {0, len(values) - 1}
-    for bucket in np.array_split(np.arange(len(values)), num_buckets):
-        bucket_values = values[bucket]
-        selected.add(int(bucket[bucket_values.argmin()]))
-        selected.add(int(bucket[bucket_values.argmax()]))
+    last_index = len(values) - 1
+    selected = {0, last_index}
+    for bucket_indices in np.array_split(np.arange(len(values)), num_buckets):
+        bucket_values = values[bucket_indices]
+        selected.add(int(bucket_indices[bucket_values.argmin()]))
+        selected.add(int(bucket_indices[bucket_values.argmax()]))
     indices = np.array(sorted(selected))
     return steps[indices], values[indices]
 
 
 def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a line, float64 [n] each; records without a finite value are left out."""
-    points = []
+    """Return the steps and the values of a line, float64 [n] each.
+
+    Records of another kind (training instead of evaluation, or the reverse) and records without a finite value of the
+    line's field are left out; n is 0 if that leaves none.
+    """
+    steps = []
+    values = []
     for record in records:
+        if record.get("kind") != line.kind:
+            continue
         value = record.get(line.field)
-        if record.get("kind") == line.kind and value is not None and math.isfinite(value):
-            points.append((record["step"], value))
-    steps, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
-    return steps, values
+        if value is not None and math.isfinite(value):
+            steps.append(record["step"])
+            values.append(value)
+    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
 def _draw(
@@ -224,7 +262,12 @@ def _draw(
 ) -> None:
     """Draw a diagram: the curves, dotted lines at the steps of `resumes`, axes and, for two curves or more, a legend.
 
-    `colors` maps the placeholder colors, which stand for CSS variables of the page, to real ones; None keeps them.
+    Args:
+        axes: what to draw on.
+        panel: the diagram.
+        records: all records of metrics.jsonl.
+        resumes: steps at which the run was resumed from a checkpoint.
+        colors: real colors for the placeholder colors, which stand for CSS variables; None keeps the placeholders.
     """
     if colors is None:
         colors = {}
@@ -233,47 +276,78 @@ def _draw(
     for line in panel.lines:
         _draw_line(axes, line, records, colors.get(line.color, line.color))
     axes.set_title(panel.title, loc="left")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20000 as 20k
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _format_y_axis(axes, panel.scale)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
+    legend_handles, _labels = axes.get_legend_handles_labels()
+    if len(legend_handles) > 1:
         axes.legend(loc="best")
 
 
 def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
-    """Draw one line of a diagram; draw nothing if the records have no value for it."""
+    """Draw one line of a diagram; draw nothing if the records have no value for it.
+
+    A line of evaluations is drawn with points. One of training is drawn raw, smoothed, or smoothed over a faint raw
+    line, according to `CurveLine.raw` and `CurveLine.smooth`.
+
+    Args:
+        axes: what to draw on.
+        line: the line.
+        records: all records of metrics.jsonl.
+        color: color of the line.
+    """
     steps, values = _series(records, line)
     if not values.size:
         return
+    thin_steps, thin_values = thinned(steps, values)
     if line.kind == "eval":
-        axes.plot(*thinned(steps, values), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
+        axes.plot(thin_steps, thin_values, color=color, marker="o", markersize=3, linewidth=1, label=line.label)
         return
     if line.raw and line.smooth:
-        axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.7)
+        axes.plot(thin_steps, thin_values, color=color, alpha=0.3, linewidth=0.7)
     elif line.raw:
-        axes.plot(*thinned(steps, values), color=color, linewidth=1.5, label=line.label)
+        axes.plot(thin_steps, thin_values, color=color, linewidth=1.5, label=line.label)
     if line.smooth:
-        axes.plot(*thinned(steps, smoothed(values)), color=color, linewidth=1.5, label=line.label)
+        smooth_steps, smooth_values = thinned(steps, smoothed(values))
+        axes.plot(smooth_steps, smooth_values, color=color, linewidth=1.5, label=line.label)
 
 
 def _format_y_axis(axes: Axes, scale: str) -> None:
-    """Set scale, ticks and number format of the y axis; call it after everything is drawn. See `Panel.scale`."""
+    """Set scale, ticks and number format of the y axis. Call it after everything is drawn, when its range is known.
+
+    Args:
+        axes: the diagram.
+        scale: a value of `Panel.scale`: "percent" shows 0.5 as 50 %, "thousands" shows 20000 as 20k and begins at 0,
+            "scientific" shows 0.0002 as 2.00e-4, "log" is logarithmic, and "linear" keeps matplotlib's defaults.
+    """
     if scale == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
+        _, highest = axes.get_ylim()
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        axes.set_ylim(0, 1.05 * highest)
     elif scale == "scientific":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.2e}".replace("e-0", "e-") if x else "0"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: _scientific(value)))
     elif scale == "log":
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=_log_ticks(*axes.get_ylim())))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        lowest, highest = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=_log_ticks(lowest, highest)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 
 
+def _scientific(value: float) -> str:
+    """Return a number as text with three digits and an exponent without a leading zero, such as 2.00e-4; "0" for 0."""
+    if value == 0:
+        return "0"
+    return f"{value:.2e}".replace("e-0", "e-")
+
+
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return the ticks within a decade of a log axis from `low` to `high`: more of them on a shorter axis."""
+    """Return the ticks within each decade of a log axis from `low` to `high`: more of them on a shorter axis.
+
+    For example, (1.0, 2.0, 5.0) means ticks at 1, 2, 5, 10, 20, 50, ... Both ends must be positive.
+    """
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)
@@ -283,19 +357,26 @@ def _log_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def print_style() -> dict[str, object]:
-    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`."""
-    style: dict[str, object] = {}
-    for key, value in _style().items():
-        style[key] = _PRINT.get(value, value) if isinstance(value, str) else value
+    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`.
+
+    They are the settings of the report's diagrams with real colors and a larger font.
+    """
+    style = _style()
+    for key, value in style.items():
+        if isinstance(value, str) and value in _PRINT:
+            style[key] = _PRINT[value]
     return style | {"font.size": 9, "axes.titlesize": 10}
 
 
 def _style() -> dict[str, object]:
-    """Return matplotlib's settings for an SVG, with placeholder colors and with text kept as text."""
+    """Return matplotlib's settings for an SVG: placeholder colors, text kept as text, a plain light frame.
+
+    The keys are those of matplotlib's rcParams; sizes are in points.
+    """
     return {
         "font.family": "sans-serif",
         "font.size": 8,
-        "svg.fonttype": "none",
+        "svg.fonttype": "none",  # text stays text instead of becoming outlines
         "text.color": _INK,
         "axes.labelcolor": _INK,
         "axes.edgecolor": _GRID,

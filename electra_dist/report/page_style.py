@@ -1,4 +1,4 @@
-"""Holds the style sheet of report.html: light or dark by the reader's preference, one column on a phone."""
+"""Hold the style sheet of report.html: light or dark by the reader's preference, one column on a phone."""
 
 STYLE = """
 :root {

@@ -1,4 +1,4 @@
-"""Writes report.html, which shows a run on one page, in one file.
+"""Write report.html, which shows a run on one page, in one file.
 
 Guarantee: the page is self-contained (it loads no script, font, image or style, so it opens from a mail or a cluster's
 file system), readable on a phone, in light and in dark mode. It is derived from files of the run folder only
@@ -37,8 +37,9 @@ __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 
 Tile = tuple[str, str, str]  # name, value, remark
 
-MAX_EVENTS = 40  # the newest events and evaluations that the tables show
-MAX_EVALUATIONS = 12
+MAX_EVENTS = 40  # the newest events that the table of events shows
+MAX_EVALUATIONS = 12  # the newest evaluations that the table of evaluations shows
+RECENT_RECORDS = 20  # training records over which the tiles average
 _EVALUATION_HEAD = (
     "step",
     "generator loss",
@@ -53,9 +54,10 @@ _EVALUATION_HEAD = (
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html into `run_dir` and return its path.
+    """Write report.html into the run folder `run_dir` and return its path.
 
-    The run may still be going on; an existing report is replaced atomically.
+    It shows what the files of the run folder record so far; the run may still be going on. An existing report is
+    replaced atomically.
 
     Raises:
         UserError: the folder does not exist or cannot be written.
@@ -73,35 +75,52 @@ def write_report(run_dir: Path) -> Path:
 def report_page(run_dir: Path) -> str:
     """Return the HTML text of the report of the run in `run_dir`; a missing file leaves its part of the page out."""
     metrics = read_metrics(run_dir)
+    train = [record for record in metrics if record["kind"] == "train"]
+    evals = [record for record in metrics if record["kind"] == "eval"]
     ledger = read_ledger(run_dir)
     account = goodput(ledger, read_jobs(run_dir))
     config_file = run_dir / CONFIG_FILE
     config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
-    train = [record for record in metrics if record["kind"] == "train"]
-    evals = [record for record in metrics if record["kind"] == "eval"]
-    environment = read_environment(run_dir)
     name = html.escape(run_dir.resolve().name)
-    body = [
+    sections = [
         _header(name, config_text, train, ledger),
         _tiles(train, evals, account),
         _curves(metrics, ledger),
         _evaluations(evals),
         _events(ledger, account),
-        _environment(environment),
+        _environment(read_environment(run_dir)),
         _config(config_text),
     ]
+    body = "".join(sections)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{name}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>\n</html>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
 
 def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> str:
-    """Return the heading: name of the run, its state by the last event of the ledger, and its first and last time.
+    """Return the heading: the name of the run, its state, and the times of its first and last event.
 
     Args:
         name: name of the run, HTML-escaped.
+        config_text: config.yaml, for the number of steps; may be empty.
+        train: training records.
+        ledger: all events.
+    """
+    state, text = _state(config_text, train, ledger)
+    period = ""
+    if ledger:
+        period = f" &middot; {_minute(ledger[0]['time'])} to {_minute(ledger[-1]['time'])} UTC"
+    return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{period}</p></header>\n'
+
+
+def _state(config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> tuple[str, str]:
+    """Return the state of the run by the last event of its ledger: a CSS class, and a text with the steps done.
+
+    The class is "done", "stop", "crash" or, without an event that ends the run, "open".
+
+    Args:
         config_text: config.yaml, for the number of steps; may be empty.
         train: training records.
         ledger: all events.
@@ -111,15 +130,12 @@ def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequen
     of_total = f" of {total:,}" if total else ""
     last_event = ledger[-1]["event"] if ledger else ""
     if last_event == "done":
-        state, text = "done", f"finished: step {step:,}{of_total}"
-    elif last_event == "stop":
-        state, text = "stop", f"stopped on purpose after step {ledger[-1]['step']:,}{of_total}"
-    elif last_event == "crash":
-        state, text = "crash", f"crashed after step {step:,}{of_total}"
-    else:
-        state, text = "open", f"under way or cut off: last record of step {step:,}{of_total}"
-    when = f" &middot; {_minute(ledger[0]['time'])} to {_minute(ledger[-1]['time'])} UTC" if ledger else ""
-    return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{when}</p></header>\n'
+        return "done", f"finished: step {step:,}{of_total}"
+    if last_event == "stop":
+        return "stop", f"stopped on purpose after step {ledger[-1]['step']:,}{of_total}"
+    if last_event == "crash":
+        return "crash", f"crashed after step {step:,}{of_total}"
+    return "open", f"under way or cut off: last record of step {step:,}{of_total}"
 
 
 def _total_steps(config_text: str) -> int | None:
@@ -130,7 +146,13 @@ def _total_steps(config_text: str) -> int | None:
 
 
 def _tiles(train: Sequence[Record], evals: Sequence[Record], account: Goodput) -> str:
-    """Return the section of tiles, each with one figure of the run; empty if nothing was recorded."""
+    """Return the section of tiles, each with one figure of the run; empty if nothing was recorded.
+
+    Args:
+        train: training records.
+        evals: records of evaluations on held-out rows.
+        account: how the run's wall-clock time was spent.
+    """
     tiles = [*_evaluation_tiles(evals), *_training_tiles(train), *_time_tiles(account)]
     if not tiles:
         return ""
@@ -150,26 +172,29 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
     return [
         ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
         ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals, "rtd_loss")),
-        ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{100 * last['mlm_accuracy']:.1f} % right"),
+        ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{_percent(last['mlm_accuracy'])} right"),
     ]
 
 
 def _training_tiles(train: Sequence[Record]) -> list[Tile]:
-    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded."""
+    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
+
+    Losses and accuracies are means over the newest records, throughput is the median over all records.
+    """
     if not train:
         return []
-    recent = train[-20:]
+    recent = train[-RECENT_RECORDS:]
     averaged = f"mean of {len(recent)} records"
     tiles = [
         ("RTD loss", f"{_mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(train, 'rtd_loss')}"),
         ("MLM loss", f"{_mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(train, 'mlm_loss')}"),
-        ("Replaced tokens found", f"{100 * _mean(recent, 'replaced_accuracy'):.1f} %", averaged),
-        ("Original tokens kept", f"{100 * _mean(recent, 'original_accuracy'):.1f} %", averaged),
+        ("Replaced tokens found", _percent(_mean(recent, "replaced_accuracy")), averaged),
+        ("Original tokens kept", _percent(_mean(recent, "original_accuracy")), averaged),
         ("Tokens seen", format_count(train[-1]["tokens_seen"]), f"{train[-1]['step']:,} steps"),
         ("Tokens per second", format_count(_median(train, "tokens_per_s")), "median"),
     ]
     if any(record["mfu"] is not None for record in train):
-        tiles.append(("MFU", f"{100 * _median(train, 'mfu'):.1f} %", "median, of the dense peak"))
+        tiles.append(("MFU", _percent(_median(train, "mfu")), "median, of the dense peak"))
     tiles.append(("Waiting for data", f"{100 * _mean(train, 'data_wait'):.2f} %", "of the time, mean"))
     return tiles
 
@@ -178,28 +203,35 @@ def _time_tiles(account: Goodput) -> list[Tile]:
     """Return the tiles of wall-clock time and goodput; [] before the ledger has events to compute them from."""
     if account.fraction is None:
         return []
-    starts = f"{account.starts} start{'s' if account.starts != 1 else ''}"
+    starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
     return [
         ("Wall clock", format_duration(account.wall), starts),
-        ("Goodput", f"{100 * account.fraction:.1f} %", f"{account.steps_lost:,} steps lost"),
+        ("Goodput", _percent(account.fraction), f"{account.steps_lost:,} steps lost"),
     ]
 
 
 def _curves(metrics: Sequence[Record], ledger: Sequence[Record]) -> str:
-    """Return the section of curves, or a note if no step was recorded; resumes are marked by dotted lines."""
+    """Return the section of curves, or a note if no step was recorded; resumes are marked by dotted lines.
+
+    Args:
+        metrics: all records of metrics.jsonl.
+        ledger: all events; a "resume" is a start of the run from a checkpoint.
+    """
     resumes = [event["step"] for event in ledger if event["event"] == "resume"]
-    panels = [panel_svg(panel, metrics, resumes) for panel in PANELS]
-    drawn = [svg for svg in panels if svg]
-    if not drawn:
+    cards = ""
+    for panel in PANELS:
+        svg = panel_svg(panel, metrics, resumes)
+        if svg:
+            cards += f'<div class="card">{svg}</div>\n'
+    if not cards:
         return '<p class="note">No step has been recorded yet.</p>\n'
     dotted = "; dotted: resumed from a checkpoint" if resumes else ""
-    cards = "".join(f'<div class="card">{svg}</div>\n' for svg in drawn)
     note = f'<p class="note">Over optimizer steps. Faint: every record, bold: smoothed{dotted}.</p>\n'
     return f'<h2>Curves</h2>\n<section class="curves">\n{cards}</section>\n{note}'
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
-    """Return the table of the newest held-out evaluations; empty if there was none."""
+    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none."""
     if not evals:
         return ""
     shown = evals[-MAX_EVALUATIONS:]
@@ -207,10 +239,12 @@ def _evaluations(evals: Sequence[Record]) -> str:
         (
             f"{record['step']:,}",
             f"{record['mlm_loss']:.4f}",
-            f"{100 * record['mlm_accuracy']:.1f} %",
+            _percent(record["mlm_accuracy"]),
             f"{record['rtd_loss']:.4f}",
             f"{record['auc']:.4f}",
-            *(f"{100 * record[name]:.1f} %" for name in ("accuracy", "precision", "recall")),
+            _percent(record["accuracy"]),
+            _percent(record["precision"]),
+            _percent(record["recall"]),
             f"{record['rows']:,}",
         )
         for record in shown
@@ -222,21 +256,28 @@ def _evaluations(evals: Sequence[Record]) -> str:
 def _events(ledger: Sequence[Record], account: Goodput) -> str:
     """Return the section "How the run went": a table of events, the goodput account, and a note on checkpoints.
 
-    Checkpoints and evaluations are too many for the table; checkpoints are summed up in the note.
+    Checkpoints and evaluations are too many for the table; the note sums up the checkpoints.
+
+    Args:
+        ledger: all events of the run, oldest first; the section is empty if there are none.
+        account: how the run's wall-clock time was spent.
     """
     if not ledger:
         return ""
     events = [event for event in ledger if event["event"] not in ("checkpoint", "eval")]
-    rows = [(_minute(event["time"]), event["event"], f"{event['step']:,}", _details(event)) for event in events]
-    shown = rows[-MAX_EVENTS:]
-    table = _table(shown, ("time (UTC)", "event", "step", ""), left=True)
-    omitted = _omitted(len(rows) - len(shown), "events")
+    shown = events[-MAX_EVENTS:]
+    rows = [(_minute(event["time"]), event["event"], f"{event['step']:,}", _details(event)) for event in shown]
+    table = _table(rows, ("time (UTC)", "event", "step", ""), left=True)
+    omitted = _omitted(len(events) - len(shown), "events")
     account_note = f'<p class="note">Where the time went: {account.described()}.</p>\n'
     return f"<h2>How the run went</h2>\n{table}{omitted}{account_note}{_checkpoint_note(ledger)}"
 
 
 def _details(event: Record) -> str:
-    """Return the fields of an event as text, without its time, name and step and without nested objects."""
+    """Return the fields of an event as text, such as "attempt 3, ranks 8".
+
+    The fields time, event and step are left out, because they have columns of their own, and so are nested objects.
+    """
     details = []
     for key, value in event.items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
@@ -245,30 +286,33 @@ def _details(event: Record) -> str:
 
 
 def _checkpoint_note(ledger: Sequence[Record]) -> str:
-    """Return a note with the number of checkpoints, the newest one and the median stall; empty without checkpoints."""
+    """Return a note with the number of checkpoints, the newest one and the median stall; empty without checkpoints.
+
+    The stall is the time for which a save held up the training, in seconds.
+    """
     saves = [event for event in ledger if event["event"] == "checkpoint"]
     if not saves:
         return ""
     stalls = [event["stall_s"] for event in saves if event.get("stall_s") is not None]
-    stall = f", each held the training up for {statistics.median(stalls):.2f} s (median)" if stalls else ""
-    return f'<p class="note">{len(saves):,} checkpoints, the newest of step {saves[-1]["step"]:,}{stall}.</p>\n'
+    stall_remark = ""
+    if stalls:
+        stall_remark = f", each held the training up for {statistics.median(stalls):.2f} s (median)"
+    newest_step = saves[-1]["step"]
+    return f'<p class="note">{len(saves):,} checkpoints, the newest of step {newest_step:,}{stall_remark}.</p>\n'
 
 
 def _environment(environment: Record) -> str:
-    """Return the tables of hardware and package versions; empty if environment.json is missing."""
+    """Return the tables of hardware and package versions; empty if environment.json is missing.
+
+    Args:
+        environment: content of environment.json; empty if the file is missing.
+    """
     if not environment:
         return ""
     cpu = environment["cpu"]
-    gpus = environment["gpus"].get("devices", [])
-    hardware = [("ranks", str(environment["world_size"]))]
-    kinds = {(gpu["name"], gpu["memory_gb"]) for gpu in gpus}
-    for name, memory_gb in sorted(kinds):
-        count = sum(gpu["name"] == name for gpu in gpus)
-        memory = f", {memory_gb} GB" if memory_gb else ""
-        hardware.append(("GPUs of a node", f"{count} x {name}{memory}"))
-    if gpus:
-        hardware.append(("driver", str(environment["gpus"]["driver"])))
-    hardware += [
+    hardware = [
+        ("ranks", str(environment["world_size"])),
+        *_gpu_rows(environment["gpus"]),
         ("CPU", str(cpu["model"])),
         ("cores", f"{cpu['usable_cores']} usable of {cpu['cores']}"),
         ("memory", f"{cpu['memory_gb']} GB"),
@@ -279,8 +323,30 @@ def _environment(environment: Record) -> str:
     return f'<h2>Hardware and versions</h2>\n<div class="pair">\n{tables}</div>\n'
 
 
+def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
+    """Return the rows of the hardware table that describe a node's GPUs: one per model, and the driver.
+
+    Args:
+        gpus: the entry "gpus" of environment.json.
+
+    Returns:
+        Names and values, such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] without GPUs.
+    """
+    devices = gpus.get("devices", [])
+    if not devices:
+        return []
+    rows = []
+    models = {(device["name"], device["memory_gb"]) for device in devices}
+    for name, memory_gb in sorted(models):
+        count = sum(device["name"] == name for device in devices)
+        memory = f", {memory_gb} GB" if memory_gb else ""
+        rows.append(("GPUs of a node", f"{count} x {name}{memory}"))
+    rows.append(("driver", str(gpus["driver"])))
+    return rows
+
+
 def _config(text: str) -> str:
-    """Return the section with config.yaml, folded; empty if the file is missing."""
+    """Return the section with the text of config.yaml, folded until the reader opens it; empty for an empty text."""
     if not text:
         return ""
     inner = f"<details><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>"
@@ -288,14 +354,21 @@ def _config(text: str) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
-    """Return an HTML table; `left` aligns all columns to the left, otherwise only the first one is."""
+    """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
+
+    Args:
+        rows: text of each cell, row by row.
+        head: text of the heading of each column; empty for no headings.
+        left: whether to align all columns to the left; otherwise only the first one is.
+    """
     lines = []
     if head:
         lines.append("".join(f"<th>{html.escape(cell)}</th>" for cell in head))
     for row in rows:
         lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
     inner = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    return f'<div class="card scroll"><table{" class=left" if left else ""}>\n{inner}</table></div>\n'
+    css_class = " class=left" if left else ""
+    return f'<div class="card scroll"><table{css_class}>\n{inner}</table></div>\n'
 
 
 def _omitted(count: int, name: str) -> str:
@@ -303,16 +376,23 @@ def _omitted(count: int, name: str) -> str:
 
     `name` is the plural noun for the rows, such as "events".
     """
-    return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n' if count > 0 else ""
+    if count <= 0:
+        return ""
+    return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'
+
+
+def _percent(fraction: float) -> str:
+    """Return a fraction as a percentage with one decimal: "12.5 %" for 0.125."""
+    return f"{100 * fraction:.1f} %"
 
 
 def _shown(value: Any) -> str:
-    """Return a value of an event as text; floats have three significant figures."""
+    """Return a value of an event as text; a float has three significant figures, such as 0.0123."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _mean(records: Sequence[Record], field: str) -> float:
-    """Return the mean of a field that every record has."""
+    """Return the mean of a field over the records; each of them must have it, and there must be at least one."""
     return statistics.fmean(record[field] for record in records)
 
 
@@ -322,10 +402,10 @@ def _median(records: Sequence[Record], field: str) -> float:
 
 
 def _since(records: Sequence[Record], field: str) -> str:
-    """Return the remark below a figure that gives the value of the field in the first record."""
+    """Return the remark "from X" below a figure, where X is the value of the field in the first record."""
     return f"from {records[0][field]:.3g}"
 
 
 def _minute(time: str) -> str:
-    """Return an ISO 8601 time without its seconds, for display."""
+    """Return an ISO 8601 time for display, without its seconds and time zone, such as 2026-01-31 09:05."""
     return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")

@@ -32,13 +32,13 @@ def versions() -> dict[str, str]:
 
     Packages that are not installed are left out. Imports torch, which takes seconds the first time.
     """
-    found = {"electra-dist": VERSION, "python": platform.python_version()}
+    version_by_name = {"electra-dist": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            version_by_name[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | _cuda_versions()
+    return version_by_name | _cuda_versions()
 
 
 def _cuda_versions() -> dict[str, str]:
@@ -47,17 +47,21 @@ def _cuda_versions() -> dict[str, str]:
 
     if not torch.cuda.is_available():
         return {}
-    nccl = torch.cuda.nccl.version()
-    return {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl))}
+    nccl_numbers = torch.cuda.nccl.version()  # for example (2, 21, 5)
+    return {"cuda": str(torch.version.cuda), "nccl": ".".join(str(number) for number in nccl_numbers)}
 
 
 def cpu() -> dict[str, Any]:
-    """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux only
+    """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes.
+
+    The usable cores are fewer than all cores where Slurm or a container limits the process.
+    """
+    num_cores = os.cpu_count()
+    can_ask_affinity = hasattr(os, "sched_getaffinity")  # Linux only
     return {
         "model": _cpu_model(),
-        "usable_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
-        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if can_ask_affinity else num_cores,
+        "cores": num_cores,
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
     }
 
@@ -66,13 +70,18 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the name of the processor from /proc/cpuinfo.
 
     Where that file is missing or names no model (not Linux, some ARM processors), return what Python knows.
+
+    Args:
+        cpuinfo: the file, which has a line such as `model name : Fast CPU @ 3 GHz` for each core.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def gpus() -> dict[str, Any]:
@@ -83,14 +92,12 @@ def gpus() -> dict[str, Any]:
     samples = probe.sample()
     driver = probe.driver_version()
     probe.close()
-    return {
-        "driver": driver,
-        "devices": [{"name": gpu.name, "memory_gb": _rounded(gpu.memory_total_gb)} for gpu in samples],
-    }
+    devices = [{"name": gpu.name, "memory_gb": _rounded(gpu.memory_total_gb)} for gpu in samples]
+    return {"driver": driver, "devices": devices}
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value rounded to one decimal; None stays None."""
+    """Return a value rounded to one decimal; None, which means that it is not known, stays None."""
     return None if value is None else round(value, 1)
 
 

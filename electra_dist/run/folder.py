@@ -99,19 +99,23 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
     Raises:
         UserError: names the folder and, for another run, the first key that differs.
     """
-    existing = run_dir
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"run_dir {run_dir}: {existing} is not a writable folder; set another run_dir")
+    # The run folder is created later, in its nearest parent that exists: that one must be writable.
+    nearest = run_dir
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    can_create_files = os.access(nearest, os.W_OK | os.X_OK)
+    if not nearest.is_dir() or not can_create_files:
+        raise UserError(f"run_dir {run_dir}: {nearest} is not a writable folder; set another run_dir")
     identity_file = run_dir / IDENTITY_FILE
-    if identity_file.exists():
-        difference = _first_difference(json.loads(identity_file.read_text()), dict(identity))
-        if difference:
-            raise UserError(
-                f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
-                f"set another run_dir, or restore the old value to continue that run"
-            )
+    if not identity_file.exists():
+        return
+    identity_of_folder = json.loads(identity_file.read_text())
+    difference = _first_difference(identity_of_folder, dict(identity))
+    if difference:
+        raise UserError(
+            f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
+            f"set another run_dir, or restore the old value to continue that run"
+        )
 
 
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:
@@ -142,7 +146,8 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 def _first_difference(old: object, new: object, key: str = "") -> str:
     """Return "KEY was OLD, is NEW" for the first key whose value differs between two JSON trees; "" if none does.
 
-    Nested keys are joined by dots. Keys come in the order of `old`, then those that only `new` has.
+    Nested keys are joined by dots, for example "model.hidden_size was 256, is 512". Keys come in the order of `old`,
+    then those that only `new` has. A key that one tree lacks has the value None there.
 
     Args:
         old: the tree to compare with, or a part of it.
@@ -150,8 +155,8 @@ def _first_difference(old: object, new: object, key: str = "") -> str:
         key: dotted key of this part; "" for the whole trees.
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        only_new = [name for name in new if name not in old]
-        for name in [*old, *only_new]:
+        names_only_in_new = [name for name in new if name not in old]
+        for name in [*old, *names_only_in_new]:
             nested_key = f"{key}.{name}" if key else str(name)
             difference = _first_difference(old.get(name), new.get(name), nested_key)
             if difference:

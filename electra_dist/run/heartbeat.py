@@ -32,7 +32,8 @@ from electra_dist.store.atomic_files import writable
 RECORD_BYTES = 320  # length of every heartbeat file
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
-_TRIES, _TRY_AGAIN_S = 5, 0.002  # a torn record is a write in progress, which takes microseconds
+_TRIES = 5  # how often a torn record is read: it is a write in progress, which takes microseconds
+_TRY_AGAIN_S = 0.002  # between two of these reads
 
 Phase = Literal["setup", "step", "checkpoint", "eval", "done"]
 
@@ -66,16 +67,16 @@ class Heartbeat:
         Raises:
             StoreError: the run folder cannot be written.
         """
-        host = json.dumps(node_name()[:64])
-        self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '
+        host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
+        self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
         self.attempt = attempt
         self._path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
         self._step = 0
         self._phase = ""
         self._last_beat_time = 0.0
         self._phase_since = 0.0
-        self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)
-        self._num_timed = 0
+        self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)  # seconds per step, the newest last
+        self._num_timed = 0  # pairs of beats in a row of phase "step", the first ones included
         with writable(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -92,7 +93,7 @@ class Heartbeat:
         now = time.time()
         if phase == self._phase == "step" and step > self._step:
             self._num_timed += 1
-            if self._num_timed > EXEMPT_STEPS:
+            if self._num_timed > EXEMPT_STEPS:  # The first steps compile and allocate, so they take longer.
                 self._step_times.append((now - self._last_beat_time) / (step - self._step))
         if phase != self._phase:
             self._phase = phase
@@ -104,7 +105,7 @@ class Heartbeat:
             f'"phase_since": {self._phase_since:.6f}, "step_s": {self._median_step_s()}'
         )
         try:
-            os.pwrite(self._file, self._line, 0)
+            os.pwrite(self._file, self._line, 0)  # Overwrite the last record from the beginning of the file.
         except OSError:
             with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path
                 raise
@@ -113,7 +114,7 @@ class Heartbeat:
     def last(self) -> Beat:
         """Return the newest heartbeat of this rank as readers see it, with times rounded to microseconds."""
         beat = _decode(self._line)
-        assert beat is not None
+        assert beat is not None  # The record was encoded by `_encode`, so its checksum fits.
         return beat
 
     def close(self) -> None:
@@ -137,18 +138,22 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
         ranks: ranks to read; None: all that have a file. A rank without a readable file is left out.
     """
     folder = Path(run_dir) / HEARTBEAT_DIR
-    paths = folder.glob("rank-*.json") if ranks is None else (_file(folder, rank) for rank in ranks)
-    beats = (_read(path) for path in paths)
-    return sorted((beat for beat in beats if beat), key=lambda beat: beat.rank)
+    paths: Iterable[Path] = folder.glob("rank-*.json")
+    if ranks is not None:
+        paths = [_file(folder, rank) for rank in ranks]
+    beats = [_read(path) for path in paths]
+    return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 
 def _file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's heartbeat file."""
+    """Return the path of a rank's heartbeat file, for example rank-00003.json in the folder of heartbeats."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def _encode(body: str) -> bytes:
     """Return a heartbeat record of exactly `RECORD_BYTES` bytes: JSON with a checksum, padded with spaces.
+
+    The checksum is added as a last field, so that a body `{"pid": 7` becomes `{"pid": 7, "crc": 123}`.
 
     Args:
         body: the JSON object without its closing brace; the checksum is the CRC-32 of these bytes.
@@ -160,10 +165,14 @@ def _encode(body: str) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
-    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write."""
+    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write.
+
+    A record is a JSON object whose last field, `"crc"`, is the CRC-32 of the bytes before that field.
+    """
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
-    if len(line) != RECORD_BYTES or not checksum.isdigit() or int(checksum) != zlib.crc32(body):
+    is_whole = len(line) == RECORD_BYTES and checksum.isdigit()
+    if not is_whole or int(checksum) != zlib.crc32(body):
         return None
     fields: dict[str, Any] = json.loads(body + b"}")
     return Beat(**fields)

@@ -77,9 +77,9 @@ class JsonlFile:
     def _cut_torn_line(self) -> None:
         """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""
         content = self.path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end != len(content):
-            os.truncate(self.path, end)
+        whole_lines_bytes = content.rfind(b"\n") + 1  # 0 if there is no newline
+        if whole_lines_bytes != len(content):
+            os.truncate(self.path, whole_lines_bytes)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -87,7 +87,8 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
     NaN and the infinities become the strings "NaN", "Infinity" and "-Infinity".
     """
-    return json.dumps(_floats_to_strings(record), separators=(", ", ": "), allow_nan=False).encode("ascii") + b"\n"
+    text = json.dumps(_floats_to_strings(record), separators=(", ", ": "), allow_nan=False)
+    return text.encode("ascii") + b"\n"
 
 
 def read_records(path: Path) -> list[Record]:
@@ -99,24 +100,33 @@ def read_records(path: Path) -> list[Record]:
         UserError: a whole line is not a JSON object; names the line. A killed writer cannot cause this.
     """
     try:
-        text = path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     records = []
-    *lines, _ = text.split(b"\n")  # after the last newline comes nothing, or a torn line
+    *lines, _ = content.split(b"\n")  # after the last newline comes nothing, or a torn line
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
+        record = _parse_object(line)
+        if record is None:
             raise UserError(f"{path}:{number}: not a JSON object; the file is damaged: delete this line or the file")
         records.append(_strings_to_floats(record))
     return records
 
 
+def _parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None if the line is not JSON, or is another value, such as a number."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _floats_to_strings(value: Any) -> Any:
-    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth."""
+    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth.
+
+    Other values stay as they are, except that mappings become dicts and tuples become lists.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -129,7 +139,10 @@ def _floats_to_strings(value: Any) -> Any:
 
 
 def _strings_to_floats(value: Any) -> Any:
-    """Return a JSON tree in which the strings of NaN and the infinities are floats again, at every depth."""
+    """Return a JSON tree in which the strings "NaN", "Infinity" and "-Infinity" are floats, at every depth.
+
+    A text of a record that happens to be one of these strings becomes a float, too.
+    """
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -39,12 +39,12 @@ class Ledger:
         self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event with the current time to the ledger, and return when it is on the disk.
+        """Append an event with the current time (UTC) to the ledger, and return when it is on the disk (fsync).
 
         Args:
             event: what happened.
             step: optimizer steps done.
-            details: further fields of the record, of types that JSON can hold.
+            **details: further fields of the record, of types that JSON can hold.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
@@ -67,7 +67,8 @@ def read_ledger(path: Path) -> list[Record]:
         UserError: the file is damaged; names the line.
     """
     path = Path(path)
-    return read_records(path / LEDGER_FILE if path.is_dir() else path)
+    file = path / LEDGER_FILE if path.is_dir() else path
+    return read_records(file)
 
 
 def read_jobs(run_dir: Path) -> list[Record]:

@@ -51,9 +51,10 @@ class Console:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
             ) from None
-        self._stream = stream or sys.stdout
-        self._progress = _progress_bar(self._stream) if self._stream.isatty() else None
-        if self._progress is not None:
+        self._stream = sys.stdout if stream is None else stream
+        self._progress: Progress | None = None  # only on a terminal
+        if self._stream.isatty():
+            self._progress = _progress_bar(self._stream)
             self._task = self._progress.add_task("", total=total_steps, completed=start_step, eta="")
             self._progress.start()
 
@@ -64,11 +65,11 @@ class Console:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Print the line of an evaluation on held-out rows and write it to log.txt."""
+        """Print the line of an evaluation on held-out rows and write it to log.txt. The progress bar does not move."""
         self._show(format_evaluation(record, self.total_steps))
 
     def note(self, text: str) -> None:
-        """Print a line of free text (a start, a checkpoint, a warning) and write it to log.txt."""
+        """Print a line of free text (a start, a checkpoint, a warning), and write it to log.txt with the UTC time."""
         self._show(text)
 
     def close(self) -> None:
@@ -109,7 +110,13 @@ def _progress_bar(stream: TextIO) -> Progress:
 def format_line(record: StepRecord, total_steps: int) -> str:
     """Return the line of a logged step, with the same columns and the same widths in every line of a run.
 
-    Values that are not known (`None`, NaN or infinite fractions) are shown as a dash.
+    Values that are not known (`None`, NaN or infinite fractions) are shown as a dash. Losses are in nats per token;
+    `repl` and `orig` are the discriminator's accuracy on replaced and on original tokens; `wait` is the fraction of
+    the time in which rank 0 waited for rows.
+
+    Args:
+        record: the values of the step.
+        total_steps: steps of the whole run, which set the width of the first column.
     """
     digits = len(str(total_steps))
     columns = [
@@ -142,16 +149,17 @@ def _percent(fraction: float | None) -> str:
     """Return a fraction as a percentage of five characters; a dash if it is None, NaN or infinite."""
     if fraction is None or not math.isfinite(fraction):
         return "    -"
-    if abs(fraction) < 0.9995:
+    has_room_for_decimal = abs(fraction) < 0.9995  # A larger fraction would be rounded to 100.0, which is too wide.
+    if has_room_for_decimal:
         return f"{100 * fraction:4.1f}%"
     return f"{100 * fraction:4.0f}%"
 
 
 def _norm(norm: float) -> str:
     """Return a gradient norm as text of six characters: three decimals below 100, one below 10,000, then 1e+04."""
-    if norm < 99.9995:
+    if norm < 99.9995:  # From here on, three decimals would be rounded to 100.000, which is too wide.
         return f"{norm:6.3f}"
-    if norm < 9999.95:
+    if norm < 9999.95:  # From here on, one decimal would be rounded to 10000.0, which is too wide.
         return f"{norm:6.1f}"
     return f"{norm:6.0e}"
 

@@ -1,4 +1,4 @@
-"""Find the processes of a run on this node by an environment variable of theirs. Linux only: it reads /proc."""
+"""Find the processes of a run on this node by an environment variable that is set for them. Linux only (/proc)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 def mark_of(run_dir: Path, node: int) -> str:
     """Return the value of the environment variable `MARK` by which a run's processes on a node are found again.
 
-    It consists of the absolute run folder and the number of the node in the run.
+    It consists of the absolute run folder and the number of the node in the run, for example "/runs/large#0".
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
@@ -27,22 +27,29 @@ def marked_pids(mark: str) -> list[int]:
     """
     entry = f"{MARK}={mark}".encode()
     pids = []
-    for process in Path("/proc").glob("[0-9]*"):
-        pid = int(process.name)
-        with contextlib.suppress(OSError):
-            environment = (process / "environ").read_bytes().split(b"\0")
-            if entry in environment and pid != os.getpid():
+    for process_folder in Path("/proc").glob("[0-9]*"):
+        pid = int(process_folder.name)
+        with contextlib.suppress(OSError):  # The process has ended, or is another user's.
+            # /proc/PID/environ holds NAME=VALUE entries that end with a NUL byte.
+            entries = (process_folder / "environ").read_bytes().split(b"\0")
+            if entry in entries and pid != os.getpid():
                 pids.append(pid)
     return [pid for pid in pids if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
     """Return whether a process exists and is no zombie (dead, but not yet collected by its parent)."""
-    return status_field(pid, "State")[:1] not in ("", "Z", "X")
+    state = status_field(pid, "State")[:1]  # the first letter of, for example, "S (sleeping)"
+    return state not in ("", "Z", "X")
 
 
 def status_field(pid: int, name: str) -> str:
-    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or has no such field."""
+    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or lacks the field.
+
+    Args:
+        pid: id of the process.
+        name: name of the field without its colon, for example "State", whose value is then "S (sleeping)".
+    """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -76,8 +76,8 @@ class MetricsWriter:
         """
         self._file = JsonlFile(Path(run_dir) / METRICS_FILE)
         self._tensorboard_dir = Path(run_dir) / TENSORBOARD_DIR if tensorboard else None
-        self._tensorboard: SummaryWriter | None = None
-        self._purge_step: int | None = None
+        self._tensorboard: SummaryWriter | None = None  # opened by the first `write`
+        self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
         """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
@@ -89,11 +89,12 @@ class MetricsWriter:
             `step` to the returned one.
         """
         records = read_records(self._file.path)
-        kept = [record for record in records if record["step"] <= step]
-        if len(kept) != len(records):
-            self._file.replace(kept)
+        kept_records = [record for record in records if record["step"] <= step]
+        if len(kept_records) < len(records):
+            self._file.replace(kept_records)
         self._purge_step = step + 1
-        return max([step, *(record["step"] for record in records)])
+        last_recorded_step = max((record["step"] for record in records), default=step)
+        return max(step, last_recorded_step)
 
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append the record of a step or of an evaluation. It survives a crash of the machine only after `sync`."""
@@ -117,7 +118,13 @@ class MetricsWriter:
             self._tensorboard = None
 
     def _write_scalars(self, directory: Path, kind: str, fields: Record) -> None:
-        """Write the finite values of a record to TensorBoard, and open its file at the first call."""
+        """Write the finite values of a record to TensorBoard, and open its file at the first call.
+
+        Args:
+            directory: folder of the event files.
+            kind: "train" or "eval", which selects the fields that are written.
+            fields: the record; "step" is the position on the curves.
+        """
         if self._tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
@@ -141,4 +148,5 @@ def read_metrics(path: Path) -> list[Record]:
         UserError: the file is damaged; names the line.
     """
     path = Path(path)
-    return read_records(path / METRICS_FILE if path.is_dir() else path)
+    file = path / METRICS_FILE if path.is_dir() else path
+    return read_records(file)

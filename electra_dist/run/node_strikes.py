@@ -29,7 +29,9 @@ from electra_dist.run.jsonl import encode, read_records
 from electra_dist.store.atomic_files import writable
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
-_REASON_CHARS, _NAME_CHARS = 300, 64  # a character is at most 6 bytes of JSON: a line stays within PIPE_BUF (4096)
+# A character takes at most 6 bytes of JSON, so with these limits a line stays within PIPE_BUF (4096 bytes).
+_REASON_CHARS = 300
+_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,11 @@ class Strike:
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
+    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm.
+
+    Args:
+        environ: environment variables, of which SLURMD_NODENAME is read; Slurm sets it for the tasks of a job.
+    """
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -56,22 +62,33 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
     Raises:
         StoreError: the run folder cannot be written.
     """
-    fields = dataclasses.asdict(strike)
-    for name in ("node", "device", "reason", "by"):
-        fields[name] = _plain(fields[name], _REASON_CHARS if name == "reason" else _NAME_CHARS)
-    line = encode(fields)
-    assert len(line) <= select.PIPE_BUF, len(line)
+    line = _encode_strike(strike)
     path = Path(run_dir) / STRIKES_FILE
     with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            if _lock(descriptor):
+            is_locked = _lock(descriptor)
+            if is_locked:  # Without the lock, a torn line may be one that another node is writing now.
                 _cut_torn_line(descriptor)
             os.write(descriptor, line)
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # releases the lock
+
+
+def _encode_strike(strike: Strike) -> bytes:
+    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF bytes, with long texts cut off.
+
+    A line of this length can be appended by one write.
+    """
+    fields = dataclasses.asdict(strike)
+    fields["reason"] = _plain(strike.reason, _REASON_CHARS)
+    for name in ("node", "device", "by"):
+        fields[name] = _plain(fields[name], _NAME_CHARS)
+    line = encode(fields)
+    assert len(line) <= select.PIPE_BUF, len(line)
+    return line
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:
@@ -95,7 +112,7 @@ def read_strikes(run_dir: Path) -> list[Strike]:
 def excluded_nodes(
     strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
 ) -> list[str]:
-    """Return the sorted names of the nodes that must not be used at Unix time `now`.
+    """Return the sorted names of the nodes that must not be used at Unix time `now`. Pure.
 
     Args:
         strikes: all strikes of a run, in any order.
@@ -103,8 +120,8 @@ def excluded_nodes(
         expires_s: age in seconds at which a strike no longer counts.
         threshold: number of strikes at which a node is excluded.
     """
-    counts = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
-    return sorted(node for node, count in counts.items() if count >= threshold)
+    strikes_by_node = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
+    return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
 
 
 def _lock(descriptor: int) -> bool:
@@ -126,7 +143,7 @@ def _cut_torn_line(descriptor: int) -> None:
     """
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
-    whole_lines_bytes = tail.rfind(b"\n") + 1
+    whole_lines_bytes = tail.rfind(b"\n") + 1  # 0 if there is no newline
     torn_bytes = len(tail) - whole_lines_bytes
     os.ftruncate(descriptor, size - torn_bytes)
 

@@ -12,6 +12,8 @@ def format_duration(seconds: float | None) -> str:
     """
     if seconds is None or not math.isfinite(seconds):
         return "-"
+    # The duration is rounded to the smaller of the two units that are shown, before a unit is chosen: thus 59.7 s is
+    # shown as 1m00s and never as 60s.
     total = max(0, round(seconds))
     if total < 60:
         return f"{total}s"
@@ -34,13 +36,17 @@ def format_count(number: float) -> str:
     if not math.isfinite(number):
         return "-"
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        # A number just below a unit, such as 999,700, is shown in that unit, as 1.00M, because it is rounded up to it.
         if abs(number) >= 0.9995 * size:
             return f"{_three_figures(number / size)}{unit}"
     return f"{number:.0f}"
 
 
 def _three_figures(number: float) -> str:
-    """Return a number with three significant figures, and without decimals from 99.95 on."""
+    """Return a number with three significant figures, and without decimals from 99.95 on.
+
+    The limits are those from which rounding adds a digit: 9.995 would become 10.00.
+    """
     if abs(number) < 9.995:
         return f"{number:.2f}"
     if abs(number) < 99.95:

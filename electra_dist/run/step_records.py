@@ -22,7 +22,7 @@ class StepRecord:
     replaced_accuracy: float  # fraction of replaced tokens that the discriminator classifies as replaced
     original_accuracy: float  # fraction of original tokens that it classifies as original
     replaced_fraction: float  # replaced tokens as a fraction of all real tokens
-    lr: float
+    lr: float  # learning rate of this step
     grad_norm: float  # before clipping
     tokens_per_s: float  # row tokens of all ranks, since the last logged step
     mfu: float | None  # model FLOPs as a fraction of the GPUs' dense peak
@@ -46,12 +46,12 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Record of one evaluation on held-out rows."""
+    """Record of one evaluation on held-out rows; values are over all of these rows. Fractions are in [0, 1]."""
 
     step: int  # optimizer steps done
-    mlm_loss: float
-    mlm_accuracy: float
-    rtd_loss: float
+    mlm_loss: float  # nats per masked token
+    mlm_accuracy: float  # fraction of masked tokens whose most likely token is the true one
+    rtd_loss: float  # nats per real token
     auc: float  # ROC-AUC of the discriminator's scores, with replaced tokens as the positive class
     accuracy: float  # of the discriminator at logit 0
     precision: float  # fraction of the tokens classified as replaced that are replaced

@@ -21,7 +21,7 @@ TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<ran
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name, given without its folder, is the temporary name of an unfinished write."""
+    """Return whether a file name, given without its folder, is that of an unfinished write: `.NAME.<random>.tmp`."""
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
@@ -46,6 +46,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
         try:
             with temporary.open("xb") as out:
                 yield out
+                # The bytes must be on the disk before the name: after a power failure, `path` is never half a file.
                 out.flush()
                 os.fsync(out.fileno())
             if only_new:
@@ -58,21 +59,27 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; reads the whole file."""
+    """Return the SHA-256 of a local file in hexadecimal; reads the whole file. An OSError is passed on unchanged."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync each new entry to the disk."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Create a folder and its missing parents, so that they survive a power failure; an existing folder is no error.
+
+    A new folder survives once the folder that contains it is synced to the disk.
+    """
+    missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
+    for path in missing_folders:
         sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder (created, renamed and deleted names) are on the disk."""
+    """Wait until the entries of a folder are on the disk: names that were created, renamed or deleted in it.
+
+    Without this, a power failure may undo a rename, although the content of the file is on the disk.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,9 +91,12 @@ def sync_folder(folder: Path) -> None:
 def readable(path: Path) -> Iterator[None]:
     """Turn an OSError of the `with` block, which reads `path`, into a StoreError of one line with the next step.
 
+    Args:
+        path: The file that the block reads, for the message.
+
     Raises:
         StoreMissing: There is no such file, or it is a folder.
-        StoreError: The file cannot be read for another reason.
+        StoreError: The file cannot be read for another reason, such as missing permission or too many open files.
     """
     try:
         yield
@@ -106,14 +116,19 @@ def readable(path: Path) -> Iterator[None]:
 def writable(path: Path) -> Iterator[None]:
     """Turn an OSError of the `with` block, which writes `path`, into a StoreError of one line with the next step.
 
+    Args:
+        path: The file that the block writes, for the message.
+
     Raises:
         FileExistsError: `path` exists; passed on unchanged, because `replacing` with `only_new` reports it so.
-        StoreError: The file cannot be written.
+        StoreError: The file cannot be written: full disk, missing permission, or a file where a folder is needed.
     """
     try:
         yield
     except FileExistsError:
-        if path.exists() and path.parent.is_dir():
+        # Creating the folder raises this, too, if there is a file of its name.
+        is_about_path_itself = path.exists() and path.parent.is_dir()
+        if is_about_path_itself:
             raise
         raise StoreError(f"{path.parent}: is a file, not a folder; choose another path") from None
     except NotADirectoryError:

@@ -53,11 +53,14 @@ class Store(ABC):
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """Return the bytes [start, start + length) of an object in new, writable memory.
 
-        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`. The
-        errors are those of `read`.
+        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`.
 
         Args:
             must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+
+        Raises:
+            StoreMissing: There is no object with this key.
+            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
         """
 
     @abstractmethod
@@ -77,19 +80,25 @@ class Store(ABC):
         """Copy an object to a local file.
 
         The file appears under its name only when it is complete and synced to the disk; an existing file is replaced.
-        The errors are those of `read`.
 
         Args:
             must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+
+        Raises:
+            StoreMissing: There is no object with this key.
+            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
         """
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture."""
+        """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture.
+
+        When the call returns, the object is durable: synced to the disk, or acknowledged by the service.
+        """
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object if its key is free, and return whether this call created it.
+        """Create an object if its key is free, and return whether this call created it; it can serve as a lock.
 
         Of several writers that race for one key, in any process on any machine, exactly one receives True. An existing
         object is never changed.
@@ -108,7 +117,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete an object; a key without an object is no error."""
+        """Delete an object. A key without an object is no error, so a deletion can be repeated after an interrupt."""
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
@@ -121,11 +130,14 @@ class Store(ABC):
         """
 
     def __repr__(self) -> str:
+        """Return the class and the URL of the store, which holds no credentials."""
         return f"{type(self).__name__}({self.url})"
 
 
 def check_key(key: str) -> str:
     """Return `key` unchanged if it is a relative path that stays below the folder of a store.
+
+    Keys come from manifests and tar files, which others may have written; "../x" must not name a file outside.
 
     Raises:
         StoreError: The key is empty or absolute, has an empty, `.` or `..` part, or holds a backslash or a control

@@ -37,7 +37,7 @@ class LocalStore(Store):
     """Store on a local or shared folder; the first write creates the folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Remember the folder without touching it."""
+        """Remember the folder without touching it; a missing folder is noticed when the store is used."""
         self.url = str(folder)
         self._folder = folder
 
@@ -46,7 +46,7 @@ class LocalStore(Store):
         return self._folder / check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Return all bytes of an object's file; `must_exist` changes nothing for local files."""
+        """Return all bytes of an object's file, or raise StoreMissing; `must_exist` has no effect on local files."""
         path = self.local_path(key)
         with readable(path):
             return path.read_bytes()
@@ -58,7 +58,8 @@ class LocalStore(Store):
         num_read = 0
         with readable(path), path.open("rb", buffering=0) as stream:
             stream.seek(start)
-            while count := stream.readinto(data[num_read:]):  # One read returns at most 2 GiB.
+            # One call of readinto() reads at most 2 GiB; it returns 0 at the end of the file or of `data`.
+            while count := stream.readinto(data[num_read:]):
                 num_read += count
         return data[:num_read]
 
@@ -75,7 +76,11 @@ class LocalStore(Store):
             return path.stat().st_size
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a file outside the store, which appears only when it is complete."""
+        """Copy an object to a file outside the store, which appears only when it is complete and synced to the disk.
+
+        Raises:
+            StoreMissing: There is no object with this key.
+        """
         source = self.local_path(key)
         with readable(source):
             stream = source.open("rb")
@@ -88,7 +93,7 @@ class LocalStore(Store):
             out.write(data)
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create the object's file with a hard link; return False if the name is taken."""
+        """Create the object's file with a hard link, which fails if the name is taken; return False in that case."""
         path = self.local_path(key)
         try:
             with replacing(path, only_new=True) as out:
@@ -105,22 +110,29 @@ class LocalStore(Store):
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys of all files that begin with `prefix`, without unfinished writes.
 
-        Only the deepest folder that the prefix names in full is searched.
+        The prefix is a plain string: "a/b" matches "a/b/x" and "a/bc". Only the deepest folder that it names in full,
+        in this example a/, is searched.
         """
-        prefix_folder = prefix.rpartition("/")[0]
-        top = self._folder / check_key(prefix_folder) if prefix_folder else self._folder
+        prefix_folder, _, _ = prefix.rpartition("/")
+        search_folder = self._folder
+        if prefix_folder:
+            search_folder = self._folder / check_key(prefix_folder)
         keys = []
-        for folder, _, names in os.walk(top):
-            relative = Path(folder).relative_to(self._folder)
-            keys += [(relative / name).as_posix() for name in names if not is_temporary(name)]
+        for folder, _, names in os.walk(search_folder):
+            key_folder = Path(folder).relative_to(self._folder)
+            keys += [(key_folder / name).as_posix() for name in names if not is_temporary(name)]
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Delete the object's file, if it exists, and the folders above it that are then empty."""
+        """Delete the object's file, if it exists, and the folders above it that are then empty.
+
+        The folder of the store itself stays.
+        """
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # A folder is not empty, or another process has just removed it.
+            # rmdir() fails at the first folder that is not empty, or that another process has just removed.
+            with contextlib.suppress(OSError):
                 sync_folder(path.parent)
                 for folder in path.parents:
                     if folder == self._folder:
@@ -135,16 +147,20 @@ class LocalStore(Store):
             doomed: Called with the key that was being written; the temporary file is deleted if it returns True.
         """
         num_deleted = 0
+        # The walk is completed before anything is deleted, because `delete` also removes empty folders.
         for folder, _, names in list(os.walk(self._folder)):
-            relative = Path(folder).relative_to(self._folder)
-            for name in filter(is_temporary, names):
-                key = (relative / _final_name(name)).as_posix()
-                if key.startswith(prefix) and doomed(key):
-                    self.delete((relative / name).as_posix())
+            key_folder = Path(folder).relative_to(self._folder)
+            temporary_names = [name for name in names if is_temporary(name)]
+            for name in temporary_names:
+                final_key = (key_folder / _final_name(name)).as_posix()
+                if final_key.startswith(prefix) and doomed(final_key):
+                    self.delete((key_folder / name).as_posix())
                     num_deleted += 1
         return num_deleted
 
 
 def _final_name(temporary_name: str) -> str:
-    """Return NAME for the name `.NAME.<random>.tmp` of an unfinished write."""
-    return temporary_name[1:].removesuffix(TEMPORARY_SUFFIX).rpartition(".")[0]
+    """Return NAME for the name `.NAME.<random>.tmp` of an unfinished write, "a.bin" for ".a.bin.1f2e3d4c.tmp"."""
+    name_and_random = temporary_name.removeprefix(".").removesuffix(TEMPORARY_SUFFIX)
+    name, _, _ = name_and_random.rpartition(".")
+    return name

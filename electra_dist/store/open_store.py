@@ -28,9 +28,12 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
 
         return S3Store(url, endpoint_url, retry or RetryPolicy())
     scheme, separator, rest = url.partition("://")
-    if separator and scheme != "file":
+    if not separator:
+        path = url
+    elif scheme == "file":
+        path = rest
+    else:
         raise UserError(f"{scheme}://...: unknown kind of storage; give a local path or s3://bucket/prefix")
-    path = rest if separator else url
     if not path:
-        raise UserError("empty storage path; give a local path or s3://bucket/prefix")
+        raise UserError(f"empty storage path {url!r}; give a local path or s3://bucket/prefix")
     return LocalStore(Path(path).expanduser())

@@ -25,13 +25,16 @@ from typing import NoReturn
 
 from electra_dist.errors import StoreExhausted
 
-CHECK = "check the object and the storage service, then start again"
+CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
 REFUND = 10  # Tokens that a successful operation returns; more than ten retries per operation drain the bucket.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Limits on the retries of one store; times in seconds."""
+    """Limits on the retries of one store, times in seconds; with the defaults an outage of three minutes is survived.
+
+    The wait before retry k = 0, 1, ... is uniform in [0, min(max_wait_s, first_wait_s * 2**k)].
+    """
 
     tries: int = 30  # consecutive failures without progress after which an operation gives up
     first_wait_s: float = 0.1
@@ -46,7 +49,7 @@ class RetryAccount:
     """Counters of retries and the retry budget of one store, shared by all threads that use the store."""
 
     def __init__(self, policy: RetryPolicy) -> None:
-        """Start with a full budget and counters at 0."""
+        """Start with a full budget of retries and with counters at 0."""
         self.policy = policy
         self.retries = 0
         self.wait_s = 0.0
@@ -63,18 +66,18 @@ class RetryAccount:
         return Backoff(self, object_name)
 
     def succeeded(self) -> None:
-        """Record that an operation succeeded, which returns tokens to the budget. Thread-safe."""
+        """Record that an operation succeeded, which returns `REFUND` retries to the budget. Thread-safe."""
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
-        """Take one token for a retry and return the seconds to wait before it. Thread-safe.
+        """Take one retry from the budget, count it, and return the seconds to wait before it. Thread-safe.
 
         Args:
-            longest_wait_s: The wait is uniform in [0, longest_wait_s].
+            longest_wait_s: The wait is random, uniform in [0, longest_wait_s], so that ranks do not retry together.
 
         Returns:
-            None if the budget is used up; nothing is counted then.
+            The seconds; None if the budget is used up, in which case nothing is counted.
         """
         with self._lock:
             if self._tokens == 0:
@@ -87,10 +90,18 @@ class RetryAccount:
 
 
 class Backoff:
-    """State of the retries of one storage operation: its recent failures and its deadline. Not thread-safe."""
+    """State of the retries of one storage operation: its recent failures and its deadline. Not thread-safe.
+
+    The operation calls `wait_after_failure` after each failed attempt, and `progress` when new bytes have arrived.
+    """
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
-        """Start the deadline of the operation."""
+        """Start the deadline of the operation.
+
+        Args:
+            account: Policy, counters and budget of the store.
+            object_name: URL of the object, for the error if the operation gives up.
+        """
         self._account = account
         self._object_name = object_name
         self._failures: Counter[str] = Counter()  # by reason, since the last progress
@@ -116,11 +127,16 @@ class Backoff:
         policy = self._account.policy
         self._failures[reason] += 1
         num_failures = self._failures.total()
-        elapsed_s = time.monotonic() - self._last_progress
-        if num_failures >= policy.tries or self._failures[reason] >= (tries or policy.tries):
+        tries_for_reason = policy.tries if tries is None else tries
+
+        # Give up if a limit is reached: the number of failures, or the time without progress.
+        if num_failures >= policy.tries or self._failures[reason] >= tries_for_reason:
             self._give_up(f"failed {num_failures} times in a row", reason, advice)
+        elapsed_s = time.monotonic() - self._last_progress
         if elapsed_s >= policy.deadline_s:
             self._give_up(f"no progress in {elapsed_s:.0f} s", reason, advice)
+
+        # Wait: the longest wait doubles with each failure. The store's budget of retries is the third limit.
         longest_wait_s = min(policy.max_wait_s, policy.first_wait_s * 2.0 ** (num_failures - 1))
         wait_s = self._account.charge_retry(longest_wait_s)
         if wait_s is None:
@@ -128,5 +144,11 @@ class Backoff:
         time.sleep(wait_s)
 
     def _give_up(self, limit: str, reason: str, advice: str) -> NoReturn:
-        """Raise StoreExhausted with the limit that was reached, the last failure and the next step."""
+        """Raise StoreExhausted, for example "URL: failed 30 times in a row, last: 503 SlowDown; check ...".
+
+        Args:
+            limit: The limit that was reached, in a few words.
+            reason: The last failure, in a few words.
+            advice: The user's next step.
+        """
         raise StoreExhausted(f"{self._object_name}: {limit}, last: {reason}; {advice}") from None

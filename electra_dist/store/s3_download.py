@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 
 from electra_dist.store.s3_errors import Again, Taken
 
-_CHUNK = 128 << 10
+_CHUNK = 128 << 10  # Bytes read from the connection at a time.
 
 
 class Span(NamedTuple):
@@ -47,42 +47,49 @@ class Download:
         """
         self._sink = sink
         self._progress = progress
-        self._ranged = span is not None
-        self._start, self._end = span or Span(0, None)
-        self._etag = ""
+        self._has_span = span is not None
+        self._span = Span(start=0, end=None) if span is None else span
+        self._etag = ""  # Version of the object of which bytes were received; "" before the first answer.
         self._total = -1  # Bytes that the complete download has; -1 before the first answer.
         self._furthest = 0  # Most bytes ever received, also before a restart.
 
     @property
     def complete(self) -> bool:
-        """Return whether all bytes of the object, or of the span, are in the file."""
+        """Return whether all bytes of the object, or of the span, are in the file; False before the first answer."""
         return self._sink.tell() == self._total
 
     @property
     def ends_before_span(self) -> bool:
-        """Return whether the answer "no byte in this range" (EmptyRange) means that the object ends before the span.
+        """Return whether the answer "no byte in this range" (HTTP 416) means that the object ends before the span.
 
-        It means that at the first request. After some bytes were received it means that the object was replaced.
+        It means that at the first request. After some bytes were received it means that the object was replaced by a
+        shorter one, so the download must begin again.
         """
-        return self._ranged and self._sink.tell() == 0
+        return self._has_span and self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """Return the keyword arguments of the next GET request for this object.
+        """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
 
         They are `Range`, the bytes that are still missing, and once bytes were received `IfMatch`, the object's
         version (ETag), so that a replaced object is noticed. The first request for a whole object has none.
         """
         num_received = self._sink.tell()
-        if not (num_received or self._ranged):
+        if num_received == 0 and not self._has_span:
             return {}
-        last = "" if self._end is None else self._end - 1
-        conditions = {"Range": f"bytes={self._start + num_received}-{last}"}
-        if num_received:
+        first_byte = self._span.start + num_received
+        if self._span.end is None:
+            conditions = {"Range": f"bytes={first_byte}-"}
+        else:
+            conditions = {"Range": f"bytes={first_byte}-{self._span.end - 1}"}  # HTTP ranges include the last byte.
+        if num_received > 0:
             conditions["IfMatch"] = self._etag
         return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
         """Append the body of the answer to a GET request to the file, as many bytes of it as arrive.
+
+        Args:
+            answer: Result of boto3's `get_object` with the arguments that `conditions` returned.
 
         Raises:
             Taken: The answer is of another version or begins at another byte; call `restart`.
@@ -90,15 +97,17 @@ class Download:
         """
         num_received = self._sink.tell()
         with contextlib.closing(answer["Body"]) as body:
-            if num_received and answer["ETag"] != self._etag:
+            # Some services ignore If-Match or Range, so the answer itself is checked.
+            if num_received > 0 and answer["ETag"] != self._etag:
                 raise Taken
-            is_ranged_request = num_received > 0 or self._ranged
-            if is_ranged_request and not _starts_at(answer, self._start + num_received):
+            is_ranged_request = num_received > 0 or self._has_span
+            if is_ranged_request and not _starts_at(answer, self._span.start + num_received):
                 raise Taken
             self._etag = answer["ETag"]
             self._total = num_received + answer["ContentLength"]
             while chunk := body.read(_CHUNK):
                 self._sink.write(chunk)
+                # Bytes that were received before a restart are no progress.
                 if self._sink.tell() > self._furthest:
                     self._furthest = self._sink.tell()
                     self._progress()
@@ -106,7 +115,7 @@ class Download:
             raise Again(f"the body ended at byte {self._sink.tell()} of {self._total}")
 
     def restart(self) -> None:
-        """Delete all received bytes and forget the version, so that the next GET asks for the current one."""
+        """Delete all received bytes, so that the next GET asks for the object's current version from the start."""
         self._etag = ""
         self._total = -1
         self._sink.seek(0)
@@ -114,5 +123,8 @@ class Download:
 
 
 def _starts_at(answer: dict[str, Any], first: int) -> bool:
-    """Return whether the answer to a ranged GET begins at byte `first`; a service that ignores Range begins at 0."""
+    """Return whether the answer to a ranged GET begins at byte `first`, by its header "bytes FIRST-LAST/SIZE".
+
+    A service that ignores ranges sends the whole object without this header; the result is then False.
+    """
     return str(answer.get("ContentRange", "")).startswith(f"bytes {first}-")

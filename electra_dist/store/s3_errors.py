@@ -17,15 +17,18 @@ from electra_dist.store.retry import CHECK
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
+# Failures after which a request is given up, where that is fewer than RetryPolicy allows:
 _TRIES_MISSING = 5  # "Not found" for an object that a manifest names.
-_TRIES_CREDENTIALS = 4
+_TRIES_CREDENTIALS = 4  # Credentials that are missing or expired; they are read again before each attempt.
 _TRIES_UNREACHED = 8  # About ten seconds: the URL of a service that has never answered is probably mistyped.
 
+# Error codes in the answers of S3 services, by what follows from them.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "UnrecognizedClientException"}
 _REFUSED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 _OTHER_REGION = {"PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _REPEATABLE = {"RequestTimeout", "Throttling", "BadDigest", "ConditionalRequestConflict", "OperationAborted"}
+# Exceptions that boto3 raises before a request is sent.
 _NO_CREDENTIALS = (
     boto_errors.NoCredentialsError,
     boto_errors.PartialCredentialsError,
@@ -33,6 +36,7 @@ _NO_CREDENTIALS = (
     boto_errors.ProfileNotFound,
     boto_errors.SSOError,
 )
+# Exceptions that boto3 raises if no connection can be made.
 _UNREACHED = (
     boto_errors.EndpointConnectionError,
     boto_errors.ConnectTimeoutError,
@@ -42,11 +46,11 @@ _UNREACHED = (
 
 
 class Taken(Exception):
-    """Answer 412 to a conditional request: the key is taken, or the object has been replaced by another version."""
+    """HTTP status 412 of a conditional request: the key is taken, or the object was replaced by another version."""
 
 
 class EmptyRange(Exception):
-    """Answer 416 to a ranged request: the object has no byte in that range."""
+    """HTTP status 416 of a ranged request: the object is empty, or ends before the first byte of the range."""
 
 
 class Again(Exception):
@@ -87,12 +91,13 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
         if not answered:
             return StoreError(f"{where}: no credentials; {advice}")
+        # The credentials worked before: their source may be unreachable for a moment.
         return Again("no credentials", tries=_TRIES_CREDENTIALS, renew=True, advice=advice)
     if isinstance(error, _UNREACHED):
         tries = None if answered else _TRIES_UNREACHED
         return Again("the service cannot be reached", tries=tries, advice="check the endpoint URL and the network")
     if isinstance(error, boto_errors.ParamValidationError):
-        return StoreError(f"{where}: not a valid bucket or key name; correct the URL")
+        return StoreError(f"{where}: bucket {bucket} or the key is not a valid S3 name; correct the URL")
     if isinstance(error, (boto_errors.HTTPClientError, urllib3.exceptions.HTTPError, ResponseParserError)):
         return Again(f"broken connection or answer ({type(error).__name__})")
     if isinstance(error, boto_errors.IncompleteReadError):
@@ -101,7 +106,18 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
 
 
 def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:
-    """Classify an error that the service itself answered with, by its code and HTTP status; see `classify`."""
+    """Return the exception for an error that the service itself answered with, by its code and HTTP status.
+
+    Args:
+        error: boto3's exception, which holds the answer.
+        where: URL of the object and the endpoint, for a message.
+        bucket: Name of the bucket, for a message.
+        must_exist: Whether the object is known to exist, so that "not found" is tried again.
+
+    Returns:
+        Again if the request should be repeated; Taken or EmptyRange for a regular answer to a conditional or ranged
+        request; otherwise StoreError or StoreMissing with a message of one line.
+    """
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "NoSuchBucket":
@@ -119,11 +135,13 @@ def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *,
             "the credentials have expired", tries=_TRIES_CREDENTIALS, renew=True, advice="renew them, then start again"
         )
     if code in _WRONG_CREDENTIALS:
-        return StoreError(f"{where}: credentials not accepted ({code}); correct AWS_* or the profile")
+        return StoreError(
+            f"{where}: credentials not accepted ({code}); correct AWS_* in the environment or the profile in ~/.aws"
+        )
     if code in _OTHER_REGION or status == 301:
         return StoreError(f"{where}: the bucket is in another region; set AWS_REGION to the bucket's region")
     if code == "RequestTimeTooSkewed":
-        return StoreError(f"{where}: this machine's clock is wrong; set the clock (chrony, ntpd)")
+        return StoreError(f"{where}: this machine's clock is wrong; set it (chrony, ntpd), then start again")
     if code in _REFUSED or status == 403:
         return StoreError(f"{where}: access refused; give these credentials the right to read and write this URL")
     if code == "NotImplemented" or status == 501:
@@ -131,6 +149,7 @@ def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *,
             f"{where}: the service lacks an operation that is needed (conditional PUT?); use a service that has it, "
             f"such as AWS, Ceph or MinIO in a current version"
         )
-    if status >= 500 or status in (408, 409, 429) or code in _REPEATABLE:
+    is_temporary = status >= 500 or status in (408, 409, 429)  # 408 timeout, 409 conflict, 429 too many requests
+    if is_temporary or code in _REPEATABLE:
         return Again(f"{status} {code}")
     return StoreError(f"{where}: refused with {status} {code}; check URL, endpoint and credentials")

@@ -71,6 +71,11 @@ class S3Store(Store):
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
         """Parse and check the URLs; nothing is requested yet.
 
+        Args:
+            url: s3://bucket or s3://bucket/prefix.
+            endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
+            policy: Limits on the retries of this store's requests.
+
         Raises:
             UserError: A URL is malformed or holds credentials.
         """
@@ -93,7 +98,7 @@ class S3Store(Store):
         self._account = RetryAccount(policy)
         self._answered = False  # Whether the service has answered any request of this store.
         self._client_lock = threading.Lock()
-        self._client_of: tuple[int, Any] | None = None  # (process id, client)
+        self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
 
     @property
     def retries(self) -> int:  # type: ignore[override]
@@ -106,11 +111,19 @@ class S3Store(Store):
         return self._account.wait_s
 
     def local_path(self, key: str) -> None:
-        """Check the key and return None: an object on S3 has no local path."""
+        """Check the key and return None, because an object on S3 has no local path.
+
+        Raises:
+            StoreError: The key is not a valid relative path.
+        """
         check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Download all bytes of an object into memory."""
+        """Download all bytes of an object into memory, or raise StoreMissing.
+
+        Args:
+            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+        """
         sink = io.BytesIO()
         self._download(key, sink, must_exist)
         return sink.getvalue()
@@ -119,7 +132,7 @@ class S3Store(Store):
         """Download the bytes [start, start + length) of an object, fewer if it ends earlier, into new memory."""
         sink = io.BytesIO()
         if length:
-            self._download(key, sink, must_exist, Span(start, start + length))
+            self._download(key, sink, must_exist, Span(start=start, end=start + length))
         return sink.getbuffer()
 
     def exists(self, key: str) -> bool:
@@ -135,17 +148,29 @@ class S3Store(Store):
         return self._probe(key).size
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Download an object to a local file, which appears only when it is complete and synced."""
+        """Download an object to a local file, which appears only when it is complete and synced to the disk.
+
+        Args:
+            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+
+        Raises:
+            StoreMissing: There is no object with this key.
+            StoreExhausted: All retries failed.
+        """
         with replacing(destination) as out:
             self._download(key, out, must_exist)
 
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object with one PUT."""
+        """Create or replace an object with one PUT; the service refuses bytes that were changed on the way (MD5)."""
         put = {**self._object(key), "Body": data, "ContentMD5": _md5(data)}
         self._call(key, lambda s3: s3.put_object(**put))
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object with a conditional PUT; return False if another writer has created it."""
+        """Create an object with a conditional PUT; return False if another writer has created it.
+
+        The PUT has the header If-None-Match: *, so the service refuses it if the key is taken. A random tag in the
+        object's metadata shows this call whether an object that it finds is its own.
+        """
         tag = secrets.token_hex(16)
         put = {**self._object(key), "Body": data, "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}}
         try:
@@ -167,32 +192,34 @@ class S3Store(Store):
             return
         tag = secrets.token_hex(16)
         begin = {**self._object(key), "Metadata": {_WRITER_TAG: tag}}
-        upload_id = self._call(key, lambda s3: s3.create_multipart_upload(**begin))["UploadId"]
-        upload = {**self._object(key), "UploadId": upload_id}
+        answer = self._call(key, lambda s3: s3.create_multipart_upload(**begin))
+        upload = {**self._object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
         try:
             parts = self._upload_parts(path, size, key, upload)
             self._complete_upload(key, upload, parts, tag)
         except BaseException:
-            with contextlib.suppress(*FAILURES):  # Parts that remain cost storage, not correctness.
+            # Delete the parts with one attempt; parts that remain cost storage, but no reader ever sees them.
+            with contextlib.suppress(*FAILURES):
                 self._client().abort_multipart_upload(**upload)
             raise
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys that begin with `prefix`; costs one request for each thousand keys."""
         keys: list[str] = []
-        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        has_more = True
-        while has_more:
-            answer = self._call("", lambda s3: s3.list_objects_v2(**page))
-            keys_of_page = [entry["Key"].removeprefix(self._prefix) for entry in answer.get("Contents", [])]
-            keys += [key for key in keys_of_page if not key.endswith("/")]  # Web consoles create "folder" objects.
-            has_more = answer["IsTruncated"]
-            if has_more:
-                page["ContinuationToken"] = answer["NextContinuationToken"]
-        return sorted(keys)
+        request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._call("", lambda s3: s3.list_objects_v2(**request))
+            for entry in page.get("Contents", []):
+                key = entry["Key"].removeprefix(self._prefix)
+                is_folder_marker = key.endswith("/")  # Web consoles create an empty object for a folder.
+                if not is_folder_marker:
+                    keys.append(key)
+            if not page["IsTruncated"]:
+                return sorted(keys)
+            request["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
-        """Delete an object; a key without an object is no error."""
+        """Delete an object with one request; a key without an object is no error."""
         self._call(key, lambda s3: s3.delete_object(**self._object(key)))
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
@@ -202,18 +229,19 @@ class S3Store(Store):
             prefix: Only uploads of keys that begin with this string are considered.
             doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True.
         """
-        page: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         num_deleted = 0
+        request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:
-            answer = self._call("", lambda s3: s3.list_multipart_uploads(**page))
-            for upload in answer.get("Uploads", []):
+            page = self._call("", lambda s3: s3.list_multipart_uploads(**request))
+            for upload in page.get("Uploads", []):
                 key = upload["Key"].removeprefix(self._prefix)
                 if doomed(key):
                     self._abort_upload(key, upload["UploadId"])
                     num_deleted += 1
-            if not answer.get("IsTruncated"):
+            if not page.get("IsTruncated"):
                 return num_deleted
-            page.update(KeyMarker=answer["NextKeyMarker"], UploadIdMarker=answer["NextUploadIdMarker"])
+            request["KeyMarker"] = page["NextKeyMarker"]
+            request["UploadIdMarker"] = page["NextUploadIdMarker"]
 
     def _abort_upload(self, key: str, upload_id: str) -> None:
         """Delete the parts of an unfinished multipart upload; an upload that no longer exists is no error."""
@@ -222,9 +250,15 @@ class S3Store(Store):
             self._call(key, lambda s3: s3.abort_multipart_upload(**upload))
 
     def _upload_parts(self, path: Path, size: int, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        """Upload a file of `size` bytes in parts, in parallel; return number and ETag of each part, in order.
+        """Upload a file in parts, several at a time; return number and ETag of each part, in order.
 
         The parts are larger than `_PART` if the file would otherwise have more than `_MAX_PARTS` parts.
+
+        Args:
+            path: The file to upload.
+            size: Its size in bytes.
+            key: Key of the object, for messages.
+            upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
         """
         part_size = max(_PART, _ceil_div(size, _MAX_PARTS))
         num_parts = _ceil_div(size, part_size)
@@ -235,7 +269,8 @@ class S3Store(Store):
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
             put = {**upload, "PartNumber": number, "Body": data, "ContentMD5": _md5(data)}
-            return {"PartNumber": number, "ETag": self._call(key, lambda s3: s3.upload_part(**put))["ETag"]}
+            answer = self._call(key, lambda s3: s3.upload_part(**put))
+            return {"PartNumber": number, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
             return list(pool.map(upload_part, range(1, num_parts + 1)))
@@ -244,10 +279,14 @@ class S3Store(Store):
         """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`.
 
         Args:
-            upload: Bucket, key and id of the upload.
+            key: Key of the object, for messages.
+            upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
             parts: Number and ETag of each part.
             tag: Random tag of this writer in the object's metadata. If the answer to an earlier attempt was lost, it
                 shows whether that attempt completed the upload.
+
+        Raises:
+            StoreMissing: The upload no longer exists and was not completed; another process has discarded it.
         """
         try:
             self._call(key, lambda s3: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}))
@@ -257,21 +296,33 @@ class S3Store(Store):
                 raise
 
     def _probe(self, key: str) -> _ObjectInfo:
-        """Return the size of an object and its writer's tag, by a GET of one byte.
+        """Return the size of an object and the random tag of its writer, by a GET of one byte.
+
+        A HEAD would not show whether the bucket, the key or the permission is missing.
 
         Raises:
             StoreMissing: There is no such object.
         """
         try:
             answer = self._call(key, lambda s3: s3.get_object(**self._object(key), Range="bytes=0-0"))
-        except EmptyRange:  # The object is empty.
+        except EmptyRange:
+            # An empty object has no byte 0; without a range its GET succeeds.
             answer = self._call(key, lambda s3: s3.get_object(**self._object(key)))
         answer["Body"].close()
-        total = answer.get("ContentRange", "").rpartition("/")[2]  # "bytes 0-0/1234"
-        return _ObjectInfo(int(total or answer["ContentLength"]), answer["Metadata"].get(_WRITER_TAG))
+        content_range = answer.get("ContentRange", "")  # For example "bytes 0-0/1234"; the object has 1234 bytes.
+        _, _, size = content_range.rpartition("/")
+        if not size:  # The answer is the whole object.
+            size = answer["ContentLength"]
+        return _ObjectInfo(size=int(size), writer_tag=answer["Metadata"].get(_WRITER_TAG))
 
     def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
-        """Write an object, or a span of it, to an empty, seekable file, resuming after every fault.
+        """Write an object, or a span of it, to a file; after a fault, continue from the last good byte.
+
+        Args:
+            key: Key of the object.
+            sink: Empty, seekable file.
+            must_exist: The object is known to exist, so the answer "not found" is retried.
+            span: The part to download; None for all of the object.
 
         Raises:
             StoreMissing: There is no such object.
@@ -282,12 +333,13 @@ class S3Store(Store):
         while not download.complete:
             try:
                 with self._classified(key, must_exist):
-                    download.receive(self._client().get_object(**self._object(key), **download.conditions()))
+                    answer = self._client().get_object(**self._object(key), **download.conditions())
+                    download.receive(answer)
             except EmptyRange:
                 if download.ends_before_span:
                     break
                 _begin_again(download, backoff)
-            except Taken:
+            except Taken:  # Another version of the object.
                 _begin_again(download, backoff)
             except Again as failure:
                 self._wait(failure, backoff)
@@ -298,7 +350,11 @@ class S3Store(Store):
 
         Args:
             key: Key of the object, for messages; "" for the store itself.
-            request: Receives the boto3 client and sends the request.
+            request: Receives the boto3 client and sends the request. It may be called several times.
+
+        Raises:
+            StoreError: The failure is final, or all retries failed (StoreExhausted).
+            Taken, EmptyRange: The regular refusals of a conditional and of a ranged request.
         """
         backoff = self._account.begin(self._describe(key))
         while True:
@@ -313,38 +369,63 @@ class S3Store(Store):
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Replace boto3's exception, if the request in the `with` block fails, by the one that `classify` returns."""
+        """Replace boto3's exception, if the request in the `with` block fails, by the one that `classify` returns.
+
+        Args:
+            key: Key of the object, for messages; "" for the store itself.
+            must_exist: The object is known to exist, so the answer "not found" is worth a retry.
+        """
         try:
             yield
         except FAILURES as error:
-            # `from None`: boto's text and traceback may quote a signed request.
-            raise classify(
-                error, self._describe(key), self._bucket, answered=self._answered, must_exist=must_exist
-            ) from None
+            failure = classify(
+                error,
+                where=self._describe(key),
+                bucket=self._bucket,
+                answered=self._answered,
+                must_exist=must_exist,
+            )
+            raise failure from None  # The text and traceback of boto3 may quote a signed request.
         self._answered = True
 
     def _wait(self, failure: Again, backoff: Backoff) -> None:
         """Sleep before the next attempt of a failed request.
 
         If `failure.renew` is set, the client is dropped, so that the next one reads the credentials again.
+
+        Raises:
+            StoreExhausted: No attempt is left.
         """
         if failure.renew:
             self._client_of = None
         backoff.wait_after_failure(failure.reason, failure.tries, failure.advice)
 
     def _client(self) -> Any:
-        """Return the boto3 client of this process, which is made at the first call. Thread-safe."""
+        """Return the boto3 client of this process, which is created at the first call. Thread-safe.
+
+        A forked process must not use the connections of its parent, so it gets a client of its own.
+        """
+        process_id = os.getpid()
         with self._client_lock:
-            if self._client_of is None or self._client_of[0] != os.getpid():
-                self._client_of = (os.getpid(), _make_client(self._endpoint_url, self._policy))
-            return self._client_of[1]
+            if self._client_of is None or self._client_of[0] != process_id:
+                self._client_of = (process_id, _make_client(self._endpoint_url, self._policy))
+            _, client = self._client_of
+            return client
 
     def _object(self, key: str) -> dict[str, str]:
-        """Return the arguments that name an object in a request."""
+        """Return the arguments of a boto3 request that name an object: its bucket and its full key.
+
+        Raises:
+            StoreError: The key is not a valid relative path.
+        """
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     def _describe(self, key: str) -> str:
-        """Return the URL of an object, with the endpoint if it is not AWS's, for messages."""
+        """Return the URL of an object for messages, with the endpoint if it is not AWS: "s3://b/x at 10.0.0.1:9000".
+
+        Args:
+            key: Key of the object; "" for the store itself.
+        """
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 
@@ -355,8 +436,8 @@ def _begin_again(download: Download, backoff: Backoff) -> None:
 
 
 def _ceil_div(number: int, divisor: int) -> int:
-    """Return number / divisor, rounded up."""
-    return -(-number // divisor)
+    """Return number / divisor, rounded up, for integers of any size."""
+    return -(-number // divisor)  # `//` rounds down, so the negative of the negative quotient is rounded up.
 
 
 def _md5(data: bytes) -> str:
@@ -365,7 +446,7 @@ def _md5(data: bytes) -> str:
 
 
 def _check_endpoint(endpoint_url: str | None) -> str:
-    """Check the endpoint URL; return " at host:port", which messages add to a URL, or "" for an endpoint of None.
+    """Check the endpoint URL; return " at host:port", which messages add to an s3:// URL, or "" for None (AWS).
 
     Raises:
         UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it
@@ -375,25 +456,33 @@ def _check_endpoint(endpoint_url: str | None) -> str:
         return ""
     parts = urlsplit(endpoint_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError("endpoint_url: not an http:// or https:// URL; give for example http://10.0.0.1:9000")
+        raise UserError("endpoint_url is not an http:// or https:// URL; set it to, for example, http://10.0.0.1:9000")
     if "@" in parts.netloc or parts.query:
         raise UserError(
-            "endpoint_url: holds more than a host and a port; remove the rest, and keep credentials in AWS_* variables"
+            "endpoint_url holds more than a host and a port; remove the rest, and keep credentials in AWS_* variables"
         )
     return f" at {parts.netloc}"
 
 
 def _make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
-    """Return a new boto3 S3 client without retries of its own; it reads the credentials from their source."""
+    """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
+
+    boto3's own retries are switched off, because this module repeats requests itself.
+
+    Args:
+        endpoint_url: S3-compatible service; None for AWS.
+        policy: Policy whose connect and read time-outs the client uses.
+    """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=policy.connect_timeout_s,
         read_timeout=policy.read_timeout_s,
-        max_pool_connections=64,
+        max_pool_connections=64,  # boto3's default of 10 may be fewer than the threads that use the store.
         tcp_keepalive=True,
         # Older services refuse CRC32 trailers and checks. Content-MD5 and the readers' digests replace them.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        # Services other than AWS often have no host name for each bucket.
         s3={"addressing_style": "path" if endpoint_url else "auto"},
     )
     return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)

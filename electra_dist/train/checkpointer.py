@@ -41,18 +41,21 @@ from electra_dist.train.step import StepResult
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The progress of a run as the step loop keeps it, beside weights and moments. Equal on all ranks."""
+    """The progress of a run, which a checkpoint records beside weights and moments. Equal on all ranks.
+
+    The step loop changes it after every step.
+    """
 
     step: int  # steps done or skipped
-    receipt: Receipt  # of all rows trained on so far
-    guard: Guard
-    skips: SkipList
-    eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
+    receipt: Receipt  # number and digest of all rows trained on so far
+    guard: Guard  # compares each loss with the window of recent losses
+    skips: SkipList  # steps that the run skips
+    eval_rtd_loss: float | None = None  # loss of replaced token detection at an evaluation of this step, if any
 
     def updated(self, result: StepResult) -> None:
         """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
 
-        It does not change `step`, which the loop sets for skipped and stopped steps, too.
+        `step` does not change, because the step loop sets it for skipped and stopped steps, too.
         """
         self.receipt += result.receipt
         self.guard.accept(result.loss)
@@ -72,7 +75,10 @@ class TrainState:
         return cls(step=restored.step, receipt=receipt, guard=Guard(config, restored.recent_losses), skips=skips)
 
     def state_fields(self) -> dict[str, Any]:
-        """Return the fields of `RunState` that change from step to step, for a checkpoint at this step."""
+        """Return the values for a checkpoint's `RunState` that change from step to step, by field name.
+
+        The other fields of `RunState`, such as the digest of the run's identity, are constant during a start.
+        """
         return {
             "step": self.step,
             "rows_seen": self.receipt.rows,
@@ -90,7 +96,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
-        """Open the stores for checkpoints, and take the number of this start of the run ("attempt"). Collective.
+        """Open the stores for checkpoints, and reserve the number of this start of the run ("attempt"). Collective.
 
         Args:
             config: the resolved config of the run.
@@ -102,16 +108,17 @@ class Checkpointer:
             UserError: a target holds checkpoints of another run, or cannot be written.
         """
         self._config = config
-        self._engine = engine
         self._module = engine.deepspeed.module
         self._optimizer = engine.optimizer
         self._targets = open_targets(config)
-        run = {"identity_sha256": config.identity_sha256(), "corpus_fingerprint": corpus_fingerprint}
+        identity_sha256 = config.identity_sha256()
+        run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
         attempt = from_rank_0(lambda: begin_attempt(self._targets, run))
+        # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
         self._state = RunState(
             step=0,
             attempt=attempt,
-            identity_sha256=run["identity_sha256"],
+            identity_sha256=identity_sha256,
             corpus_fingerprint=corpus_fingerprint,
             world_size=dist.get_world_size(),
             zero_stage=config.engine.zero_stage,
@@ -121,11 +128,17 @@ class Checkpointer:
             skipped=tuple(sorted(skipped)),
         )
         staging = Path(config.run_dir) / STAGING_DIR
-        self.writer = CheckpointWriter(self._targets, staging, dist.get_rank(), attempt, config.checkpoint)
+        self.writer = CheckpointWriter(
+            targets=self._targets,
+            staging=staging,
+            rank=dist.get_rank(),
+            attempt=attempt,
+            policy=config.checkpoint,
+        )
 
     @property
     def attempt(self) -> int:
-        """Number of this start of the run, from 1; a rollback counts as a start."""
+        """Number of this start of the run, from 1; a return to a checkpoint (rollback) counts as a start, too."""
         return self._state.attempt
 
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
@@ -136,8 +149,8 @@ class Checkpointer:
                 checkpoint was partly read over them.
 
         Returns:
-            The state of the loaded checkpoint, None if there is none; and one line of text for each damaged
-            checkpoint that was set aside.
+            restored: state of the loaded checkpoint; None if there is none.
+            set_aside: one line of text for each damaged checkpoint; no later start tries to load it.
 
         Raises:
             StoreError: a checkpoint cannot be read, and no other target has it.
@@ -145,32 +158,37 @@ class Checkpointer:
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
         restored, set_aside = load_newest(self._targets, fragments, self._state)
+        has_initial_weights = pristine and not set_aside
+        if restored is None and has_initial_weights:
+            return None, set_aside
         if restored is None:
-            has_initial_weights = pristine and not set_aside
-            if has_initial_weights:
-                return None, set_aside
             self._initialise(fragments)
-        publish(self._optimizer)
+        publish(self._optimizer)  # copies the masters to the parameters that the forward pass reads
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
         """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins.
 
-        It is needed after a rollback to step 0, and where a damaged checkpoint was partly read. `publish` must follow.
+        Masters are the fp32 copies of the parameters in the optimizer, moments its running averages. This is needed
+        after a rollback to step 0, and where a damaged checkpoint was partly read. `publish` must follow, which copies
+        the masters to the parameters.
 
         Args:
-            fragments: views of the ranges of parameters that this rank holds.
+            fragments: views of the ranges of masters and moments that this rank holds; they are written in place.
         """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_source(towers, self._config.train)
         # The engine's masters began as copies of its parameters, hence rounded to their dtype.
         dtype = next(self._module.parameters()).dtype
-        initial = {f"towers.{name}": p.detach().to(dtype).reshape(-1) for name, p in towers.named_parameters()}
+        initial_values = {}  # flattened, by parameter name
+        for name, parameter in towers.named_parameters():
+            initial_values[f"towers.{name}"] = parameter.detach().to(dtype).reshape(-1)
         for fragment in fragments:
+            held_values = initial_values[fragment.name].narrow(0, fragment.start, fragment.numel)
             for kind, view in fragment.views.items():
                 if kind == "master":
-                    view.copy_(initial[fragment.name].narrow(0, fragment.start, fragment.numel))
+                    view.copy_(held_values)
                 else:
                     view.zero_()
 
@@ -190,7 +208,7 @@ class Checkpointer:
 
     @property
     def retries(self) -> int:
-        """Number of requests to the stores of checkpoints that this rank has repeated so far."""
+        """Number of requests to the stores of checkpoints that this rank has repeated after a failure so far."""
         return sum(target.retries for target in self._targets)
 
     @property
@@ -199,16 +217,22 @@ class Checkpointer:
         return sum(target.retry_wait_s for target in self._targets)
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints on any target, ascending; equal on all ranks. Collective."""
+        """Return the steps of all committed checkpoints on any target, ascending; equal on all ranks. Collective.
+
+        A checkpoint is committed when its manifest is written; it may still be found damaged when it is read.
+        """
 
         def list_steps() -> list[int]:
-            """Return the steps of the committed checkpoints in all targets, ascending."""
-            return sorted({step for target in self._targets for step, _, _ in committed(target)})
+            """Return the steps of the committed checkpoints in all targets, each once, ascending."""
+            steps: set[int] = set()
+            for target in self._targets:
+                steps.update(step for step, _attempt, _folder in committed(target))
+            return sorted(steps)
 
         return from_rank_0(list_steps)
 
     def close(self) -> None:
-        """Wait until every started save is committed, and release the host buffer.
+        """Wait until every started save is committed, and release the host buffer. Calling it twice is fine.
 
         Raises:
             BaseException: the last save has failed; its error is raised again.

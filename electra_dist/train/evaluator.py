@@ -26,27 +26,31 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    """Sums of losses, and scores of the discriminator with their labels, over the batches that one rank evaluates."""
+    """Sums of losses, and the discriminator's score and the label of each token, for the rows of one rank.
 
-    sum_K: torch.Tensor  # float64, one for each field of `Sums`
+    Axes: K fields of `Sums`; B rows that this rank evaluates, padding rows included; S tokens of a row.
+    """
+
+    sum_K: torch.Tensor  # float64
     score_BS: torch.Tensor  # fp32 discriminator logits; NaN where there is no real token
     label_BS: torch.Tensor  # fp32, 1 where the token was replaced
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluates a model on held-out rows of a corpus: losses, and how well replaced tokens are detected."""
+    """Evaluation of a model on held-out rows of a corpus: losses, and how well replaced tokens are detected."""
 
     cache: ShardCache  # of the held-out corpus; the caller closes it
-    num_rows: int  # at most so many rows; fewer if the corpus has fewer
+    num_rows: int  # rows to evaluate; all rows if the corpus has fewer
     micro_batch: int  # rows per rank and forward pass
     seed: int  # of the run; masks and samples are drawn from it
-    special: SpecialIds
+    special: SpecialIds  # ids of the special tokens
 
     def run(self, engine: Engine, step: int) -> EvalRecord:
         """Evaluate the current weights of `engine` without dropout. Collective; the result is equal on all ranks.
 
-        The same rows with the same masks are used at every call. The engine is in training mode afterwards.
+        The same rows with the same masks are used at every call. The engine is in training mode afterwards. The name
+        suffixes below: R rows and S tokens of the evaluation, K fields of `Sums`, T tokens of all ranks.
 
         Args:
             engine: holds the model.
@@ -62,12 +66,13 @@ class Evaluator:
         engine.train(True)
         dist.all_reduce(local.sum_K)
         sums = Sums(*local.sum_K.tolist())
-        score_N = _gather_batches(local.score_BS)
-        label_N = _gather_batches(local.label_BS)
+        score_T = _gather_batches(local.score_BS).reshape(-1)
+        label_T = _gather_batches(local.label_BS).reshape(-1)
         ranking = _NO_RANKING
-        if sums.rtd_weight:
-            is_real_N = ~np.isnan(score_N)
-            ranking = separation(score_N[is_real_N], label_N[is_real_N] > 0.5)
+        has_detection_loss = sums.rtd_weight != 0
+        if has_detection_loss:
+            is_real_T = ~np.isnan(score_T)
+            ranking = separation(score_T[is_real_T], label_T[is_real_T] > 0.5)
         return EvalRecord(
             step=step,
             rows=len(ids_RS),
@@ -84,64 +89,73 @@ class Evaluator:
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         """Run this rank's share of the rows through the model, without gradients.
 
-        The ranks take turns, batch by batch. Rows of padding fill the last batches, so that all ranks run the same
-        number of forward passes; padding does not count in any sum.
+        The ranks take turns: in each round every rank evaluates one batch of consecutive rows. Rows of padding fill
+        the last round, so that all ranks run the same number of forward passes; padding does not count in any sum.
 
         Args:
             engine: holds the model, in evaluation mode.
-            ids_RS: all rows of the evaluation, equal on all ranks.
+            ids_RS: token ids of all rows of the evaluation, equal on all ranks.
         """
-        rank = dist.get_rank()
+        num_rows, seq_len = ids_RS.shape
         world_size = dist.get_world_size()
         rows_per_round = self.micro_batch * world_size
-        num_rounds = math.ceil(len(ids_RS) / rows_per_round)
-        padded_RS = np.full((num_rounds * rows_per_round, ids_RS.shape[1]), self.special.pad, np.int64)
-        padded_RS[: len(ids_RS)] = ids_RS
+        num_rounds = math.ceil(num_rows / rows_per_round)
+        padded_RS = np.full((num_rounds * rows_per_round, seq_len), self.special.pad, np.int64)
+        padded_RS[:num_rows] = ids_RS
         seed = derive_seed(self.seed, Purpose.EVAL)
-        sums, scores, labels = [], [], []
+        sums = []
+        scores = []
+        labels = []
         with torch.no_grad():
             for round_number in range(num_rounds):
-                row0 = (round_number * world_size + rank) * self.micro_batch
-                given = StepInput(
-                    ids_BS=torch.from_numpy(padded_RS[row0 : row0 + self.micro_batch]).to(engine.device),
-                    row_B=torch.arange(row0, row0 + self.micro_batch, device=engine.device),
-                    step=0,
+                batch_number = round_number * world_size + dist.get_rank()
+                first = batch_number * self.micro_batch
+                end = first + self.micro_batch
+                step_input = StepInput(
+                    ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
+                    row_B=torch.arange(first, end, device=engine.device),
+                    step=0,  # with the seed and the row number the key of masks and samples, equal at every evaluation
                     seed=seed,
                     first_scale=1.0,  # plain sums, which are divided once all of them are added up
                     second_scale=1.0,
                 )
-                out = engine.forward(given)
-                sums.append(out.sums)
-                scores.append(torch.where(out.is_real_BS, out.rtd_logit_BS, torch.nan))
-                labels.append(out.label_BS.float())
-        return _LocalScores(torch.stack(sums).sum(0), torch.cat(scores), torch.cat(labels))
+                output = engine.forward(step_input)
+                sums.append(output.sums)
+                scores.append(torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan))
+                labels.append(output.label_BS.float())
+        return _LocalScores(sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels))
 
     def _rows(self) -> np.ndarray:
-        """Return the rows of the evaluation, token ids [R, S], evenly spaced over the whole held-out corpus."""
-        shard_ends = np.cumsum([shard.rows for shard in self.cache.manifest.shards])
+        """Return the token ids of the evaluation's rows, [R, S]: rows evenly spaced over the held-out corpus.
+
+        Rows are numbered through all shards: with shards of 10 and 5 rows, row 12 is row 2 of the second shard.
+        """
+        rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
+        shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
         num_available = int(shard_ends[-1])
         num_chosen = min(self.num_rows, num_available)
-        row_numbers = np.linspace(0, num_available, num_chosen, endpoint=False, dtype=np.int64)
-        shard_of_row = np.searchsorted(shard_ends, row_numbers, side="right")
-        parts = []
+        chosen_rows = np.linspace(0, num_available, num_chosen, endpoint=False, dtype=np.int64)
+        # The shard of a row is the first one that ends after it.
+        shard_of_row = np.searchsorted(shard_ends, chosen_rows, side="right")
+        ids_by_shard = []
         for shard in np.unique(shard_of_row):
-            rows_in_shard = row_numbers[shard_of_row == shard] - shard_starts[shard]
-            parts.append(self.cache.open(int(shard)).rows(rows_in_shard))
-        return np.concatenate(parts)
+            rows_in_shard = chosen_rows[shard_of_row == shard] - shard_starts[shard]
+            ids_by_shard.append(self.cache.open(int(shard)).rows(rows_in_shard))
+        return np.concatenate(ids_by_shard)
 
 
 def _mean(total: float, count: float) -> float:
-    """Return `total` / `count`; for a count of 0, as of a loss that the objective does not have, return `total`."""
+    """Return `total` / `count`, a mean over tokens; 0 for a loss that the objective does not have (both are 0)."""
     return total / max(count, 1.0)
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:
-    """Return the tensors of all ranks joined along their first axis, by rank, on the host. Collective.
+    """Return the tensors of all ranks joined along their first axis, in the order of ranks, on the host. Collective.
 
     Args:
         local: tensor of this rank; its shape and dtype must be equal on all ranks.
     """
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local.contiguous())
-    return torch.cat(parts).cpu().numpy()
+    tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, local.contiguous())
+    return torch.cat(tensors).cpu().numpy()

@@ -65,20 +65,21 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
         world_size: number of ranks that the run is about to start with.
 
     Raises:
-        UserError: an input cannot be used; names the file, key or URL at fault and the next step.
+        UserError: an input cannot be used; the message names the file, key or URL at fault and the next step.
     """
+    # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_kernels(config.kernels.backend)
-    corpus = _open_corpus("corpus", config.data.corpus, config.data, config.model.vocab_size)
+    corpus = _open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     check_run_folder(Path(config.run_dir), run_identity(config, corpus.manifest.fingerprint))
     if needs_source(config.train, open_targets(config)):
         check_source(config.train, _read_vocabulary(config.data.corpus, corpus))
-    heldout = None
-    if config.data.heldout:
-        heldout = _open_corpus("heldout", config.data.heldout, config.data, config.model.vocab_size)
-    if heldout and heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
+    if not config.data.heldout:
+        return RunInputs(corpus=corpus, heldout=None)
+    heldout = _open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
+    if heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
@@ -87,10 +88,10 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def _check_kernels(backend: str) -> None:
-    """Refuse a kernel backend that cannot run on this machine.
+    """Refuse a kernel backend that cannot run on the device that the run would use, a GPU if there is one.
 
     Args:
-        backend: `kernels.backend`.
+        backend: `kernels.backend` of the config, such as "triton" or "auto".
 
     Raises:
         UserError: the backend is not available for the device that the run would use.
@@ -103,7 +104,15 @@ def _check_kernels(backend: str) -> None:
 
 
 def _read_vocabulary(url: str, corpus: OpenCorpus) -> Vocabulary:
-    """Read the vocabulary file of an opened corpus; `url` is its location for error messages."""
+    """Read the vocabulary file of an opened corpus.
+
+    Args:
+        url: location of the corpus, for error messages.
+        corpus: the opened corpus.
+
+    Raises:
+        UserError: the file is missing or is not a vocabulary.
+    """
     vocab_file = corpus.manifest.tokenizer.vocab_file
     return Vocabulary(corpus.store.read(vocab_file).decode(), f"{url}/{vocab_file}")
 
@@ -112,7 +121,7 @@ def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenC
     """Open a corpus and check that its rows and its vocabulary fit the config.
 
     Args:
-        key: config key that names the corpus, "corpus" or "heldout", for error messages.
+        key: config key that names the corpus, "data.corpus" or "data.heldout", for error messages.
         url: folder or s3:// prefix of the corpus.
         data: gives the row length and the S3 endpoint.
         vocab_size: `model.vocab_size`.
@@ -125,13 +134,13 @@ def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenC
     manifest = read_manifest(store)
     if manifest.seq_len != data.seq_len:
         raise ManifestMismatch(
-            f"data.{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
+            f"{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
             f"data.seq_len: {manifest.seq_len}, or build the corpus again with data.seq_len: {data.seq_len}"
         )
     if manifest.tokenizer.vocab_size != vocab_size:
         raise ManifestMismatch(
-            f"data.{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
+            f"{key} {url} was built with a vocabulary of {manifest.tokenizer.vocab_size} entries, but "
             f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
-            f"data.{key} to a corpus with {vocab_size} entries"
+            f"{key} to a corpus with {vocab_size} entries"
         )
     return OpenCorpus(store=store, manifest=manifest)

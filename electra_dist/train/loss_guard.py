@@ -29,17 +29,17 @@ _LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordina
 
 
 class Guard:
-    """Judge of each step's loss, which it compares with a window of recent losses.
+    """Check of each step's loss against a window of recent losses, to find steps that must not update the weights.
 
-    Its decisions depend only on the config and on the losses that it has accepted. So every rank has a guard of its
-    own, and all of them decide alike.
+    The decisions depend only on the config and on the losses accepted before. So every rank has a guard of its own,
+    and all guards decide alike. Call `fault` before an update and `accept` after it.
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
         """Create a guard with no recent losses, or with those that a checkpoint records.
 
         Args:
-            config: size of the window and height of a spike.
+            config: gives the size of the window and the height, in standard deviations, from which a loss is a spike.
             recent_losses: accepted losses, oldest first; only the last `config.window` are kept.
         """
         self._config = config
@@ -47,15 +47,16 @@ class Guard:
 
     @property
     def recent_losses(self) -> tuple[float, ...]:
-        """The losses that a new loss is compared with, oldest first; a checkpoint records them."""
+        """The accepted losses that a new loss is compared with, at most `guard.window`, oldest first."""
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
         """Return why a step with this loss must not update the weights; an empty string if it may.
 
-        A loss that is not finite is always a fault. So is one that is more than `guard.spike_sigma` standard
-        deviations above the mean of the recent losses, once there are `guard.window` of them, unless
-        `guard.spike_sigma` is 0. The recent losses do not change; `accept` adds to them.
+        A loss that is not finite is always a fault. A finite one is a fault if it is more than `guard.spike_sigma`
+        standard deviations above the mean of the recent losses. Spikes are not looked for while there are fewer than
+        `guard.window` recent losses, or if `guard.spike_sigma` is 0. The recent losses do not change; `accept` adds to
+        them.
 
         Args:
             loss: loss of the step over the global batch.
@@ -63,7 +64,7 @@ class Guard:
         if not math.isfinite(loss):
             return f"loss is {loss}"
         is_window_full = len(self._losses) == self._config.window
-        if not self._config.spike_sigma or not is_window_full:
+        if not is_window_full or self._config.spike_sigma == 0:
             return ""
         mean = float(np.mean(self._losses))
         sigma = max(float(np.std(self._losses)), _LEAST_SIGMA * abs(mean))
@@ -76,16 +77,17 @@ class Guard:
         return ""
 
     def accept(self, loss: float) -> None:
-        """Add the loss of a step that has updated the weights to the last `guard.window` ones; drop the oldest."""
+        """Add the loss of a step that has updated the weights to the window; a full window drops its oldest loss."""
         self._losses.append(loss)
 
 
 def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[int]) -> int:
-    """Return the first step that a run skips after a rollback; it skips all steps from there to the last stopped one.
+    """Return the first step to skip after the return to a checkpoint; the last one is the last stopped step.
 
-    The wanted step is `skip_before` steps before the first stopped one (at least 0). It is returned if a checkpoint at
-    or before it exists, or if no checkpoint exists at or before the first stopped step. Otherwise the step of the
-    oldest checkpoint is returned: fewer steps are skipped then, but the run does not start again from step 0.
+    The wanted step is `skip_before` steps before the first stopped one (at least 0). A checkpoint that did not skip
+    the same steps is not used, so the run would start again from step 0 if all checkpoints lay after the wanted step.
+    In that case the step of the oldest checkpoint is returned: fewer steps are skipped. For example, with
+    first_stopped 100 and skip_before 20 the result is 80 for the checkpoints [70, 90], 90 for [90], and 80 for [].
 
     Args:
         first_stopped: the first of the steps in a row that the guard has stopped.
@@ -94,6 +96,6 @@ def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[in
     """
     wanted = max(0, first_stopped - skip_before)
     usable = [step for step in checkpoints if step <= first_stopped]
-    if not usable or min(usable) <= wanted:
+    if not usable:
         return wanted
-    return min(usable)
+    return max(wanted, min(usable))

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
 
@@ -39,11 +40,11 @@ from electra_dist.train.trainer import Trainer
 
 
 def run(config: Config) -> int:
-    """Train until `config.train.num_steps`, from the newest checkpoint of the run. Every rank calls it.
+    """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. A UserError after the checks of the inputs is printed once for all ranks, and all of
-    them return its exit code.
+    destroyed within the call. A UserError is raised only by the checks of the inputs. A later one, on any rank, is
+    printed once, and all ranks return exit code 78.
 
     Args:
         config: the resolved config of the run.
@@ -57,7 +58,8 @@ def run(config: Config) -> int:
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
-    inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = check_inputs(config, world_size)
     init_distributed()
     try:
         return _run(config, inputs, import_s, begin)
@@ -78,7 +80,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
 
     Args:
         config: the resolved config of the run.
-        inputs: the checked inputs.
+        inputs: the checked and opened corpora.
         import_s: seconds from the start of the process to the start of `run`.
         begin: `time.perf_counter()` at the start of `run`.
 
@@ -87,11 +89,11 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
     """
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
-    stop = StopRequest(run_dir, is_first_rank)
+    stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     module = _build_module(config, inputs, special)
     notes = _build_notes(config, module)
-    # Other weights may be refused, which must happen before the run folder is written.
+    # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.train, open_targets(config))
     notes += [f"init_from: {note}" for note in source_notes]
     if is_first_rank:
@@ -103,22 +105,40 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
     monitor = RankMonitor(run_dir, config.cluster)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     skips = SkipList(run_dir, config.train.skip_steps)
-    build_s = {"import": import_s, "build": time.perf_counter() - begin}
-    code = Trainer(config, inputs, engine, special, skips, stop, monitor, build_s, notes).run()
-    while code is None:  # the run goes back to a checkpoint: a new round in the same process, with the same engine
-        code = Trainer(config, inputs, engine, special, skips, stop, monitor, None).run()
+    build_s: dict[str, float] | None = {"import": import_s, "build": time.perf_counter() - begin}
+    exit_code: int | None = None
+    while exit_code is None:
+        exit_code = Trainer(
+            config=config,
+            inputs=inputs,
+            engine=engine,
+            special=special,
+            skips=skips,
+            stop=stop,
+            monitor=monitor,
+            build_s=build_s,
+            notes=notes,
+        ).run()
+        # Without an exit code the run goes back to a checkpoint, in a new round with the engine that exists already.
+        build_s = None
+        notes = []
     monitor.close()
     engine.close()
-    return code
+    return exit_code
 
 
 def _build_notes(config: Config, module: Objective) -> list[str]:
-    """Return the lines for the log that describe how the module runs: attention, row order and compilation."""
+    """Return the lines for the log that describe how the module runs: attention, row order and compilation.
+
+    Args:
+        config: the resolved config of the run.
+        module: the built objective, whose attention implementation is chosen.
+    """
     notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
     if cpu_library.permute is None:
         notes.append(
-            "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, then install "
-            "this package again"
+            "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, "
+            "then install this package again"
         )
     if config.engine.compile:
         notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
@@ -126,36 +146,44 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 
 def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
-    """Write the files that every start of a run writes: config, identity, tokenizer and vocabulary. Rank 0 only."""
+    """Write the files that every start of a run writes: config, identity, tokenizer and vocabulary. Rank 0 only.
+
+    Args:
+        config: the resolved config of the run.
+        inputs: the opened corpora; tokenizer and vocabulary are those of the training corpus.
+
+    Raises:
+        StoreError: the run folder cannot be written.
+    """
     manifest = inputs.corpus.manifest
     tokenizer = manifest.tokenizer
     begin_run_folder(
         config,
-        run_identity(config, manifest.fingerprint),
-        tokenizer.model_dump_json(indent=1),
-        inputs.corpus.store.read(tokenizer.vocab_file),
+        identity=run_identity(config, manifest.fingerprint),
+        tokenizer_json=tokenizer.model_dump_json(indent=1),
+        vocabulary=inputs.corpus.store.read(tokenizer.vocab_file),
     )
 
 
 def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Objective:
-    """Build the objective on the host with its initial weights and all settings of the engine section. Collective.
+    """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
+
+    The objective is the module with both towers and the loss that trains them; DeepSpeed wraps it.
 
     Args:
         config: the resolved config of the run.
-        inputs: the checked inputs; for a unigram generator the tokens of the corpus are counted.
+        inputs: the opened corpora; the tokens of the training corpus are counted for a unigram generator, which draws
+            replacements by their frequency.
         special: ids of the special tokens.
     """
-    token_counts = None
-    if config.objective.generator == "unigram":
-        corpus = inputs.corpus
-        token_counts = unigram_counts(
-            corpus,
-            config.model.vocab_size,
-            Path(config.run_dir),
-            lambda: corpus.open_cache(config.data, config.cache_folder),
-        )
+    token_counts = _count_tokens(config, inputs) if config.objective.generator == "unigram" else None
     objective = build_objective(
-        config.model, config.objective, special, config.seed, config.kernels.backend, token_counts
+        model=config.model,
+        objective=config.objective,
+        special=special,
+        seed=config.seed,
+        backend=config.kernels.backend,
+        count_V=token_counts,
     )
     objective.attention = _agree_on_attention(choose_attention(config, local_device().type))
     for module in objective.modules():
@@ -171,8 +199,22 @@ def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Obj
     return objective
 
 
+def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
+    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
+    corpus = inputs.corpus
+    return unigram_counts(
+        corpus,
+        vocab_size=config.model.vocab_size,
+        run_dir=Path(config.run_dir),
+        open_cache=lambda: corpus.open_cache(config.data, config.cache_folder),
+    )
+
+
 def _agree_on_attention(choice: AttentionChoice) -> AttentionChoice:
-    """Agree on one attention implementation: if flex_attention failed on any rank, all use sdpa. Collective.
+    """Agree on one attention implementation for all ranks: sdpa if any rank needs it. Collective.
+
+    A rank needs sdpa (torch's scaled_dot_product_attention) if FlexAttention failed its trial on the rank's GPU, for
+    example, or if the config chooses sdpa.
 
     Args:
         choice: the implementation that this rank would use by itself, and why.

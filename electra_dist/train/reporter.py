@@ -1,4 +1,6 @@
-"""Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard, the ledger. Other ranks do not report.
+"""Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard and the ledger.
+
+Only rank 0 has a reporter. The ledger (ledger.jsonl) records starts, checkpoints and stops as events.
 
 The losses and accuracies of a record are those of its own step, not of an interval, so a run that was interrupted
 writes the same ones as an uninterrupted run.
@@ -31,10 +33,21 @@ from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.run.log_console import Console
 from electra_dist.run.metrics_writer import MetricsWriter
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.step import StepResult
 
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
+
+_LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
+_NO_GPU_READING = GpuReading(
+    gpu_temperature_c=None,
+    gpu_power_w=None,
+    gpu_sm_clock_mhz=None,
+    gpu_memory_used_gb=None,
+    gpu_ecc_uncorrected=None,
+    gpu_throttle=(),
+)
 
 
 class _LogPoint(NamedTuple):
@@ -46,7 +59,7 @@ class _LogPoint(NamedTuple):
 
 
 class Reporter:
-    """Writes the log lines, metrics and ledger events of one start of a run. Rank 0 only.
+    """Writer of the log lines, metrics and ledger events of one start of a run. Rank 0 only.
 
     Call `began` once, then the method of each event, and `close` at the end. Only `committed` may be called from
     another thread than the others.
@@ -64,29 +77,32 @@ class Reporter:
         Raises:
             UserError: a file of the run folder cannot be written.
         """
+        run_dir = Path(config.run_dir)
         self._config = config
         self._engine = engine
-        self._run_dir = run_dir = Path(config.run_dir)
+        self._run_dir = run_dir
         start_step = restored.step if restored else 0
         self._ledger = Ledger(run_dir)
         self._ledger_lock = threading.Lock()  # the step loop and the checkpoint thread both append
         self._console = Console(run_dir, config.train.num_steps, start_step)
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
         furthest_step = self._metrics.truncate_after(start_step)
-        self._repeated = max(0, furthest_step - start_step)
+        self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
         write_environment(run_dir, dist.get_world_size())
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
-        self._peak = None  # FLOP/s of one GPU, if they are known
+        self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if engine.device.type == "cuda":
-            self._peak = peak_flops(torch.cuda.get_device_name(), config.train.precision)
-        self._last = _LogPoint(start_step, time.perf_counter(), 0.0)
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(), config.train.precision)
+        self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
         self._note_setup(corpus)
 
     def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
-        """Record the beginning of this start of the run, and each damaged checkpoint that was set aside.
+        """Record that this start of the run begins to train, and each damaged checkpoint that was set aside.
+
+        The ledger gets the event "resume" if a checkpoint was restored, otherwise "start".
 
         Args:
-            attempt: number of this start of the run.
+            attempt: number of this start of the run, from 1.
             restored: state of the restored checkpoint; None at the beginning of a run.
             set_aside: one line of text for each damaged checkpoint.
             setup_s: seconds of each part of the setup.
@@ -100,14 +116,23 @@ class Reporter:
             step,
             attempt=attempt,
             ranks=dist.get_world_size(),
-            repeated=self._repeated,
+            repeated=self._num_repeated,
             setup_s={name: round(seconds, 3) for name, seconds in setup_s.items()},
         )
-        if restored is None:
-            return
-        if step >= self._config.train.num_steps:
+        if restored:
+            self._note_restored(restored, attempt)
+
+    def _note_restored(self, restored: RunState, attempt: int) -> None:
+        """Log from which checkpoint the run goes on, or that the run has reached its last step already.
+
+        Args:
+            restored: state of the restored checkpoint.
+            attempt: number of this start of the run.
+        """
+        num_steps = self._config.train.num_steps
+        if restored.step >= num_steps:
             self.note(
-                f"finished: step {step:,} of {self._config.train.num_steps:,} is reached; nothing to do; "
+                f"finished: step {restored.step:,} of {num_steps:,} is reached; nothing to do; "
                 f"set another run_dir to train anew"
             )
             return
@@ -117,7 +142,9 @@ class Reporter:
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """Report a logged step: print its line and write its record.
+        """Report a logged step: print its line, write its record to the metrics, and name slow ranks.
+
+        Times and rates are means since the last log line or evaluation; losses are those of this step alone.
 
         Args:
             done: optimizer steps done, this one included.
@@ -129,9 +156,11 @@ class Reporter:
         """
         now = time.perf_counter()
         elapsed_s = now - self._last.time
-        step_s = elapsed_s / max(1, done - self._last.step)
-        data_wait = min(1.0, (waited_s - self._last.waited_s) / max(elapsed_s, 1e-9))
-        self._last = _LogPoint(done, now, waited_s)
+        steps_since_last = max(1, done - self._last.step)
+        step_s = elapsed_s / steps_since_last
+        newly_waited_s = waited_s - self._last.waited_s
+        data_wait = min(1.0, newly_waited_s / max(elapsed_s, _LEAST_INTERVAL_S))
+        self._last = _LogPoint(step=done, time=now, waited_s=waited_s)
         record = self._step_record(done, result, lr, step_s, data_wait, receipt, look)
         if look.slow_ranks:
             self.note(
@@ -153,6 +182,9 @@ class Reporter:
     ) -> StepRecord:
         """Return the record of a logged step for metrics.jsonl and the console.
 
+        Losses are means over tokens and accuracies are fractions, both over the global batch of this one step. A loss
+        that the objective does not have is 0, an accuracy over no tokens is NaN.
+
         Args:
             done: optimizer steps done, this one included.
             result: results of the step.
@@ -163,8 +195,9 @@ class Reporter:
             look: readings of the GPUs, and the slow ranks.
         """
         sums = result.sums
-        gpu = look.gpu
+        gpu = _NO_GPU_READING if look.gpu is None else look.gpu
         tokens_per_s = sums.tokens / step_s
+        remaining_steps = self._config.train.num_steps - done
         return StepRecord(
             step=done,
             loss=result.loss,
@@ -178,10 +211,10 @@ class Reporter:
             lr=lr,
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak),
+            mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak_flops),
             data_wait=data_wait,
             memory_gb=self._memory_gb(),
-            eta_s=step_s * (self._config.train.num_steps - done),
+            eta_s=step_s * remaining_steps,
             tokens_seen=round(receipt.rows * self._tokens_per_row),
             step_s=step_s,
             rows_seen=receipt.rows,
@@ -189,10 +222,10 @@ class Reporter:
             store_retries=result.flags.retries,
             store_wait_s=result.flags.retry_wait_ms / 1000,
             refetches=result.flags.refetches,
-            gpu_temperature_c=gpu.gpu_temperature_c if gpu else None,
-            gpu_power_w=gpu.gpu_power_w if gpu else None,
-            gpu_sm_clock_mhz=gpu.gpu_sm_clock_mhz if gpu else None,
-            gpu_throttle=list(gpu.gpu_throttle) if gpu else [],
+            gpu_temperature_c=gpu.gpu_temperature_c,
+            gpu_power_w=gpu.gpu_power_w,
+            gpu_sm_clock_mhz=gpu.gpu_sm_clock_mhz,
+            gpu_throttle=list(gpu.gpu_throttle),
             slow_ranks=look.slow_ranks,
         )
 
@@ -200,7 +233,7 @@ class Reporter:
         """Report an evaluation on held-out rows; its time does not count as the time of a step."""
         self._metrics.write(record)
         self._console.evaluation(record)
-        self._last = _LogPoint(record.step, time.perf_counter(), self._last.waited_s)
+        self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
 
     def saving(self) -> None:
         """Sync the metrics to the disk before a save begins.
@@ -210,9 +243,9 @@ class Reporter:
         self._metrics.sync()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
-        """Record a committed checkpoint in the ledger. The checkpoint thread calls it.
+        """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
 
-        The step loop joins that thread before it closes the reporter.
+        The checkpoint thread calls it; the step loop joins that thread before it closes the reporter.
 
         Args:
             state: state of the checkpoint.
@@ -231,7 +264,7 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record in log and ledger a step that the guard has stopped before its update.
+        """Record in log and ledger a step whose update the guard has prevented because of its loss or gradient.
 
         Args:
             step: number of the step, from 0.
@@ -239,8 +272,10 @@ class Reporter:
             suspect: the row whose loss stands out, with its shard; empty if no single row does.
         """
         self._record("stopped_step", step, fault=fault, suspect=suspect)
-        cause = f"check the row that stands out: {suspect}" if suspect else "no single row stands out"
-        self.note(f"step {step:,} was stopped before its update and is skipped from now on: {fault}; {cause}")
+        advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
+        if suspect:
+            advice = f"check the row that stands out: {suspect}"
+        self.note(f"step {step:,} was stopped before its update and is skipped from now on: {fault}; {advice}")
 
     def rolled_back(self, first: int, stopped: list[int]) -> None:
         """Record in log and ledger that the run goes back to a checkpoint and skips steps.
@@ -257,7 +292,7 @@ class Reporter:
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved its state and stops on request. `close` records it in the ledger.
+        """Log that the run has saved its state and stops on request; the ledger gets the event from `close`.
 
         Args:
             done: optimizer steps done.
@@ -266,27 +301,27 @@ class Reporter:
         self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:
-        """Write a line of text to the console and to log.txt."""
+        """Write a line of text to the console and to log.txt; not to the ledger."""
         self._console.note(text)
 
     def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
         """Record how this start of the run has ended, and close all outputs.
 
         Args:
-            ending: how it ended; a rollback has its own event already.
+            ending: how it ended; for a rollback nothing is recorded, because `rolled_back` has done so.
             step: optimizer steps done.
             why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
         """
         if ending != "rollback":
-            details: dict[str, Any] = {"why": why} if why else {}
-            self._record(ending, step, **details, spent_s=spent_s)
+            reason = {"why": why} if why else {}
+            self._record(ending, step, **reason, spent_s=spent_s)
         self._console.close()
         self._metrics.close()
         self._ledger.close()
 
     def _note_setup(self, corpus: CorpusManifest) -> None:
-        """Write the two lines that describe the run and its corpus."""
+        """Log two lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch."""
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)
@@ -312,9 +347,13 @@ class Reporter:
             self._ledger.append(event, step, **details)
 
     def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token of both towers in the last of `done` steps."""
+        """Return the training FLOPs per token of both towers in the last of `done` steps.
+
+        They depend on the step only in two-stage training, where one tower trains at a time.
+        """
         config = self._config
-        return token_flops(config.model, config.data.seq_len, config.objective, done - 1).total
+        last_step = done - 1  # steps are numbered from 0
+        return token_flops(config.model, config.data.seq_len, config.objective, last_step).total
 
     def _memory_gb(self) -> float:
         """Return the peak device memory of this rank, or on a CPU its present host memory, in 1e9 bytes."""

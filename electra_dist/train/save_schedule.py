@@ -1,4 +1,4 @@
-"""Decide after which steps a checkpoint is saved. All ranks agree; it does not change what a run computes."""
+"""Decide after which steps a checkpoint is saved. All ranks decide alike; the schedule changes no result of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from electra_dist.run.ledger import read_ledger
 class SaveSchedule:
     """The steps after which a run saves a checkpoint.
 
-    With a number in `checkpoint.every_steps` they are its multiples. With `auto` they follow from the last save and
-    an interval that rank 0 computes from the ledger of the run, again after each save. The steps of
-    `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
+    With a number in `checkpoint.every_steps` they are its multiples. With `auto` the next save comes an interval after
+    the last one; rank 0 computes the interval again after each save, from the costs and failures in the run's ledger.
+    The steps of `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
@@ -28,8 +28,8 @@ class SaveSchedule:
         """
         self._config = config
         self._run_dir = Path(run_dir)
-        self.every_steps = 0  # steps between checkpoints at present
-        self.saved(step)
+        self.every_steps = 0  # steps between checkpoints at present; set by `saved`
+        self.saved(step)  # the checkpoint that the run starts from
 
     def saved(self, step: int) -> bool:
         """Record that a checkpoint is saved at `step`; with `every_steps: auto`, compute the interval again.

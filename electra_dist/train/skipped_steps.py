@@ -1,4 +1,8 @@
-"""Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones."""
+"""Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones.
+
+A skipped step uses none of its rows and updates nothing. Steps are skipped because the config lists them
+(`train.skip_steps`), because the guard (loss_guard.py) has stopped them, or because a rollback discards them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from electra_dist.store.atomic_files import replacing
 class SkipList:
     """The steps that a run skips: those of `train.skip_steps`, and those that the guard has stopped or rolled back.
 
-    Every rank has its own and changes it alike; rank 0 also writes it to the run folder, so that a restart skips the
-    same steps.
+    The guard stops a step before its update if the loss is not finite or a spike. Every rank has its own list and
+    changes it alike. Rank 0 also writes it to the run folder, so that a restart skips the same steps.
     """
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
@@ -32,31 +36,42 @@ class SkipList:
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
         self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
-        self._stopped: set[int] = set()  # those that are not from the config
+        self._stopped: set[int] = set()  # steps that the guard has stopped or rolled back
         if self._file.exists():
-            try:
-                tree = json.loads(self._file.read_text())
-                self._stopped = {int(step) for step in tree["steps"]}
-                self.rollbacks = int(tree["rollbacks"])
-                self.streak = [int(step) for step in tree["streak"]]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{self._file} is not readable as JSON with the keys steps, rollbacks and streak; restore it from "
-                    f"the events stopped_step and rollback in ledger.jsonl"
-                ) from None
+            self._read()
             self.steps |= self._stopped
 
-    def stop(self, step: int) -> None:
-        """Skip a step that the guard has stopped, and count it among the steps stopped in a row (`streak`).
+    def _read(self) -> None:
+        """Read the steps that the guard has stopped, the streak and the number of rollbacks from the file.
 
-        A step that does not follow the last stopped one begins a new `streak`. Every rank calls it at the same step;
-        rank 0 calls `write` afterwards.
+        Raises:
+            UserError: the file is not JSON, or lacks a key.
+        """
+        try:
+            tree = json.loads(self._file.read_text())
+            self._stopped = {int(step) for step in tree["steps"]}
+            self.rollbacks = int(tree["rollbacks"])
+            self.streak = [int(step) for step in tree["streak"]]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self._file} is not readable as JSON with the keys steps, rollbacks and streak; restore it from "
+                f"the events stopped_step and rollback in ledger.jsonl"
+            ) from None
+
+    def stop(self, step: int) -> None:
+        """Skip a step that the guard has stopped, and add it to `streak`, the list of steps stopped in a row.
+
+        A step that does not directly follow the last stopped one begins a new streak. Every rank calls it at the same
+        step; rank 0 calls `write` afterwards.
 
         Args:
             step: the stopped step, from 0.
         """
-        follows_streak = bool(self.streak) and self.streak[-1] == step - 1
-        self.streak = [*self.streak, step] if follows_streak else [step]
+        is_in_a_row = bool(self.streak) and self.streak[-1] == step - 1
+        if is_in_a_row:
+            self.streak = [*self.streak, step]
+        else:
+            self.streak = [step]
         self._skip([step])
 
     def roll_back(self, first: int) -> None:
@@ -73,7 +88,7 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that the guard has decided to skip, which `write` stores, unlike those of the config."""
+        """Add steps that are skipped because of the guard; `write` stores them, unlike the steps of the config."""
         self._stopped |= set(steps)
         self.steps |= self._stopped
 

@@ -10,11 +10,13 @@ means are averaged.
 
 Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (counts, receipt, flags, retries), one of
 float64 sums after it. The host waits for the device once, before the update.
+
+Suffixes of tensor names give the axes: B rows, S tokens of a row, N micro-batches of this rank, K fields of `Sums`,
+and 2 for the two losses (the generator's, or that of the only tower, and the discriminator's).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -35,12 +37,14 @@ from electra_dist.objectives.base import StepInput, Sums, loss_counts
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+_LEAST_SIGMA = 1e-3  # least standard deviation, as a fraction of the median
+_NUM_LOSSES = 2  # the first is the generator's, or that of the only tower; the second is the discriminator's
 
 
 class RankFlags(NamedTuple):
-    """Requests and counters of one rank, which a step adds up over all ranks.
+    """Requests to stop or save, and counters of repeated store requests, of one rank; a step adds them up over all.
 
-    They travel in an all-reduce that the step makes anyway, so that all ranks take the same decision after the same
+    They are part of an all-reduce that the step makes anyway, so that all ranks take the same decision after the same
     step. In a `StepResult` each field is the sum over the ranks.
     """
 
@@ -48,7 +52,7 @@ class RankFlags(NamedTuple):
     save: int = 0  # 1 if this rank received a request to save and go on
     sick: int = 0  # 1 if the node of this rank is not to be trusted
     retries: int = 0  # store requests repeated since the run was started
-    retry_wait_ms: int = 0  # milliseconds waited before these
+    retry_wait_ms: int = 0  # milliseconds waited before these requests
     refetches: int = 0  # shards fetched again because their bytes were wrong
 
 
@@ -57,9 +61,9 @@ _NO_FLAGS = RankFlags()
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step over the global batch, equal on all ranks."""
+    """Results of one optimizer step over the global batch, equal on all ranks."""
 
-    sums: Sums
+    sums: Sums  # over the tokens of the global batch, for the metrics
     loss: float  # the minimised loss
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why no update was made; empty if one was
@@ -68,9 +72,9 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs optimizer steps on an engine.
+    """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    Call it with one batch per step, on all ranks. Between steps it keeps nothing but the time of the last forward.
+    Call it with one batch per step, on all ranks. Between steps it keeps only the time of the last forward pass.
     """
 
     def __init__(
@@ -111,77 +115,98 @@ class TrainStep:
         Returns:
             The results over the global batch. If `fault` is not empty, weights and moments are unchanged.
         """
-        engine = self._engine
         ids_BS = self._to_device(batch)
-        scales, reduced = self._reduce(ids_BS, batch.receipt, flags)
+        scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
+        sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
+        dist.all_reduce(sum_K)
+        return self._update(sum_K, totals, learning_rate, find_fault)
+
+    def _accumulate_gradients(self, batch: RowBatch, ids_BS: torch.Tensor, scale_N2: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward over every micro-batch; the gradients add up in the engine.
+
+        Collective, because DeepSpeed reduces the gradients in the last backward.
+
+        Args:
+            batch: this rank's rows of the step.
+            ids_BS: their token ids, int64, on the device.
+            scale_N2: factors that the two loss sums of each micro-batch are multiplied by.
+
+        Returns:
+            The sums over this rank's rows, float64 [K], one for each field of `Sums`.
+        """
+        engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
-        sums_K: torch.Tensor | None = None
-        for number in range(num_micro_batches):
-            first = number * self._micro_batch
-            row0 = batch.row0 + first
+        sum_K: torch.Tensor | None = None
+        for index in range(num_micro_batches):
+            first = index * self._micro_batch
+            ids_of_micro_batch = ids_BS[first : first + self._micro_batch]
+            row0 = batch.row0 + first  # number within the global batch
+            # Seeded by the row, so that a micro-batch drops the same units on whatever rank it runs.
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-            given = self._input(ids_BS[first : first + self._micro_batch], row0, batch.step, scales[number])
-            is_timed = number == 0
-            with self._stopwatch if is_timed else contextlib.nullcontext():
-                out = engine.forward(given)
-            engine.backward(out.loss)
-            sums_K = out.sums if sums_K is None else sums_K + out.sums
-            is_last = number == num_micro_batches - 1
+            step_input = self._input(ids_of_micro_batch, row0, batch.step, scale_N2[index])
+            if index == 0:
+                with self._stopwatch:
+                    output = engine.forward(step_input)
+            else:
+                output = engine.forward(step_input)
+            engine.backward(output.loss)
+            sum_K = output.sums if sum_K is None else sum_K + output.sums
+            is_last = index == num_micro_batches - 1
             if not is_last:
-                engine.step_micro_batch()
-        assert sums_K is not None
-        dist.all_reduce(sums_K)
-        return self._update(sums_K, reduced, learning_rate, find_fault)
+                engine.step_micro_batch()  # the last one is ended by the update
+        assert sum_K is not None
+        return sum_K
 
     def forward_s(self) -> float:
-        """Return the seconds of the last step's first forward on this rank; wait until the device has finished it.
+        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished.
 
         Below ZeRO stage 3 a forward pass does not wait for other ranks, so the time shows whether this rank is slow.
         """
         return self._stopwatch.seconds()
 
     def _update(
-        self, sums_K: torch.Tensor, reduced: torch.Tensor, learning_rate: float, find_fault: Callable[[float], str]
+        self, sum_K: torch.Tensor, totals: torch.Tensor, learning_rate: float, find_fault: Callable[[float], str]
     ) -> StepResult:
         """Update the weights unless the step has a fault, and return the result of the step. Collective.
 
         Args:
-            sums_K: sums over the global batch, float64, one for each field of `Sums`.
-            reduced: int64 sums over the ranks: number of rows, digest of the rows, and each field of `RankFlags`.
+            sum_K: sums over the global batch, float64, one for each field of `Sums`.
+            totals: int64 sums over the ranks: the two words of the receipt, then each field of `RankFlags`.
             learning_rate: of the update.
             find_fault: called once with the loss; returns why there must be no update, or an empty string.
         """
         fault = ""
 
         def accept() -> bool:
-            """Compute the loss of the step, ask `find_fault` about it, and return whether the update may be made."""
+            """Return whether the loss permits the update; keep the answer of `find_fault` in `fault`."""
             # The engine calls this when it has the norm of the reduced gradients: the host has to wait for the device
             # at that point anyway, so that reading the sums costs no second wait.
             nonlocal fault
-            fault = find_fault(Sums(*sums_K.tolist()).loss)
+            fault = find_fault(Sums(*sum_K.tolist()).loss)
             return not fault
 
-        grad_norm, is_applied = self._engine.step(learning_rate, accept)
-        sums = Sums(*sums_K.tolist())
-        if not is_applied and not fault:
-            # The engine did not call `accept`, because the gradient is not finite.
-            fault = find_fault(sums.loss) or "the gradient is not finite"
-        rows, digest, *flag_sums = reduced.tolist()
+        grad_norm, is_updated = self._engine.step(learning_rate, accept)
+        sums = Sums(*sum_K.tolist())
+        if not is_updated and not fault:
+            # The engine did not call `accept`, because the gradient is not finite. A fault of the loss says more.
+            loss_fault = find_fault(sums.loss)
+            fault = loss_fault if loss_fault else "the gradient is not finite"
+        num_rows, digest, *flags = totals.tolist()
         return StepResult(
             sums=sums,
             loss=sums.loss,
             grad_norm=grad_norm,
             fault=fault,
-            receipt=Receipt.from_words(rows, digest),
-            flags=RankFlags(*flag_sums),
+            receipt=Receipt.from_words(num_rows, digest),
+            flags=RankFlags(*flags),
         )
 
     def _input(self, ids_BS: torch.Tensor, row0: int, step: int, scale_2: torch.Tensor) -> StepInput:
-        """Return the input of one forward pass.
+        """Return the input of one forward pass: rows, their numbers, and the keys of their random numbers.
 
         Args:
-            ids_BS: int64 rows on the device, consecutive rows of the global batch.
-            row0: number of the first of them within the global batch.
+            ids_BS: int64 token ids on the device, of consecutive rows of the global batch.
+            row0: number of the first of these rows within the global batch.
             step: number of the optimizer step.
             scale_2: the factors that the sums of the first and of the second loss are multiplied by, [2].
         """
@@ -205,26 +230,33 @@ class TrainStep:
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
         """Add up over all ranks what a step needs before its first forward. Collective; one all-reduce of int64.
 
+        It adds up the token counts that the losses are divided by, the receipt of the rows, and the flags.
+
         Args:
-            ids_BS: int64 rows of this rank.
+            ids_BS: int64 token ids of this rank's rows.
             receipt: number and digest of these rows.
             flags: requests and counters of this rank.
 
         Returns:
-            The factors that the two loss sums of each micro-batch are multiplied by, [micro-batches, 2]; and the int64
-            sums over the ranks of the receipt's two numbers and of each flag.
+            scales: factors that the two loss sums of each micro-batch are multiplied by, fp32 [N, 2].
+            totals: int64 sums over the ranks of the receipt's two words and of each flag.
         """
-        counts_per_row = loss_counts(ids_BS, self._special, self._objective)
-        counts = counts_per_row.view(-1, self._micro_batch, 2).sum(1)  # [micro-batches, 2]
-        words = torch.tensor([*receipt.words, *flags], dtype=torch.int64).to(ids_BS.device, non_blocking=True)
-        total = torch.cat([counts.sum(0), words])
-        dist.all_reduce(total)
+        count_B2 = loss_counts(ids_BS, self._special, self._objective)
+        count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
+        receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)
+        totals = torch.cat([count_N2.sum(0), receipt_and_flags.to(ids_BS.device, non_blocking=True)])
+        dist.all_reduce(totals)
+        count_2 = totals[:_NUM_LOSSES]  # of the global batch
+        # A count of 0 has a loss sum of 0: a divisor of 1 gives the mean 0 instead of NaN.
         if self._objective.loss_mean == "per_replica":
             # The mean of each micro-batch, averaged over all micro-batches of all ranks.
-            scales = 1.0 / (counts.clamp(min=1) * self._engine.num_micro_batches * dist.get_world_size())
+            num_means = self._engine.num_micro_batches * dist.get_world_size()
+            scale_N2 = 1.0 / (count_N2.clamp(min=1) * num_means)
         else:
-            scales = (1.0 / total[:2].clamp(min=1)).expand(len(counts), 2)
-        return scales, total[2:]
+            # One mean over the tokens of the global batch: the same factors for every micro-batch.
+            scale_2 = 1.0 / count_2.clamp(min=1)
+            scale_N2 = scale_2.expand(len(count_N2), _NUM_LOSSES)
+        return scale_N2, totals[_NUM_LOSSES:]
 
     def row_losses(self, batch: RowBatch) -> list[float]:
         """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
@@ -233,18 +265,20 @@ class TrainStep:
         dropout of embeddings and attention may differ, because it is drawn per micro-batch.
 
         Args:
-            batch: this rank's rows of the step.
+            batch: this rank's rows of the step; every rank must have equally many.
+
+        Returns:
+            One loss per row, in the order of the batch: the mean over the row's own tokens, in nats.
         """
-        engine = self._engine
         ids_BS = self._to_device(batch)
+        scale_B2 = 1.0 / loss_counts(ids_BS, self._special, self._objective).clamp(min=1)  # the mean of each row
         losses = []
-        scales = 1.0 / loss_counts(ids_BS, self._special, self._objective).clamp(min=1)
         with torch.no_grad():
             for row in range(len(ids_BS)):
-                row0 = batch.row0 + row
+                row0 = batch.row0 + row  # number within the global batch, which keys masks and samples
                 torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-                out = engine.forward(self._input(ids_BS[row : row + 1], row0, batch.step, scales[row]))
-                losses.append(float(out.loss))
+                step_input = self._input(ids_BS[row : row + 1], row0, batch.step, scale_B2[row])
+                losses.append(float(self._engine.forward(step_input).loss))
         return losses
 
 
@@ -264,14 +298,14 @@ class _Stopwatch:
         self._end_s = 0.0
 
     def __enter__(self) -> None:
-        """Record the beginning of the block."""
+        """Record the beginning of the block: a CUDA event on the current stream, or the time."""
         if self._is_on_gpu:
             self._begin_event.record()
         else:
             self._begin_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        """Record the end of the block."""
+        """Record the end of the block, also if it raised an exception, which is passed on."""
         if self._is_on_gpu:
             self._end_event.record()
         else:
@@ -281,15 +315,17 @@ class _Stopwatch:
         """Return the seconds of the last timed block; on a GPU wait until the device has finished it."""
         if self._is_on_gpu:
             self._end_event.synchronize()
-            return self._begin_event.elapsed_time(self._end_event) / 1000
+            milliseconds = self._begin_event.elapsed_time(self._end_event)
+            return milliseconds / 1000
         return self._end_s - self._begin_s
 
 
 def outlier(losses: list[float]) -> int | None:
     """Return the index of the loss that stands out, or None if none does.
 
-    It is the first loss that is not finite. If all are finite, it is the highest, provided that it lies more than 6
-    standard deviations above the median; the deviation is estimated robustly, from the median absolute deviation.
+    The first loss that is not finite stands out. If all are finite, the highest one does if it is more than 6 standard
+    deviations above the median. The standard deviation is estimated from the median absolute deviation from the
+    median, which the outlier itself hardly changes.
 
     Args:
         losses: at least one loss.
@@ -299,7 +335,8 @@ def outlier(losses: list[float]) -> int | None:
             return index
     median = float(np.median(losses))
     median_deviation = float(np.median(np.abs(np.array(losses) - median)))
-    sigma = max(_SIGMA_PER_MAD * median_deviation, 1e-3 * abs(median))  # equal losses would give 0
+    # The deviation is 0 if most losses are equal; the least sigma then keeps small differences from standing out.
+    sigma = max(_SIGMA_PER_MAD * median_deviation, _LEAST_SIGMA * abs(median))
     highest = int(np.argmax(losses))
     if losses[highest] > median + _OUTLIER_SIGMA * sigma:
         return highest

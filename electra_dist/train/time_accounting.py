@@ -18,9 +18,10 @@ import psutil
 
 
 class Clock:
-    """Stopwatch of one start or rollback of a run: how long its setup took, and what its steps have taken so far.
+    """Stopwatch of one round of a run: seconds of its setup, and seconds of its steps by activity.
 
-    Only the thread of the step loop may use it.
+    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of the
+    step loop may use the clock.
     """
 
     def __init__(self, setup_s: dict[str, float]) -> None:
@@ -43,18 +44,19 @@ class Clock:
         """
         begin = time.perf_counter()
         yield
-        self._spent["step" if self._is_first_step_done else "first"] += time.perf_counter() - begin
+        activity = "step" if self._is_first_step_done else "first"
+        self._spent[activity] += time.perf_counter() - begin
         self._is_first_step_done = True
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Measure a `with` block as an evaluation. A block that raises is not counted."""
+        """Measure a `with` block as an evaluation on held-out rows. A block that raises is not counted."""
         begin = time.perf_counter()
         yield
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add the seconds for which saving a checkpoint has held up the step loop."""
+        """Add the seconds for which saving a checkpoint has held up the step loop, counted as "stall"."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:

@@ -11,6 +11,7 @@ cache that training uses; 3 ns per token on each rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -31,12 +32,12 @@ def unigram_counts(
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
 
-    The counts are taken from the manifest or from an earlier start of the run. Otherwise the ranks count them, which
-    reads the whole corpus once, and rank 0 writes them to the run folder.
+    The counts are taken from the corpus manifest or, if it has none, from the file that an earlier start of the run
+    has written. Otherwise the ranks count the tokens, which reads the whole corpus once, and rank 0 writes the file.
 
     Args:
         corpus: the opened corpus.
-        vocab_size: number V of ids.
+        vocab_size: number V of token ids.
         run_dir: folder of the run, created if the tokens have to be counted.
         open_cache: opens this node's cache of the corpus; called only if the tokens have to be counted.
     """
@@ -47,12 +48,13 @@ def unigram_counts(
     counts_of_earlier_start = from_rank_0(lambda: np.load(file) if file.exists() else None)
     if counts_of_earlier_start is not None:
         return counts_of_earlier_start
-    cache = open_cache()
+    # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
     shards_of_rank = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
-    total = torch.from_numpy(count_tokens(cache, shards_of_rank, vocab_size)).to(local_device())
-    cache.close()
-    dist.all_reduce(total)
-    count_V: np.ndarray = total.cpu().numpy()
+    with contextlib.closing(open_cache()) as cache:
+        counts_of_rank = count_tokens(cache, shards_of_rank, vocab_size)
+    total_V = torch.from_numpy(counts_of_rank).to(local_device())
+    dist.all_reduce(total_V)
+    count_V: np.ndarray = total_V.cpu().numpy()
     if dist.get_rank() == 0:
         with replacing(file) as out:
             np.save(out, count_V)
@@ -62,17 +64,17 @@ def unigram_counts(
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
     """Return how often each token id occurs in all rows of some shards, int64 [V]; [PAD] is counted, too.
 
-    One shard is open at a time; each is dropped from the cache after it is counted.
+    One shard is open at a time. After it is counted it is closed, and the node's cache may delete its file.
 
     Args:
         cache: cache of the corpus.
         shards: numbers of the shards, in the order of the manifest.
-        vocab_size: number V of ids.
+        vocab_size: number V of token ids.
     """
     count_V = np.zeros(vocab_size, np.int64)
-    for number in shards:
-        num_rows = cache.manifest.shards[number].rows
-        rows = cache.open(number).rows(np.arange(num_rows))
-        count_V += np.bincount(rows.reshape(-1), minlength=vocab_size)
-        cache.keep_only([])
+    for shard in shards:
+        num_rows = cache.manifest.shards[shard].rows
+        ids_RS = cache.open(shard).rows(np.arange(num_rows))
+        count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
+        cache.keep_only([])  # closes the shard
     return count_V

@@ -38,6 +38,7 @@ from electra_dist.train.skipped_steps import SkipList
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, outlier
 from electra_dist.train.time_accounting import Clock
 
+# Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
 _ENDINGS: dict[int | None, Ending] = {
     EXIT_DONE: "done",
     EXIT_STOPPED: "stop",
@@ -50,8 +51,9 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 class Trainer:
     """One round of a run: restores a checkpoint and trains to the last step, a stop, or a rollback.
 
-    A round is used once: create it, then call `run`. After a rollback the caller creates a new one with the same
-    engine. All ranks do so together.
+    A rollback is a return to an earlier checkpoint after several steps with a bad loss. A round is used once: create
+    it, then call `run`. After a rollback the caller creates the next round with the same engine. All ranks do so
+    together.
     """
 
     def __init__(
@@ -89,21 +91,33 @@ class Trainer:
         self.special = special
         self.stop = stop
         self.monitor = monitor
-        corpus = inputs.corpus.manifest
-        self.checkpointer = Checkpointer(config, engine, corpus.fingerprint, skips.steps)
+        self.checkpointer = Checkpointer(config, engine, inputs.corpus.manifest.fingerprint, skips.steps)
         monitor.began(self.checkpointer.attempt)
-        self.restored, set_aside = self.checkpointer.restore(pristine=build_s is not None)
+        is_first_round = build_s is not None
+        self.restored, set_aside = self.checkpointer.restore(pristine=is_first_round)
         self.state = TrainState.after(self.restored, config.guard, skips)
-        self.clock = Clock({**(build_s or {}), "restore": time.perf_counter() - begin})
+        setup_s = dict(build_s) if build_s is not None else {}
+        setup_s["restore"] = time.perf_counter() - begin
+        self.clock = Clock(setup_s)
         self._spent_at_save: dict[int, dict[str, float]] = {}  # step of a save in flight -> seconds spent until then
         self.reporter: Reporter | None = None  # rank 0 only
         if dist.get_rank() == 0:
-            self.reporter = Reporter(config, engine, corpus, self.restored)
-            self.reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s)
-            for note in notes:
-                self.reporter.note(note)
+            self.reporter = self._open_reporter(set_aside, notes)
             self.checkpointer.writer.on_commit = self._committed
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
+
+    def _open_reporter(self, set_aside: list[str], notes: Sequence[str]) -> Reporter:
+        """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only.
+
+        Args:
+            set_aside: one line for each damaged checkpoint that the restore has set aside.
+            notes: lines for the log that describe how the run was built.
+        """
+        reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored)
+        reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s)
+        for note in notes:
+            reporter.note(note)
+        return reporter
 
     def run(self) -> int | None:
         """Train until this round ends, and record in the ledger how it ended. Collective.
@@ -115,76 +129,118 @@ class Trainer:
         Raises:
             UserError: the run diverges, or an input cannot be read any more.
         """
-        ending: Ending = "crash"  # unless the code below ends without an exception
+        ending: Ending = "crash"  # replaced below unless an exception ends the round
+        code: int | None = EXIT_DONE
         try:
-            code: int | None = EXIT_DONE
             if self.state.step < self.config.train.num_steps:
                 code = self._train()
             ending = _ENDINGS[code]
-            return code
         finally:
             if self.reporter:
-                why = self.stop.reason if ending == "stop" else ""
-                self.reporter.close(ending, self.state.step, why, self.clock.spent_s())
+                stop_reason = self.stop.reason if ending == "stop" else ""
+                self.reporter.close(ending, self.state.step, stop_reason, self.clock.spent_s())
+        return code
 
     def _train(self) -> int | None:
-        """Run the step loop from the restored step on. Collective.
-
-        A skipped or stopped step counts as done: its evaluation and its save take place as after any other step.
+        """Open the loader, the evaluator and the step function, run the steps, and close everything. Collective.
 
         Returns:
             An exit code, or None for a rollback.
         """
-        config = self.config
-        state = self.state
-        num_steps = config.train.num_steps
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(contextlib.closing(self._open_loader(stack)))
             evaluator = self._open_evaluator(stack)
-            train_step = TrainStep(self.engine, config.objective, self.special, config.seed, config.train.micro_batch)
-            stages = Stages(self.engine, config.objective)
+            train_step = TrainStep(
+                engine=self.engine,
+                objective=self.config.objective,
+                special=self.special,
+                seed=self.config.seed,
+                micro_batch=self.config.train.micro_batch,
+            )
+            stages = Stages(self.engine, self.config.objective)
             stack.enter_context(contextlib.closing(self.checkpointer))
-            for step in range(state.step, num_steps):
-                begin = time.perf_counter()
-                done = step + 1
-                is_last = done == num_steps
-                flags = RankFlags()  # of a skipped step, which has no all-reduce: no requests
-                self.monitor.beat("step", step)
-                state.step = done
-                state.eval_rtd_loss = None
-                second_stage_begins = stages.enter(step)
-                if second_stage_begins:
-                    # The window holds losses of the first stage, which the new loss must not be compared with.
-                    state.guard = Guard(config.guard)
-                if step not in state.skips.steps:
-                    lr = learning_rate(step, num_steps, config.optimizer)
-                    with self.clock.step():
-                        batch = loader.next()
-                        result = train_step(batch, lr, state.guard.fault, self._flags(loader))
-                    self.clock.waited_for_data(loader.wait_s)
-                    flags = result.flags
-                    if result.fault:
-                        self._stopped_step(train_step, batch, result.fault)
-                        if len(state.skips.streak) == config.guard.max_in_a_row:
-                            self._roll_back()
-                            return None
-                    else:
-                        state.updated(result)
-                        if is_last or _is_due(done, config.log.every_steps):
-                            self._log(result, lr, loader.wait_s, train_step.forward_s())
-                if evaluator and (is_last or _is_due(done, config.log.eval_every_steps)):
-                    self._evaluate(evaluator)
-                self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
-                if flags.sick:
-                    return EXIT_UNHEALTHY  # without a save: the state of a faulty GPU is not to be trusted
-                if is_last or flags.stop or flags.save or self.schedule.due(done):
-                    self._save()
-                if flags.stop and not is_last:
-                    return self._stop()
-            return EXIT_DONE
+            return self._run_steps(loader, evaluator, train_step, stages)
+
+    def _run_steps(
+        self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
+    ) -> int | None:
+        """Run the steps from the restored one to the last one, or until the run stops or goes back. Collective.
+
+        A step on the skip list and a step that the guard stops count as done: evaluation and save take place as after
+        any other step.
+
+        Args:
+            loader: this rank's batches from the restored step on, without the skipped steps.
+            evaluator: evaluates on held-out rows; None if the config names none.
+            train_step: runs one optimizer step.
+            stages: switches from the generator to the discriminator in two-stage training.
+
+        Returns:
+            An exit code, or None for a rollback.
+        """
+        guard = self.config.guard
+        state = self.state
+        num_steps = self.config.train.num_steps
+        for step in range(state.step, num_steps):
+            begin = time.perf_counter()
+            is_last = step + 1 == num_steps
+            self.monitor.beat("step", step)
+            state.step = step + 1  # steps done, this one included
+            state.eval_rtd_loss = None
+            second_stage_begins = stages.enter(step)
+            if second_stage_begins:
+                # The window holds losses of the first stage, which the new loss must not be compared with.
+                state.guard = Guard(guard)
+            # Requests of the ranks are added up in the all-reduce of a step. A skipped step has none: no requests.
+            flags = RankFlags()
+            if step not in state.skips.steps:
+                result = self._run_step(step, loader, train_step)
+                flags = result.flags
+                if result.fault and len(state.skips.streak) == guard.max_in_a_row:
+                    self._roll_back()
+                    return None
+            if evaluator and (is_last or _is_due(state.step, self.config.log.eval_every_steps)):
+                self._evaluate(evaluator)
+            self.stop.longest_step_s = max(self.stop.longest_step_s, time.perf_counter() - begin)
+            if flags.sick:
+                return EXIT_UNHEALTHY  # without a save: the state of a faulty GPU is not to be trusted
+            if is_last or flags.stop or flags.save or self.schedule.due(state.step):
+                self._save()
+            if flags.stop and not is_last:
+                return self._stop()
+        return EXIT_DONE
+
+    def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
+        """Train on the next batch and log it when due; put the step on the skip list if the guard stops it.
+
+        Collective.
+
+        Args:
+            step: number of the step, from 0.
+            loader: its next batch is that of this step.
+            train_step: runs one optimizer step.
+
+        Returns:
+            The result of the step, equal on all ranks. If its `fault` is not empty, the weights have not changed.
+        """
+        lr = learning_rate(step, self.config.train.num_steps, self.config.optimizer)
+        with self.clock.step():
+            batch = loader.next()
+            result = train_step(batch, lr, self.state.guard.fault, self._flags(loader))
+        self.clock.waited_for_data(loader.wait_s)
+        if result.fault:
+            self._skip_stopped_step(train_step, batch, result.fault)
+            return result
+        self.state.updated(result)
+        is_last = self.state.step == self.config.train.num_steps
+        if is_last or _is_due(self.state.step, self.config.log.every_steps):
+            self._log(result, lr, loader.wait_s, train_step.forward_s())
+        return result
 
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
         """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective.
+
+        Only rank 0 reports, but every rank has to call it, because the step times of all ranks are compared.
 
         Args:
             result: results of the step.
@@ -192,12 +248,16 @@ class Trainer:
             waited_s: total seconds that this rank has waited for rows.
             forward_s: seconds of this rank's first forward of the step.
         """
-        look = self.monitor.look(forward_s)
+        observation = self.monitor.look(forward_s)
         if self.reporter:
-            self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, look)
+            self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
 
     def _evaluate(self, evaluator: Evaluator) -> None:
-        """Evaluate on the held-out rows, report it, and keep the RTD loss for the next checkpoint. Collective."""
+        """Evaluate on the held-out rows and report the result on rank 0. Collective.
+
+        The loss of replaced token detection is kept in the state, so that a checkpoint of this step records it; the
+        retention of the best checkpoints compares these losses.
+        """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
@@ -206,7 +266,10 @@ class Trainer:
             self.reporter.evaluation(evaluation)
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        """Return this rank's requests to stop or save, and its counters of repeated requests to stores."""
+        """Return this rank's requests to stop or save, and how often it has repeated requests to stores so far.
+
+        The step adds up these numbers over all ranks, so that all ranks stop or save after the same step.
+        """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
         return RankFlags(
@@ -219,7 +282,11 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Start saving the present state; wait for the previous save and for the copy to host memory. Collective."""
+        """Start saving a checkpoint of the present state, and compute the next save interval. Collective.
+
+        It returns when the previous checkpoint is written and the state is copied to host memory; writing goes on in
+        a thread.
+        """
         self.monitor.beat("checkpoint", self.state.step)
         self._spent_at_save[self.state.step] = self.clock.spent_s()
         if self.reporter:
@@ -229,15 +296,19 @@ class Trainer:
         self.clock.stalled(timing.wait_s + timing.stall_s)
         if self.reporter and timing.wait_s > _LONG_WAIT_S:
             self.reporter.note(
-                f"waited {timing.wait_s:.1f} s for the previous checkpoint to be written; if this repeats, raise "
-                f"checkpoint.every_steps or set it to auto"
+                f"step {self.state.step:,}: training waited {timing.wait_s:.1f} s until the previous checkpoint was "
+                f"written; if this repeats, raise checkpoint.every_steps or set it to auto"
             )
-        has_changed = self.schedule.saved(self.state.step)
-        if has_changed and self.reporter:
-            self.reporter.note(f"checkpoint.every_steps auto: a checkpoint every {self.schedule.every_steps:,} steps")
+        has_interval_changed = self.schedule.saved(self.state.step)
+        if has_interval_changed and self.reporter:
+            self.reporter.note(
+                f"checkpoint.every_steps auto: a checkpoint is saved every {self.schedule.every_steps:,} steps"
+            )
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
-        """Record a committed checkpoint. Rank 0's checkpoint thread calls it.
+        """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it.
+
+        From the longest save follows how long before the end of a Slurm job the run stops by itself.
 
         Args:
             state: state of the checkpoint.
@@ -246,7 +317,8 @@ class Trainer:
         """
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
-            self.reporter.committed(state, timing, seconds, self._spent_at_save.pop(state.step))
+            spent_s = self._spent_at_save.pop(state.step)
+            self.reporter.committed(state, timing, seconds, spent_s)
 
     def _stop(self) -> int:
         """Wait until the save of this step is committed, then end the run on request. Collective.
@@ -260,7 +332,7 @@ class Trainer:
             self.reporter.stopped(self.state.step, self.stop.reason)
         return EXIT_STOPPED
 
-    def _stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
+    def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
         """Add a step that the guard has stopped to the skip list, and report it with the row that stands out.
 
         Collective. The list is on the disk before the run goes on, so that a restart skips the step, too.
@@ -277,23 +349,31 @@ class Trainer:
             self.reporter.stopped_step(batch.step, fault, suspect)
 
     def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
-        """Find the one row of a step whose loss stands out; return its name and loss, "" if none does. Collective.
+        """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
 
         Args:
             batch: this rank's rows of the step.
-            losses: the loss of each of them.
+            losses: the loss of each of these rows.
+
+        Returns:
+            The name of the row with its loss and the median loss, as text for the log; "" if no row stands out.
         """
-        losses_and_ids_by_rank = gather((losses, batch.row_ids.tolist()))
-        all_losses = [loss for rank_losses, _ in losses_and_ids_by_rank for loss in rank_losses]
-        all_row_ids = [row_id for _, rank_row_ids in losses_and_ids_by_rank for row_id in rank_row_ids]
-        suspect = outlier(all_losses)
-        if suspect is None:
+        all_losses: list[float] = []
+        all_row_ids: list[int] = []
+        for rank_losses, rank_row_ids in gather((losses, batch.row_ids.tolist())):
+            all_losses += rank_losses
+            all_row_ids += rank_row_ids
+        index = outlier(all_losses)
+        if index is None:
             return ""
-        name = self.inputs.corpus.manifest.row_name(all_row_ids[suspect])
-        return f"{name} (loss {all_losses[suspect]:.4g}, median of the step's rows {np.nanmedian(all_losses):.4g})"
+        name = self.inputs.corpus.manifest.row_name(all_row_ids[index])
+        median = np.nanmedian(all_losses)
+        return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 
     def _roll_back(self) -> None:
-        """Add the stopped steps, and some before them, to the skip list; the caller then restores again. Collective.
+        """Prepare the return to a checkpoint: skip the steps that were stopped and some steps before them. Collective.
+
+        It does not restore anything. The caller ends this round, and the next round restores.
 
         Raises:
             UserError: the run has already gone back `guard.max_rollbacks` times.
@@ -305,9 +385,10 @@ class Trainer:
         if skips.rollbacks == guard.max_rollbacks:
             raise UserError(
                 f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks was "
-                f"stopped again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in a new run, "
-                f"check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
+                f"stopped by the guard again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in "
+                f"a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
             )
+        # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
         first = first_to_skip(stopped[0], guard.skip_before, self.checkpointer.committed_steps())
         skips.roll_back(first)
         if self.reporter:
@@ -315,7 +396,7 @@ class Trainer:
             self.reporter.rolled_back(first, stopped)
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
-        """Return a cache of a corpus, which is closed together with `stack`."""
+        """Return a new cache of a corpus's shards for this process; it is closed when `stack` is closed."""
         cache = corpus.open_cache(self.config.data, self.config.cache_folder)
         return stack.enter_context(contextlib.closing(cache))
 
@@ -330,17 +411,21 @@ class Trainer:
         rows_per_shard = [shard.rows for shard in corpus.manifest.shards]
         order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
         return RowLoader(
-            self._open_cache(corpus, stack),
-            order,
-            config.train.global_batch,
-            dist.get_rank(),
-            dist.get_world_size(),
-            self.state.step,
-            self.state.skips.steps,
+            cache=self._open_cache(corpus, stack),
+            order=order,
+            global_batch=config.train.global_batch,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            start_step=self.state.step,
+            skip_steps=self.state.skips.steps,
         )
 
     def _open_evaluator(self, stack: contextlib.ExitStack) -> Evaluator | None:
-        """Return the evaluator on the held-out corpus, whose cache `stack` closes; None if there is none."""
+        """Return the evaluator on the held-out corpus; None if `data.heldout` is not set.
+
+        Args:
+            stack: closes the cache of the held-out corpus.
+        """
         if self.inputs.heldout is None:
             return None
         return Evaluator(

@@ -20,7 +20,8 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 def resolve(backend: str, device: str) -> str:
     """Return the implementation that `backend` selects on `device`: "triton", "cuda" or "reference".
 
-    For "cuda", the CUDA library is loaded, so that a missing library is reported before the first operation runs.
+    "auto" selects Triton on a CUDA device where Triton is installed, and otherwise the reference, plain PyTorch. For
+    "cuda", the CUDA library is loaded, so that a missing library is reported before the first operation runs.
 
     Args:
         backend: `config.kernels.backend`, one of `BACKENDS`.
@@ -30,38 +31,53 @@ def resolve(backend: str, device: str) -> str:
         BackendUnavailable: `backend` is "triton" or "cuda", and that implementation cannot run on this machine.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
-    on_gpu = device.split(":")[0] == "cuda"
+    device_type = device.split(":")[0]  # "cuda" for "cuda:3"
+    on_gpu = device_type == "cuda"
     if backend == "auto":
         return "triton" if on_gpu and _has_triton() else "reference"
     if backend == "triton":
-        if not _has_triton():
-            raise BackendUnavailable(
-                "kernels.backend is triton, but Python finds no package `triton`: "
-                "install triton, or set kernels.backend to auto"
-            )
-        if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-            raise BackendUnavailable(
-                "kernels.backend is triton, but this process has no CUDA device: "
-                "set kernels.backend to auto or reference, or run on a machine with a GPU"
-            )
+        _require_triton(on_gpu)
     if backend == "cuda":
-        if not on_gpu:
-            raise BackendUnavailable(
-                "kernels.backend is cuda, but this process has no CUDA device: "
-                "set kernels.backend to auto or reference, or run on a machine with a GPU"
-            )
-        from electra_kernels.native.discriminator_tail import library
-
-        library()
+        _require_cuda(on_gpu)
     return backend
 
 
 def resolve_without_cuda(backend: str, device: str) -> str:
     """Return "triton" or "reference" for an operation that is not in the CUDA library.
 
-    "cuda" is treated as "auto". Arguments and errors are those of `resolve`.
+    "cuda" is treated as "auto", so that one config value serves all operations. Arguments and errors are those of
+    `resolve`.
     """
-    return resolve("auto" if backend == "cuda" else backend, device)
+    if backend == "cuda":
+        backend = "auto"
+    return resolve(backend, device)
+
+
+def _require_triton(on_gpu: bool) -> None:
+    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is enabled."""
+    if not _has_triton():
+        raise BackendUnavailable(
+            "kernels.backend is triton, but Python finds no package `triton`: "
+            "install triton, or set kernels.backend to auto"
+        )
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not on_gpu and not is_interpreted:
+        raise BackendUnavailable(
+            "kernels.backend is triton, but this process has no CUDA device: "
+            "set kernels.backend to auto or reference, or run on a machine with a GPU"
+        )
+
+
+def _require_cuda(on_gpu: bool) -> None:
+    """Load the CUDA library; raise BackendUnavailable if there is no GPU or the library was not built."""
+    if not on_gpu:
+        raise BackendUnavailable(
+            "kernels.backend is cuda, but this process has no CUDA device: "
+            "set kernels.backend to auto or reference, or run on a machine with a GPU"
+        )
+    from electra_kernels.native.discriminator_tail import library
+
+    library()
 
 
 def _has_triton() -> bool:

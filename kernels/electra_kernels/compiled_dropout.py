@@ -1,5 +1,7 @@
 """Wraps keyed dropout in custom operators, for layers that run under torch.compile.
 
+Keyed dropout draws the dropped elements from (seed, step, row, place in the model) and not from torch's generator.
+
 Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
 How: torch.compile treats a custom operator as opaque. A key is an int64 tensor on the host (seed, step, number of the
@@ -28,7 +30,7 @@ SITES = 2  # number of places in a layer that call `dropout_add_norm`
 def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKey:
     """Return the key of one dropout site, a place in a layer that drops elements.
 
-    Sites are numbered through all layers, so that no two sites of a tower share a key.
+    A layer has `SITES` such places. They are numbered through all layers, so that no two sites of a tower share a key.
 
     Args:
         key_3: int64 [3] on the host: seed, step and number of the layer.
@@ -41,9 +43,10 @@ def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKe
 
 @torch.library.custom_op("electra::keep_attention", mutates_args=())
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return the factors of attention dropout for each row, fp32 [B, size], as a custom operator.
+    """Return the factors of attention dropout for each of B rows, fp32 [B, size], as a custom operator.
 
-    The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others.
+    The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others. Layer i uses the
+    random numbers i * size to (i + 1) * size - 1 of a row, so layers share none.
 
     Args:
         key_3: int64 [3] on the host: seed, step and number of the layer.
@@ -52,12 +55,20 @@ def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probabil
         probability: Chance of an element to be dropped, in [0, 1).
     """
     seed, step, layer = key_3.tolist()
-    return keep_grid(seed, Purpose.ATTENTION_DROPOUT, step, row_B, size, layer * size, probability)
+    return keep_grid(
+        seed,
+        Purpose.ATTENTION_DROPOUT,
+        step,
+        row_B,
+        num_positions=size,
+        first_position=layer * size,
+        drop=probability,
+    )
 
 
 @keep_attention.register_fake
 def _keep_attention_shape(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return an empty tensor with the shape and dtype of `keep_attention`'s result, for tracing."""
+    """Return an empty tensor with the shape and dtype of `keep_attention`'s result; torch.compile traces with it."""
     return row_B.new_empty(len(row_B), size, dtype=torch.float32)
 
 
@@ -76,7 +87,7 @@ def dropout_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass, as a custom operator.
 
-    The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`.
+    The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`. B rows, S tokens, H hidden, T = B * S.
 
     Args:
         x_BSH: Output of a sub-layer.
@@ -88,7 +99,8 @@ def dropout_add_norm(
         site: Place within the layer, in [0, SITES).
         probability: Chance of an element to be dropped, in [0, 1).
         eps: Added to the variance.
-        backend: See `backend.resolve`; "cuda" means "auto".
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
 
     Returns:
         The norm, contiguous, in `x_BSH`'s dtype; then mean and variance (with eps) of each token, fp32 [T]. Under the
@@ -98,19 +110,26 @@ def dropout_add_norm(
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
-        x_BSH, residual_BSH, row_B = x_BSH.contiguous(), residual_BSH.contiguous(), row_B.contiguous()
-        out_BSH, mean_T, variance_T = forward_pass(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
-        return out_BSH, mean_T.clone(), variance_T.clone()  # outputs of an operator must not share storage
+        out_BSH, mean_T, variance_T = forward_pass(
+            x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, row_B.contiguous(), eps, dropout
+        )
+        # Outputs of a custom operator must not share storage; mean and variance are two views of one buffer.
+        return out_BSH, mean_T.clone(), variance_T.clone()
     out_BSH = dropout_add_norm_reference(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
-    return out_BSH.contiguous(), *_empty_statistics(x_BSH, backend)
+    mean_T, variance_T = _empty_statistics(x_BSH, backend)
+    return out_BSH.contiguous(), mean_T, variance_T
 
 
 @dropout_add_norm.register_fake
 def _dropout_add_norm_shapes(x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors with the shapes and dtypes of `dropout_add_norm`'s results, for tracing."""
+    """Return empty tensors with the shapes and dtypes of `dropout_add_norm`'s results; torch.compile traces with them.
+
+    The arguments are those of the operator, whose last one is the backend.
+    """
     backend = rest[-1]
     out_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
-    return out_BSH, *_empty_statistics(x_BSH, backend)
+    mean_T, variance_T = _empty_statistics(x_BSH, backend)
+    return out_BSH, mean_T, variance_T
 
 
 @torch.library.custom_op("electra::dropout_add_norm_backward", mutates_args=())
@@ -129,24 +148,34 @@ def _backward(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`.
+    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`, as a custom operator.
 
-    The dropped elements are drawn again from the key. `mean_T` and `variance_T` are those that the forward pass
-    returned. Each gradient is contiguous, in the dtype of its input, and has storage of its own.
+    `grad_BSH` is the gradient of the norm. `mean_T` and `variance_T` are those that the forward pass returned, and the
+    further arguments are those of the forward pass; the dropped elements are drawn again from the key. Each gradient
+    is contiguous, in the dtype of its input, and has storage of its own. B rows, S tokens, H hidden, T = B * S.
     """
     dropout = dropout_key(key_3, site, probability)
-    inputs = (x_BSH, residual_BSH, weight_H, bias_H)
-    grads: tuple[torch.Tensor, ...]
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
-        grad_BSH, x_BSH, residual_BSH = grad_BSH.contiguous(), x_BSH.contiguous(), residual_BSH.contiguous()
-        grads = backward_pass(grad_BSH, x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B.contiguous(), dropout)
+        grad_x, grad_residual, grad_weight, grad_bias = backward_pass(
+            grad_BSH.contiguous(),
+            x_BSH.contiguous(),
+            residual_BSH.contiguous(),
+            mean_T,
+            variance_T,
+            weight_H,
+            row_B.contiguous(),
+            dropout,
+        )
     else:
-        grads = _reference_backward(grad_BSH, x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
-    grad_x, grad_residual, grad_weight, grad_bias = (
-        grad.to(tensor.dtype).contiguous() for grad, tensor in zip(grads, inputs)
-    )
+        grad_x, grad_residual, grad_weight, grad_bias = _reference_backward(
+            grad_BSH, x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout
+        )
+    grad_x = grad_x.to(x_BSH.dtype).contiguous()
+    grad_residual = grad_residual.to(residual_BSH.dtype).contiguous()
+    grad_weight = grad_weight.to(weight_H.dtype).contiguous()
+    grad_bias = grad_bias.to(bias_H.dtype).contiguous()
     if grad_x.data_ptr() == grad_residual.data_ptr():
         # Without dropout both gradients are one tensor, but outputs of an operator must not share storage.
         grad_residual = grad_residual.clone()
@@ -162,26 +191,35 @@ def _reference_backward(
     row_B: torch.Tensor,
     eps: float,
     dropout: DropoutKey,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm_reference`.
 
-    The formulas are written out because autograd records nothing inside a custom operator. The gradients are in the
-    precision of the computation: fp32, or fp64 for fp64 input.
+    The forward pass is LayerNorm(residual + keep * x), where keep is 0 or 1 / (1 - probability). It is written out,
+    because autograd records nothing inside a custom operator; torch's own kernel computes the gradient of LayerNorm.
+    The gradients are in the precision of the computation: fp32, or fp64 for fp64 input.
     """
-    compute = torch.promote_types(x_BSH.dtype, torch.float32)
+    compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)
+    # The sum before the norm, computed again as in the forward pass.
     if dropout.probability:
-        keep = keep_scale(x_BSH.shape, row_B, dropout).to(compute)
+        keep = keep_scale(x_BSH.shape, row_B, dropout).to(compute_dtype)
     else:
-        keep = torch.ones((), dtype=compute)
-    summed = x_BSH.to(compute) * keep + residual_BSH.to(compute)
+        keep = torch.ones((), dtype=compute_dtype)
+    summed = x_BSH.to(compute_dtype) * keep + residual_BSH.to(compute_dtype)
+
+    # The gradient of the sum, by torch's LayerNorm and its backward pass.
     normed_shape = list(x_BSH.shape[-1:])
-    weight, bias = weight_H.to(compute), bias_H.to(compute)
+    weight = weight_H.to(compute_dtype)
+    bias = bias_H.to(compute_dtype)
     _, mean, inverse_deviation = torch.native_layer_norm(summed, normed_shape, weight, bias, eps)
     wanted_grads = [True, True, True]  # input, weight, bias
     grad_summed, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-        grad_BSH.to(compute), summed, normed_shape, mean, inverse_deviation, weight, bias, wanted_grads
+        grad_BSH.to(compute_dtype), summed, normed_shape, mean, inverse_deviation, weight, bias, wanted_grads
     )
-    return grad_summed * keep, grad_summed, grad_weight, grad_bias
+
+    # The sum's gradient is that of the residual; x was multiplied by the factors of dropout.
+    grad_x = grad_summed * keep
+    grad_residual = grad_summed
+    return grad_x, grad_residual, grad_weight, grad_bias
 
 
 @_backward.register_fake
@@ -195,35 +233,54 @@ def _backward_shapes(
     bias_H: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return empty tensors with the shapes and dtypes of `_backward`'s gradients, for tracing."""
+    """Return empty tensors with the shapes and dtypes of the gradients that `_backward` returns.
+
+    torch.compile traces with them. They are the gradients of x, the residual, the weight and the bias, contiguous.
+    """
     inputs = (x_BSH, residual_BSH, weight_H, bias_H)
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save what the backward pass needs: the tensors and the options of `_backward`, in the order of its arguments."""
-    x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, *options = inputs
+    """Save the tensors and options of the backward pass of `dropout_add_norm`; torch calls it after the forward pass.
+
+    Args:
+        ctx: Context that torch passes to `_autograd_backward`.
+        inputs: Arguments of `dropout_add_norm`.
+        output: Its results: the norm, and mean and variance of each token.
+    """
+    x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, site, probability, eps, backend = inputs
     _, mean_T, variance_T = output
+    # Both are in the order in which `_backward` takes them.
     ctx.save_for_backward(x_BSH, residual_BSH, mean_T, variance_T, weight_H, bias_H, row_B, key_3)
-    ctx.options = options  # site, probability, eps, backend
+    ctx.options = (site, probability, eps, backend)
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return a gradient, or None, for each argument of `dropout_add_norm`; mean and variance have no gradient."""
-    grads = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
-    num_without_grad = 2 + len(ctx.options)  # row_B, key_3 and the options
-    return *grads, *[None] * num_without_grad
+    """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`.
+
+    `grad_BSH` is the gradient of the norm; the gradients of mean and variance, which follow it, are not used.
+    """
+    grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
+    no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
+    return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
 
 
 dropout_add_norm.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
-    """Return whether `backend` selects the Triton kernel on the device of `x_BSH`."""
+    """Return whether `backend`, the config's choice such as "auto", selects the Triton kernel on `x_BSH`'s device."""
     return resolve_without_cuda(backend, x_BSH.device.type) == "triton"
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised tensors for mean and variance: fp32 [T] under Triton, [0] under the reference."""
-    num_tokens = x_BSH.shape[0] * x_BSH.shape[1] if _uses_triton(backend, x_BSH) else 0
-    return x_BSH.new_empty(num_tokens, dtype=torch.float32), x_BSH.new_empty(num_tokens, dtype=torch.float32)
+    """Return two uninitialised fp32 tensors, for mean and variance: [B * S] under Triton, [0] under the reference.
+
+    The reference needs no statistics, but a custom operator returns the same number of tensors in both cases.
+    """
+    num_rows, seq_len, _ = x_BSH.shape
+    size = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
+    mean = x_BSH.new_empty(size, dtype=torch.float32)
+    variance = x_BSH.new_empty(size, dtype=torch.float32)
+    return mean, variance

@@ -64,8 +64,8 @@ def rtd_loss(
 ) -> RtdOutput:
     """Compute the loss of replaced-token detection from the dense layer's output.
 
-    The loss is the sigmoid cross-entropy of out_weight . gelu(dense + bias) + out_bias (ELECTRA, Clark et al.
-    2020, section 2). It is differentiable in the first four arguments.
+    For each of T tokens, the loss is the sigmoid cross-entropy of out_weight . gelu(dense + bias) + out_bias (ELECTRA,
+    Clark et al. 2020, section 2); H hidden. It is differentiable in the first four arguments.
 
     Args:
         dense_TH: Matrix product of the dense layer WITHOUT its bias, any floating precision.
@@ -74,7 +74,7 @@ def rtd_loss(
         out_bias: Bias of the output unit, one element.
         label_T: bool or number: 1 where the token was replaced, 0 elsewhere.
         mask_T: bool or number, the weight of each token in the loss; 0 on padding.
-        backend: See `backend.resolve`.
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`.
 
     Returns:
         Sums and logits in fp32, or in fp64 for fp64 input; the counts are weighted by `mask_T`.
@@ -82,19 +82,31 @@ def rtd_loss(
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `dense_TH`.
     """
-    compute = torch.promote_types(dense_TH.dtype, torch.float32)
-    label_T, mask_T = label_T.to(compute), mask_T.to(compute)
-    arguments = (dense_TH, bias_H, out_weight_H, out_bias.reshape(()), label_T, mask_T)
+    compute_dtype = torch.promote_types(dense_TH.dtype, torch.float32)
+    label_T = label_T.to(compute_dtype)
+    mask_T = mask_T.to(compute_dtype)
+    out_bias = out_bias.reshape(())
     implementation = resolve(backend, dense_TH.device.type)
     if implementation == "reference":
-        loss_T, logits_T = rtd_losses_reference(*arguments)
+        loss_T, logits_T = rtd_losses_reference(dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T)
     else:
-        if implementation == "triton":
-            from electra_kernels.triton import discriminator_tail as passes
-        else:
-            from electra_kernels.native import discriminator_tail as passes  # type: ignore[no-redef]
-        loss_T, logits_T = _RtdLosses.apply(*arguments, passes)
+        passes = _import_passes(implementation)
+        loss_T, logits_T = _RtdLosses.apply(dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T, passes)
     return _sums(loss_T, logits_T.detach(), label_T, mask_T)
+
+
+def _import_passes(implementation: str) -> Any:
+    """Return the module with `forward_pass` and `backward_pass` of "triton" or "cuda".
+
+    It is imported only at the first use, because a machine that runs the reference may lack Triton.
+    """
+    if implementation == "triton":
+        from electra_kernels.triton import discriminator_tail as triton_passes
+
+        return triton_passes
+    from electra_kernels.native import discriminator_tail as cuda_passes
+
+    return cuda_passes
 
 
 def rtd_losses_reference(
@@ -105,10 +117,12 @@ def rtd_losses_reference(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token in plain PyTorch; this is the definition of the operation.
+    """Return masked loss and logit of every token in plain PyTorch; this is the definition that kernels must meet.
+
+    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
 
     Args:
-        dense_TH: Matrix product of the dense layer without its bias, any floating precision.
+        dense_TH: Matrix product of the dense layer without its bias, T tokens of H hidden, any floating precision.
         bias_H: Bias of the dense layer.
         out_weight_H: Weights of the output unit.
         out_bias: Bias of the output unit, a scalar.
@@ -118,9 +132,9 @@ def rtd_losses_reference(
     Returns:
         Loss times mask, and logit, [T] each, in the dtype of `label_T`.
     """
-    compute = label_T.dtype
-    activation_TH = F.gelu(dense_TH.to(compute) + bias_H.to(compute))
-    logits_T = activation_TH @ out_weight_H.to(compute) + out_bias.to(compute)
+    compute_dtype = label_T.dtype
+    activation_TH = F.gelu(dense_TH.to(compute_dtype) + bias_H.to(compute_dtype))
+    logits_T = activation_TH @ out_weight_H.to(compute_dtype) + out_bias.to(compute_dtype)
     loss_T = F.binary_cross_entropy_with_logits(logits_T, label_T, reduction="none")
     return loss_T * mask_T, logits_T
 
@@ -128,19 +142,31 @@ def rtd_losses_reference(
 class _RtdLosses(torch.autograd.Function):
     """Autograd function of the discriminator's fused tail (bias, GELU, output unit, loss), in Triton or CUDA.
 
-    Its last argument is the module that implements it by two functions, `forward_pass` and `backward_pass`.
+    The dense output is the only activation of its size that it keeps for backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any,
+        dense_TH: torch.Tensor,
+        bias_H: torch.Tensor,
+        out_weight_H: torch.Tensor,
+        out_bias: torch.Tensor,
+        label_T: torch.Tensor,
+        mask_T: torch.Tensor,
+        passes: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return masked loss and logit of every token, fp32 [T] each.
 
-        The arguments are the six tensors of `rtd_losses_reference`, then the module that has `forward_pass`.
+        The tensors are those of `rtd_losses_reference`. `passes` is the module that implements the operation by two
+        functions, `forward_pass` and `backward_pass`. T tokens, H hidden.
         """
-        *tensors, passes = arguments
-        dense_TH, bias_H, out_weight_H, out_bias = (tensor.contiguous() for tensor in tensors[:4])
-        label_T, mask_T = (tensor.float().contiguous() for tensor in tensors[4:])
-        loss_T, logits_T = passes.forward_pass(dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T)
+        dense_TH = dense_TH.contiguous()
+        bias_H = bias_H.contiguous()
+        out_weight_H = out_weight_H.contiguous()
+        label_T = label_T.float().contiguous()
+        mask_T = mask_T.float().contiguous()
+        loss_T, logits_T = passes.forward_pass(dense_TH, bias_H, out_weight_H, out_bias.contiguous(), label_T, mask_T)
         ctx.save_for_backward(dense_TH, bias_H, out_weight_H, label_T, mask_T, logits_T)
         ctx.passes = passes
         ctx.mark_non_differentiable(logits_T)
@@ -149,13 +175,25 @@ class _RtdLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the dense output, its bias, the output weight and the output bias."""
+        """Return a gradient, or None, for each argument of `forward`.
+
+        `upstream_T` is the gradient of the masked losses of T tokens. The logits have no gradient.
+        """
         grads = ctx.passes.backward_pass(*ctx.saved_tensors, upstream_T.float().contiguous())
-        return *grads, None, None, None  # label, mask and module have no gradient
+        grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias = grads
+        # Label, mask and module have no gradient.
+        return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias, None, None, None
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Return the sums over the tokens: loss, mask, and the confusion counts weighted by the mask."""
+    """Return the sums over T tokens: loss, mask, and the confusion counts weighted by the mask.
+
+    Args:
+        loss_T: Loss of each token, already multiplied by its mask.
+        logits_T: Logits for "was replaced"; above 0, a token counts as predicted replaced.
+        label_T: 1 where the token was replaced, 0 elsewhere.
+        mask_T: Weight of each token, in the dtype of `label_T`.
+    """
     predicted_replaced_T = logits_T > 0
     replaced_T = label_T * mask_T
     original_T = (1 - label_T) * mask_T

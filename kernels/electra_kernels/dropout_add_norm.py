@@ -47,7 +47,7 @@ def dropout_add_norm(
     """Return LayerNorm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
 
     The computation is in fp32 (fp64 for fp64 input) and rounded once. It is differentiable in the first four
-    arguments, once.
+    arguments, once. B rows, S tokens, H hidden.
 
     Args:
         x_BSH: Output of a sub-layer. H must be a multiple of 4 where elements are dropped.
@@ -57,7 +57,8 @@ def dropout_add_norm(
         eps: Added to the variance.
         dropout: Probability, and the key that determines the dropped elements. Pass probability 0 in evaluation.
         row_B: int64 row numbers within the global batch, not within the rank.
-        backend: See `backend.resolve`; "cuda" means "auto".
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
 
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
@@ -78,40 +79,49 @@ def dropout_add_norm_reference(
 ) -> torch.Tensor:
     """Return LayerNorm(residual + dropout(x)) in plain PyTorch; this is the definition of `dropout_add_norm`.
 
-    Arguments and result are those of `dropout_add_norm`. Autograd differentiates it.
+    Arguments and result are those of `dropout_add_norm`. Autograd differentiates it. B rows, S tokens, H hidden.
     """
-    compute = torch.promote_types(x_BSH.dtype, torch.float32)
-    summed_BSH = x_BSH.to(compute)
+    compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)
+    dropped_BSH = x_BSH.to(compute_dtype)
     if dropout.probability:
-        summed_BSH = summed_BSH * keep_scale(x_BSH.shape, row_B, dropout).to(compute)
-    summed_BSH = summed_BSH + residual_BSH.to(compute)
-    normed_BSH = F.layer_norm(summed_BSH, x_BSH.shape[-1:], weight_H.to(compute), bias_H.to(compute), eps)
+        dropped_BSH = dropped_BSH * keep_scale(x_BSH.shape, row_B, dropout).to(compute_dtype)
+    summed_BSH = dropped_BSH + residual_BSH.to(compute_dtype)
+    normed_shape = x_BSH.shape[-1:]
+    normed_BSH = F.layer_norm(summed_BSH, normed_shape, weight_H.to(compute_dtype), bias_H.to(compute_dtype), eps)
     return normed_BSH.to(x_BSH.dtype)
 
 
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
+    Each site (a place in the model that drops) uses the next S * H random numbers of a row, so sites share none.
+
     Args:
-        shape: [B, S, H], with S * H a multiple of 4.
+        shape: [B, S, H] (rows, tokens, hidden), with S * H a multiple of 4.
         row_B: int64 row numbers within the global batch.
         dropout: Probability and key.
 
     Returns:
         fp32 [B, S, H], on the device of `row_B`.
     """
-    elements_per_row = shape[1] * shape[2]
-    first_element = dropout.site * elements_per_row
+    _, seq_len, hidden = shape
+    elements_per_row = seq_len * hidden
     factors = keep_grid(
-        dropout.seed, Purpose.DROPOUT, dropout.step, row_B, elements_per_row, first_element, dropout.probability
+        dropout.seed,
+        Purpose.DROPOUT,
+        dropout.step,
+        row_B,
+        num_positions=elements_per_row,
+        first_position=dropout.site * elements_per_row,
+        drop=dropout.probability,
     )
     return factors.view(shape)
 
 
 class _DropoutAddNorm(torch.autograd.Function):
-    """Autograd function of the Triton kernels of `dropout_add_norm`.
+    """Autograd function of LayerNorm(residual + dropout(x)) in Triton.
 
-    For backward, it keeps the inputs, and the mean and variance of each token.
+    For backward, it keeps the inputs, and the mean and variance of each token. No dropout mask is kept.
     """
 
     @staticmethod
@@ -125,10 +135,15 @@ class _DropoutAddNorm(torch.autograd.Function):
         eps: float,
         dropout: DropoutKey,
     ) -> torch.Tensor:
-        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`."""
+        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`; save inputs and statistics.
+
+        B rows, S tokens in each, H hidden.
+        """
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
-        x_BSH, residual_BSH, row_B = x_BSH.contiguous(), residual_BSH.contiguous(), row_B.contiguous()
+        x_BSH = x_BSH.contiguous()
+        residual_BSH = residual_BSH.contiguous()
+        row_B = row_B.contiguous()
         out_BSH, mean_T, variance_T = forward_pass(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
         ctx.save_for_backward(x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B)
         ctx.dropout = dropout
@@ -137,11 +152,14 @@ class _DropoutAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, the residual, the weight and the bias; the dropped elements are drawn again."""
+        """Return a gradient, or None, for each argument of `forward`; the dropped elements are drawn again.
+
+        `grad_BSH` is the gradient of the norm, for B rows of S tokens with H hidden.
+        """
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
         x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B = ctx.saved_tensors
-        grads = backward_pass(
+        grad_x_BSH, grad_residual_BSH, grad_weight_H, grad_bias_H = backward_pass(
             grad_BSH.contiguous(), x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B, ctx.dropout
         )
-        return *grads, None, None, None  # rows, eps and key have no gradient
+        return grad_x_BSH, grad_residual_BSH, grad_weight_H, grad_bias_H, None, None, None  # not rows, eps, key

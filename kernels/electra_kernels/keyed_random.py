@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,13 @@ import torch
 
 from electra_kernels.native import cpu_library
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers of Philox4x32
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # increments of its key
-_MASK32 = 0xFFFFFFFF
+# Constants of Philox4x32.
+_MULTIPLIER0 = 0xD2511F53
+_MULTIPLIER1 = 0xCD9E8D57
+_KEY_INCREMENT0 = 0x9E3779B9
+_KEY_INCREMENT1 = 0xBB67AE85
 NUM_ROUNDS = 10
+_MASK32 = 0xFFFFFFFF
 _CELLS_PER_SLICE = 32768  # counters of one slice on a CPU: 256 KB for each of NumPy's temporaries
 
 Fill = Callable[[np.ndarray, int, int, int, np.ndarray, int], None]  # grid, seed, purpose, step, rows, first block
@@ -58,6 +62,10 @@ class Purpose(enum.IntEnum):
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
     """Return four random 32-bit words for each counter: the Philox4x32-10 function of Salmon et al. (SC 2011).
 
+    It works like a block cipher: the 64-bit key (two words) mixes the 128-bit counter (four words) in ten rounds. A
+    round multiplies two of the words by constants and distributes the halves of the 64-bit products; the key is
+    incremented by constants after each round.
+
     Args:
         counter: Four words (tensor, array or int), each in [0, 2**32). At least one must be a tensor or an array.
             Tensors are int64 and arrays are uint64.
@@ -66,25 +74,29 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
     Returns:
         Four tensors (int64) or arrays (uint64) of the counters' broadcast shape, with values in [0, 2**32).
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    word0, word1, word2, word3 = counter
+    key0 = seed & _MASK32
+    key1 = (seed >> 32) & _MASK32
     for _ in range(NUM_ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1
+        product0 = word0 * _MULTIPLIER0
+        product1 = word2 * _MULTIPLIER1
         # `& _MASK32` also removes the sign bits that the shift of a wrapped int64 product brings in.
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK32) ^ c1 ^ k0,
-            p1 & _MASK32,
-            ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
-            p0 & _MASK32,
-        )
-        k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
-    return c0, c1, c2, c3
+        word0 = ((product1 >> 32) & _MASK32) ^ word1 ^ key0
+        word1 = product1 & _MASK32
+        word2 = ((product0 >> 32) & _MASK32) ^ word3 ^ key1
+        word3 = product0 & _MASK32
+        key0 = (key0 + _KEY_INCREMENT0) & _MASK32
+        key1 = (key1 + _KEY_INCREMENT1) & _MASK32
+    return word0, word1, word2, word3
 
 
 def bits_grid(
     seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int = 0
 ) -> torch.Tensor:
-    """Return 32 random bits for each row and each position from `first_position` on.
+    """Return 32 random bits for each of R rows and each position of a row from `first_position` on.
+
+    The bits of a row and position are a function of (seed, purpose, step, row, position) only, so any part of a batch
+    gets the same bits on any rank and device. One counter of the generator gives the bits of four positions, a block.
 
     Args:
         seed: 64-bit key, the seed of the run.
@@ -97,32 +109,34 @@ def bits_grid(
     Returns:
         [R, num_positions] int64 in [0, 2**32), on the device of `rows`.
     """
-    assert first_position % 4 == 0
-    num_blocks = (num_positions + 3) // 4  # one counter gives the bits of a block of four positions
+    assert first_position % 4 == 0, f"the first position is {first_position}: pass a multiple of 4"
+    num_rows = rows.numel()
+    num_blocks = (num_positions + 3) // 4
     first_block = first_position // 4
     if rows.device.type == "cpu":
-        grid = np.empty((rows.numel(), num_blocks * 4), np.int64)
-        _fill_in_slices(
-            grid, cpu_library.fill_bits or _fill_bits, seed, purpose, step, rows.contiguous().numpy(), first_block
-        )
+        grid = np.empty((num_rows, num_blocks * 4), np.int64)
+        fill = _fill_bits if cpu_library.fill_bits is None else cpu_library.fill_bits
+        _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_block)
         return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(num_blocks, device=rows.device, dtype=torch.int64) + first_block
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
-    c0 = blocks[None, :].expand(rows.numel(), num_blocks)
-    c1 = rows[:, None].expand_as(c0)
-    c2 = torch.full_like(c0, step)
-    c3 = torch.full_like(c0, int(purpose))
-    words = philox4x32((c0, c1, c2, c3), seed)
-    return torch.stack(words, dim=-1).reshape(rows.numel(), num_blocks * 4)[:, :num_positions]
+    block_word = blocks[None, :].expand(num_rows, num_blocks)
+    row_word = rows[:, None].expand_as(block_word)
+    step_word = torch.full_like(block_word, step)
+    purpose_word = torch.full_like(block_word, int(purpose))
+    words = philox4x32((block_word, row_word, step_word, purpose_word), seed)
+    # The four words of a block are the bits of its four positions, next to each other.
+    bits = torch.stack(words, dim=-1).reshape(num_rows, num_blocks * 4)
+    return bits[:, :num_positions]
 
 
 def keep_grid(
     seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int, drop: float
 ) -> torch.Tensor:
-    """Return the factors of dropout for each row and each position from `first_position` on.
+    """Return the factors of dropout for each of R rows and each position of a row from `first_position` on.
 
-    The factor is 0 where the bits of `bits_grid` are below `drop_threshold(drop)`, which has probability `drop`, and
-    1 / (1 - drop) elsewhere.
+    The factor is 0 where the 32 random bits of `bits_grid` are below `drop_threshold(drop)`, which has probability
+    `drop`, and 1 / (1 - drop) elsewhere.
 
     Args:
         seed: 64-bit key, the seed of the run.
@@ -136,34 +150,41 @@ def keep_grid(
     Returns:
         fp32 [R, num_positions], on the device of `rows`.
     """
-    assert num_positions % 4 == 0
+    assert num_positions % 4 == 0, f"the number of positions is {num_positions}: pass a multiple of 4"
     threshold = drop_threshold(drop)
     scale = 1.0 / (1.0 - drop)
-    if rows.device.type == "cpu" and cpu_library.fill_kept:
-        grid = np.empty((rows.numel(), num_positions), np.float32)
+    if rows.device.type == "cpu" and cpu_library.fill_kept is not None:
+        # The C function compares and scales while it draws, without an array of bits.
+        factors = np.empty((rows.numel(), num_positions), np.float32)
         fill = functools.partial(cpu_library.fill_kept, threshold=threshold, scale=scale)
-        _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_position // 4)
-        return torch.from_numpy(grid)
+        _fill_in_slices(factors, fill, seed, purpose, step, rows.contiguous().numpy(), first_position // 4)
+        return torch.from_numpy(factors)
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
-    return ((bits >= threshold) * scale).float()
+    is_kept = bits >= threshold
+    return (is_kept * scale).float()
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the threshold, in [0, 2**32], for dropout: an element is dropped if its 32 random bits are below it."""
+    """Return the threshold of dropout: an element is dropped if its 32 random bits are below it.
+
+    Args:
+        probability: Chance of an element to be dropped, in [0, 1]; 1 gives 2**32, which is above all bits.
+    """
     return round(probability * 2**32)
 
 
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Fill `grid`, [R, 4 * blocks], in rectangles that are shared among as many threads as torch uses.
+    """Fill `grid` in rectangles that are shared among as many threads as torch uses.
 
+    A rectangle holds the positions of up to `_CELLS_PER_SLICE` counters; one counter gives a block of four positions.
     Threads run in parallel because `fill` releases the interpreter lock while it computes. The values do not depend on
     the rectangles.
 
     Args:
-        grid: Array to fill, in place.
-        fill: Function that fills one rectangle; see `Fill`.
+        grid: Array [R, 4 * blocks] to fill, in place.
+        fill: Function that fills one rectangle; its arguments are rectangle, seed, purpose, step, rows, first block.
         seed: 64-bit key.
         purpose: Use of the bits.
         step: Global step.
@@ -174,24 +195,24 @@ def _fill_in_slices(
     num_blocks = grid.shape[1] // 4
     blocks_per_slice = max(1, min(num_blocks, _CELLS_PER_SLICE))
     rows_per_slice = _CELLS_PER_SLICE // blocks_per_slice
-    corners = [
-        (row, block) for row in range(0, num_rows, rows_per_slice) for block in range(0, num_blocks, blocks_per_slice)
-    ]
+    first_rows = range(0, num_rows, rows_per_slice)
+    first_blocks = range(0, num_blocks, blocks_per_slice)
 
     def fill_slice(corner: tuple[int, int]) -> None:
-        """Fill the rectangle of the grid that starts at `corner`: a row, and a block of 4 positions."""
+        """Fill the rectangle of the grid that begins at `corner`: a row, and a block of four positions."""
         row, block = corner
         row_slice = slice(row, row + rows_per_slice)
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))
         fill(grid[row_slice, position_slice], seed, purpose, step, rows[row_slice], first_block + block)
 
-    cpu_library.share(fill_slice, corners)
+    cpu_library.share(fill_slice, list(itertools.product(first_rows, first_blocks)))
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with keyed random bits in NumPy.
+    """Fill `grid` with keyed random bits, 32 for each row and position, in NumPy.
 
-    The bits are those of the faster C function `host.fill_bits`; this function replaces it where it was not built.
+    The bits are those of the faster C function `cpu_library.fill_bits`; this function replaces it where it was not
+    built.
 
     Args:
         grid: int64 [R, 4 * blocks], filled in place.
@@ -201,24 +222,32 @@ def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.nd
         rows: int64 [R], row numbers within the global batch.
         first_block: First position of the grid, divided by 4.
     """
-    c0 = (np.arange(grid.shape[1] // 4, dtype=np.uint64) + np.uint64(first_block))[None, :]
-    c1 = rows.astype(np.uint64)[:, None]
-    # One-cell arrays, neither scalars nor grids: words that depend on one axis only stay small in the first rounds.
-    c2, c3 = np.full((1, 1), step, np.uint64), np.full((1, 1), purpose, np.uint64)
-    for lane, word in enumerate(philox4x32((c0, c1, c2, c3), seed)):
-        grid[:, lane::4] = word
+    num_blocks = grid.shape[1] // 4
+    blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
+    # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.
+    block_word = blocks[None, :]
+    row_word = rows.astype(np.uint64)[:, None]
+    step_word = np.full((1, 1), step, np.uint64)
+    purpose_word = np.full((1, 1), purpose, np.uint64)
+    words = philox4x32((block_word, row_word, step_word, purpose_word), seed)
+    # Word i of a block is the bits of the block's position i.
+    for i, word in enumerate(words):
+        grid[:, i::4] = word
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """Return a 63-bit seed for a component that has a random generator of its own, such as a torch.Generator.
+
+    The result is a function of the arguments only; different arguments give unrelated seeds.
 
     Args:
         seed: 64-bit key, the seed of the run.
         purpose: Use of the seed.
         *numbers: Up to two numbers in [0, 2**32) that distinguish seeds of one purpose; an omitted number counts as 0.
     """
-    assert len(numbers) <= 2
-    first, second = (*numbers, 0, 0)[:2]
-    counter = (np.array([0], np.uint64), np.uint64(first), np.uint64(second), np.uint64(int(purpose)))
+    assert len(numbers) <= 2, f"{len(numbers)} numbers distinguish the seed: pass at most 2"
+    padded = (*numbers, 0, 0)
+    counter = (np.array([0], np.uint64), np.uint64(padded[0]), np.uint64(padded[1]), np.uint64(int(purpose)))
     high, low, _, _ = philox4x32(counter, seed)
-    return ((int(high[0]) << 32) | int(low[0])) & (2**63 - 1)
+    bits_64 = (int(high[0]) << 32) | int(low[0])
+    return bits_64 & (2**63 - 1)  # torch takes seeds as signed 64-bit numbers

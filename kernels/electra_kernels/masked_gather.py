@@ -28,9 +28,11 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
     A slot is a place for one masked position of a row. The result is differentiable in `hidden_BSH`, once.
 
     Args:
-        hidden_BSH: Floating point, any precision.
-        positions_BN: int64 in [0, S). Several slots may share a position. Empty slots need a valid position, too.
-        backend: See `backend.resolve`; "cuda" means "auto". It concerns the backward pass only.
+        hidden_BSH: Hidden states of B rows, S positions, H hidden; floating point, any precision.
+        positions_BN: int64 in [0, S), the position of each of a row's N slots. Several slots may share a position.
+            Empty slots need a valid position, too.
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version. It concerns the backward pass only.
 
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `hidden_BSH`.
@@ -41,47 +43,60 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
     """Return the gradient of `gather_masked` in plain PyTorch; this function defines what kernels must compute.
 
+    Slots of a row that share a position have their gradients added.
+
     Args:
         grad_MH: Gradient of each slot, [B * N, H].
-        positions_BN: int64 in [0, seq_len), the position of each slot.
+        positions_BN: int64 in [0, seq_len), the position of each of the N slots of each of B rows.
         seq_len: S, the number of positions in a row.
 
     Returns:
         [B, S, H] in the dtype of `grad_MH`: the gradients of the slots, added at their positions in fp32 or fp64.
     """
-    accumulate = torch.promote_types(grad_MH.dtype, torch.float32)
-    flat = torch.zeros(len(positions_BN) * seq_len, grad_MH.shape[1], dtype=accumulate, device=grad_MH.device)
-    flat.index_add_(0, _flat_positions(positions_BN, seq_len), grad_MH.to(accumulate))
-    return flat.view(len(positions_BN), seq_len, -1).to(grad_MH.dtype)
+    num_rows = len(positions_BN)
+    hidden = grad_MH.shape[1]
+    sum_dtype = torch.promote_types(grad_MH.dtype, torch.float32)
+    sums = torch.zeros(num_rows * seq_len, hidden, dtype=sum_dtype, device=grad_MH.device)
+    sums.index_add_(0, _flat_positions(positions_BN, seq_len), grad_MH.to(sum_dtype))
+    return sums.view(num_rows, seq_len, -1).to(grad_MH.dtype)
 
 
 def _flat_positions(positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the row number of each slot in the hidden states flattened to [B * S, H], int64 [B * N]."""
-    offsets_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
-    return (positions_BN + offsets_B1).reshape(-1)
+    """Return where each slot points to in B rows of positions laid end to end, int64 [B * N].
+
+    Position s of row b is number b * seq_len + s.
+    """
+    first_position_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
+    return (positions_BN + first_position_B1).reshape(-1)
 
 
 class _GatherMasked(torch.autograd.Function):
-    """Autograd function of `gather_masked`; it keeps only the positions for backward."""
+    """Autograd function that gathers hidden states at masked positions; it keeps only the positions for backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, backend: str) -> torch.Tensor:
         """Return the hidden states at the positions, [B * N, H].
 
-        `backend` is a result of `backend.resolve_without_cuda`: "triton" or "reference".
+        `backend` selects the implementation of the backward pass: "triton" or "reference".
         """
+        seq_len = hidden_BSH.shape[1]
         ctx.save_for_backward(positions_BN)
-        ctx.seq_len = hidden_BSH.shape[1]
+        ctx.seq_len = seq_len
         ctx.backend = backend
-        return hidden_BSH.flatten(0, 1).index_select(0, _flat_positions(positions_BN, ctx.seq_len))
+        return hidden_BSH.flatten(0, 1).index_select(0, _flat_positions(positions_BN, seq_len))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the hidden states, [B, S, H]; positions and backend have none."""
+        """Return the gradient of the hidden states, [B, S, H]; positions and backend have none.
+
+        `grad_MH` is the gradient of each of the M = B * N slots.
+        """
         (positions_BN,) = ctx.saved_tensors
         if ctx.backend == "triton":
             from electra_kernels.triton.masked_gather import scatter_add
 
-            return scatter_add(grad_MH, positions_BN, ctx.seq_len), None, None
-        return scatter_add_reference(grad_MH, positions_BN, ctx.seq_len), None, None
+            grad_hidden_BSH = scatter_add(grad_MH, positions_BN, ctx.seq_len)
+        else:
+            grad_hidden_BSH = scatter_add_reference(grad_MH, positions_BN, ctx.seq_len)
+        return grad_hidden_BSH, None, None

@@ -48,7 +48,8 @@ _CHUNK_WITHOUT_GRADIENT = 1024  # rows
 class MlmHeadOutput(NamedTuple):
     """Loss, accuracy counts and samples of the masked-token head.
 
-    Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights. Only `loss_sum` carries a gradient.
+    M masked tokens ("rows"). Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights. Only
+    `loss_sum` carries a gradient.
 
     Attributes:
         loss_sum: Weighted sum of the cross-entropies. Divide by `weight_sum` for the mean.
@@ -83,11 +84,12 @@ def mlm_head_loss_and_sample(
 ) -> MlmHeadOutput:
     """Compute the weighted loss sum of the masked-token head and draw a token for each row.
 
+    The logits of the M masked tokens are x W^T + bias, and the loss is the cross-entropy of the true tokens.
     The loss is differentiable in x, weight and bias, once. Its gradients are computed in this call and kept until
     backward; under torch.no_grad, none is computed.
 
     Args:
-        x_MD: Features, converted to the dtype of `weight_VD`.
+        x_MD: Features, D for each of M rows, converted to the dtype of `weight_VD`.
         weight_VD: Token table with padded rows at the end; a multiple of 8 rows keeps the GPU's loads wide.
         bias_V: Bias with V or with `vocab_size` entries; -inf forbids a token.
         target_M: int64 true tokens in [0, vocab_size), also where the weight is 0.
@@ -99,7 +101,8 @@ def mlm_head_loss_and_sample(
         temperature: Divisor of the logits before sampling. The loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
         chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
-        backend: See `backend.resolve`; "cuda" means "auto".
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
 
     Returns:
         Loss, counts and samples; see `MlmHeadOutput`.
@@ -107,10 +110,17 @@ def mlm_head_loss_and_sample(
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `x_MD`.
     """
-    differentiable = any(tensor.requires_grad for tensor in (x_MD, weight_VD, bias_V))
-    with_gradient = torch.is_grad_enabled() and differentiable
-    options = RowOptions(seed, step, vocab_size, temperature, disallow_correct, with_gradient)
-    if not options.with_gradient:
+    is_differentiable = any(tensor.requires_grad for tensor in (x_MD, weight_VD, bias_V))
+    with_gradient = torch.is_grad_enabled() and is_differentiable
+    options = RowOptions(
+        seed=seed,
+        step=step,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        disallow_correct=disallow_correct,
+        with_gradient=with_gradient,
+    )
+    if not with_gradient:
         chunk = min(chunk, _CHUNK_WITHOUT_GRADIENT)
     weight_M = weight_M.to(torch.promote_types(weight_VD.dtype, torch.float32))
     loss_sum, best_M, sampled_M = _MlmHead.apply(
@@ -141,7 +151,7 @@ def row_pass_reference(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token and sample of each row of a chunk of logits, by the C library or by torch.
+    """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch.
 
     fp32 logits on a CPU take the C library where it is built; it agrees with torch to fp32 rounding. All others take
     `_row_pass_torch`.
@@ -155,21 +165,22 @@ def row_pass_reference(
         row_M: int64, number of each row within the global batch.
         options: Seed, step and switches.
     """
-    if cpu_library.row_pass and logits_MV.device.type == "cpu" and logits_MV.dtype == weight_M.dtype == torch.float32:
-        key = (options.seed, int(Purpose.SAMPLE), options.step)
-        stats = cpu_library.row_pass(
-            logits_MV,
-            bias_V,
-            target_M,
-            weight_M,
-            row_M,
-            key,
-            options.temperature,
-            options.disallow_correct,
-            options.with_gradient,
-        )
-        return RowStats(*stats)
-    return _row_pass_torch(logits_MV, bias_V, target_M, weight_M, row_M, options)
+    on_cpu = logits_MV.device.type == "cpu"
+    is_fp32 = logits_MV.dtype == weight_M.dtype == torch.float32
+    if cpu_library.row_pass is None or not on_cpu or not is_fp32:
+        return _row_pass_torch(logits_MV, bias_V, target_M, weight_M, row_M, options)
+    loss_M, best_M, sampled_M = cpu_library.row_pass(
+        logits_MV,
+        bias_V,
+        target_M,
+        weight_M,
+        row_M,
+        key=(options.seed, int(Purpose.SAMPLE), options.step),
+        temperature=options.temperature,
+        disallow_correct=options.disallow_correct,
+        with_gradient=options.with_gradient,
+    )
+    return RowStats(loss_M, best_M, sampled_M)
 
 
 def _row_pass_torch(
@@ -183,20 +194,27 @@ def _row_pass_torch(
     """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch.
 
     This function defines the row pass. It works on one block of rows at a time, which bounds the temporaries.
-
-    Arguments and result are those of `row_pass_reference`.
+    Arguments and result are those of `row_pass_reference`. M rows, V columns of logits.
     """
     rows_per_block = block_rows(logits_MV)
-    stats = RowStats(torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M))
+    stats = RowStats(
+        loss_M=torch.empty_like(weight_M), best_M=torch.empty_like(target_M), sampled_M=torch.empty_like(target_M)
+    )
     for begin in range(0, len(logits_MV), rows_per_block):
         rows = slice(begin, begin + rows_per_block)
-        # The results are copied at once and have no name of their own: small results that live between large
+        # The block's results are copied at once, and no variable holds them: small tensors that live between large
         # temporaries would fragment the heap (1 GB in a chunk).
-        for whole, part in zip(
-            stats, _row_block(logits_MV[rows], bias_V, target_M[rows], weight_M[rows], row_M[rows], options)
-        ):
-            whole[rows] = part
+        _copy_rows(
+            stats, rows, _row_block(logits_MV[rows], bias_V, target_M[rows], weight_M[rows], row_M[rows], options)
+        )
     return stats
+
+
+def _copy_rows(stats: RowStats, rows: slice, block: RowStats) -> None:
+    """Copy the results of a block of rows to its rows in `stats`, the results of all rows."""
+    stats.loss_M[rows] = block.loss_M
+    stats.best_M[rows] = block.best_M
+    stats.sampled_M[rows] = block.sampled_M
 
 
 def _row_block(
@@ -207,25 +225,31 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token, sample and, if asked for, gradient of each row of one block of logits.
+    """Compute loss, most likely token and sample of each row of one block of logits, in torch.
 
-    Arguments and result are those of `row_pass_reference`.
+    With `options.with_gradient`, the gradient of the logits overwrites the logits. Arguments and result are those of
+    `row_pass_reference`. M rows, V columns of logits.
     """
-    z_MV = logits_MV[:, : options.vocab_size].to(weight_M.dtype) + bias_V.to(weight_M.dtype)
+    compute_dtype = weight_M.dtype
+    z_MV = logits_MV[:, : options.vocab_size].to(compute_dtype) + bias_V.to(compute_dtype)
     forbidden_M = target_M if options.disallow_correct else None
     sampled_M = sample_reference(z_MV, options.seed, options.step, row_M, options.temperature, forbidden_M)
+
+    # Cross-entropy: log(sum of exp(z)) - z_target. The largest logit is subtracted first, so that exp cannot overflow.
     target_M1 = target_M[:, None]
     z_target_M = z_MV.gather(1, target_M1)[:, 0]
     top_M, best_M = z_MV.max(1)
-    exp_MV = z_MV.sub_(top_M[:, None]).exp_()
+    exp_MV = z_MV.sub_(top_M[:, None]).exp_()  # in the memory of z_MV, which is not needed any more
     sum_M = exp_MV.sum(1)
     loss_M = sum_M.log() + (top_M - z_target_M)
+
     if options.with_gradient:
         # softmax - onehot is computed before the rounding to the logits' dtype, so that a confident row keeps its
         # gradient.
         softmax_MV = exp_MV.div_(sum_M[:, None])
-        softmax_MV.scatter_add_(1, target_M1, -torch.ones_like(z_target_M)[:, None])
-        logits_MV[:, : options.vocab_size] = softmax_MV.mul_(weight_M[:, None])
+        minus_one_M1 = -torch.ones_like(z_target_M)[:, None]
+        difference_MV = softmax_MV.scatter_add_(1, target_M1, minus_one_M1)
+        logits_MV[:, : options.vocab_size] = difference_MV.mul_(weight_M[:, None])
         logits_MV[:, options.vocab_size :] = 0
     return RowStats(loss_M, best_M, sampled_M)
 
@@ -249,30 +273,37 @@ class _MlmHead(torch.autograd.Function):
         """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each.
 
         The arguments are those of `mlm_head_loss_and_sample`, but `bias_V` has `vocab_size` entries, and `backend` is
-        "triton" or "reference".
+        "triton" or "reference". M masked rows are processed in chunks of `chunk` rows; D features, V padded
+        vocabulary.
         """
         on_cpu = x_MD.device.type == "cpu"
-        compute = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
-        accumulate = weight_M.dtype
-        x_MD, table_VD = x_MD.to(compute), weight_VD.to(compute)
+        compute_dtype = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
+        sum_dtype = weight_M.dtype
+        x_MD = x_MD.to(compute_dtype)
+        table_VD = weight_VD.to(compute_dtype)
         num_rows = len(x_MD)
-        buffer = x_MD.new_empty(max(min(chunk, num_rows), _LEAST_ROWS_CPU), len(table_VD))
-        row_pass = _row_pass(backend)
+        rows_in_buffer = max(min(chunk, num_rows), _LEAST_ROWS_CPU)
+        logits_buffer = x_MD.new_empty(rows_in_buffer, len(table_VD))  # reused by every chunk
+        row_pass = _choose_row_pass(backend)
         if options.with_gradient:
             grad_x_MD = torch.empty_like(x_MD)
-            grad_weight_VD = torch.zeros_like(table_VD, dtype=accumulate)
-            grad_bias_V = torch.zeros(len(table_VD), dtype=accumulate, device=x_MD.device)
+            grad_weight_VD = torch.zeros_like(table_VD, dtype=sum_dtype)
+            grad_bias_V = torch.zeros(len(table_VD), dtype=sum_dtype, device=x_MD.device)
+
         stats = []
         for begin in range(0, num_rows, chunk):
             rows = slice(begin, min(begin + chunk, num_rows))
-            logits_MV = _logits(x_MD[rows], table_VD, buffer, on_cpu)
+            logits_MV = _logits(x_MD[rows], table_VD, logits_buffer, on_cpu)
             stats.append(row_pass(logits_MV, bias_V, target_M[rows], weight_M[rows], row_M[rows], options))
             if options.with_gradient:
-                grad_logits_MV = logits_MV  # overwritten by the row pass
+                grad_logits_MV = logits_MV  # the row pass has overwritten the logits by their gradient
                 torch.mm(grad_logits_MV, table_VD, out=grad_x_MD[rows])
                 _add_product(grad_weight_VD, grad_logits_MV.t(), x_MD[rows])
-                grad_bias_V += grad_logits_MV.sum(0, dtype=accumulate)
-        loss_M, best_M, sampled_M = (torch.cat(column) for column in zip(*stats))
+                grad_bias_V += grad_logits_MV.sum(0, dtype=sum_dtype)
+
+        loss_M = torch.cat([chunk_stats.loss_M for chunk_stats in stats])
+        best_M = torch.cat([chunk_stats.best_M for chunk_stats in stats])
+        sampled_M = torch.cat([chunk_stats.sampled_M for chunk_stats in stats])
         if options.with_gradient:
             ctx.save_for_backward(grad_x_MD, grad_weight_VD, grad_bias_V[: len(bias_V)])
         ctx.mark_non_differentiable(best_M, sampled_M)
@@ -283,16 +314,20 @@ class _MlmHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, weight and bias: those kept by forward, times the upstream scalar."""
+        """Return a gradient, or None, for each argument of `forward`.
+
+        The gradients of x, weight and bias are those that `forward` computed, times the upstream scalar `grad_loss`.
+        """
         # Autograd casts each gradient to the precision of its input.
         grads = [grad * grad_loss for grad in ctx.saved_tensors]
-        return (*grads, None, None, None, None, None, None)
+        return *grads, None, None, None, None, None, None  # targets to backend have no gradient
 
 
-def _row_pass(backend: str) -> Any:
+def _choose_row_pass(backend: str) -> Any:
     """Return the function that computes loss, sample and gradient of rows of logits.
 
-    It is that of the Triton kernel for "triton", and `row_pass_reference` for "reference".
+    It is that of the Triton kernel for "triton", which is imported only then, and `row_pass_reference` for
+    "reference".
     """
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
@@ -302,13 +337,21 @@ def _row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Return the logits x W^T, [M, V], which are written to the first rows of `buffer`.
+    """Return the logits x W^T of M rows, [M, V], which are written to the first rows of `buffer`.
 
-    On a CPU, x is padded with zeros to at least 8 rows, so that the bits of a row do not depend on the number of rows.
+    On a CPU, x is padded with rows of zeros to at least 8 rows, because the matrix product of fewer rows may round
+    differently: the bits of a row then do not depend on the number of rows.
+
+    Args:
+        x_MD: Features, D for each row.
+        table_VD: Token table W, in the dtype of `x_MD`.
+        buffer: Matrix of V columns and at least M rows (on a CPU at least 8), reused by every chunk.
+        on_cpu: Whether the tensors are on a CPU.
     """
-    num_rows = len(x_MD)
-    if on_cpu and num_rows < _LEAST_ROWS_CPU:
-        x_MD = torch.cat([x_MD, x_MD.new_zeros(_LEAST_ROWS_CPU - num_rows, x_MD.shape[1])])
+    num_rows, num_features = x_MD.shape
+    num_padding = _LEAST_ROWS_CPU - num_rows
+    if on_cpu and num_padding > 0:
+        x_MD = torch.cat([x_MD, x_MD.new_zeros(num_padding, num_features)])
     torch.mm(x_MD, table_VD.t(), out=buffer[: len(x_MD)])
     return buffer[:num_rows]
 
@@ -316,8 +359,8 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
 def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
     """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum.
 
-    Where torch cannot add a product of low-precision matrices in place (torch 2.8), the product is a second matrix of
-    the size of the sum.
+    The factors have the precision of the sum or, on a GPU, a lower one. Where torch cannot add a product of
+    low-precision matrices in place (torch 2.8), the product is a second matrix of the size of the sum.
     """
     if a_VM.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VM, b_MD)
@@ -331,7 +374,7 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this torch can add a product of `dtype` matrices to an fp32 matrix in place; 2.8 cannot.
 
-    It tries a product of 8 x 8 zeros once for each device and dtype.
+    The function tries a product of 8 x 8 zeros, once for each device and dtype; the answer is cached.
     """
     factor = torch.zeros(8, 8, device=device, dtype=dtype)
     total = torch.zeros(8, 8, device=device)

@@ -8,7 +8,7 @@ import torch
 
 
 class RowOptions(NamedTuple):
-    """Scalar arguments of the row pass, which computes loss, sample and gradient of each row of logits.
+    """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits.
 
     Attributes:
         seed: Seed of the run, the key of the sampling noise.
@@ -42,13 +42,16 @@ class RowStats(NamedTuple):
 
 
 class DropoutKey(NamedTuple):
-    """Dropout probability, and the key from which the dropped elements follow together with row and column.
+    """Dropout probability, and the key of the random numbers that decide which elements are dropped.
+
+    An element's random number is a function of seed, step, site, the row's number within the global batch, and the
+    element's place in the row.
 
     Attributes:
         probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        site: Number of the place in the model that drops. Each place needs its own number.
+        site: Number of the place in the model that drops, from 0. Each place needs its own number.
     """
 
     probability: float

@@ -32,11 +32,12 @@ def replace_and_label(
     position gets the floor of the mean of their samples.
 
     Args:
-        ids_BS: int64, the original rows.
-        positions_BN: int64 in [0, S), the position of each slot.
+        ids_BS: int64, the original token ids of B rows, S positions in each.
+        positions_BN: int64 in [0, S), the position of each of a row's N slots.
         weight_BN: Floating point; slots of weight 0 write nothing.
         sampled_BN: int64 token ids, B * N elements in any shape.
-        backend: See `backend.resolve`; "cuda" means "auto".
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
 
     Returns:
         The corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id differs from the original.
@@ -57,11 +58,13 @@ def replace_and_label_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
 
-    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N].
+    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N]. B rows, S positions,
+    N slots per row.
     """
-    written_BN = (weight_BN > 0).to(ids_BS.dtype)
-    count_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, written_BN)
-    total_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, sampled_BN.to(ids_BS.dtype) * written_BN)
+    is_written_BN = (weight_BN > 0).to(ids_BS.dtype)
+    # The number of written slots, and the sum of their samples, at each position.
+    count_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, is_written_BN)
+    total_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, sampled_BN.to(ids_BS.dtype) * is_written_BN)
     mean_BS = total_BS.div(count_BS.clamp(min=1), rounding_mode="floor")
     corrupted_BS = torch.where(count_BS > 0, mean_BS, ids_BS)
     return corrupted_BS, corrupted_BS != ids_BS

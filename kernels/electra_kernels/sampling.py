@@ -39,13 +39,17 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature), without gradient.
 
+    The draw is a Gumbel-max: the token with the largest logit / temperature + noise, where the noise is a function of
+    (seed, step, row number, token id). M rows, V tokens.
+
     Args:
         logits_MV: Floating point, any precision. The computation is in fp32, in the reference in fp64 for fp64 logits.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, the number of each row within the global batch (not within the rank), in [0, 2**32).
         temperature: Divisor of the logits, above 0.
-        backend: See `backend.resolve`; "cuda" means "auto".
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
 
     Returns:
         Token ids, int64 [M]. The same arguments always give the same tokens.
@@ -74,9 +78,10 @@ def sample_reference(
     temperature: float = 1.0,
     forbidden_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token for each row in plain PyTorch; this is the definition of `sample`.
+    """Draw one token for each row from softmax(logits / temperature) in plain PyTorch; this defines `sample`.
 
-    Temporaries are as large as the logits, so callers pass one block of `block_rows` rows at a time.
+    The token with the largest logit / temperature + Gumbel noise is drawn. M rows, V tokens. Temporaries are as large
+    as the logits, so callers pass one block of `block_rows` rows at a time.
 
     Args:
         logits_MV: Floating point, any precision.
@@ -89,9 +94,14 @@ def sample_reference(
     Returns:
         Token ids, int64 [M].
     """
-    bits_MV = bits_grid(seed, Purpose.SAMPLE, step, row_M, logits_MV.shape[1])
-    score_MV = gumbel_from_bits(bits_MV).to(torch.promote_types(logits_MV.dtype, torch.float32))
-    score_MV += logits_MV * (1.0 / temperature) if temperature != 1.0 else logits_MV
+    vocab_size = logits_MV.shape[1]
+    score_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
+    bits_MV = bits_grid(seed, Purpose.SAMPLE, step, row_M, num_positions=vocab_size)
+    score_MV = gumbel_from_bits(bits_MV).to(score_dtype)
+    if temperature == 1.0:
+        score_MV += logits_MV
+    else:
+        score_MV += logits_MV * (1.0 / temperature)
     if forbidden_M is not None:
         score_MV.scatter_(1, forbidden_M[:, None], -torch.inf)
     return score_MV.argmax(1)
@@ -103,6 +113,6 @@ def block_rows(logits_MV: torch.Tensor) -> int:
     On a CPU, a block has up to 2**16 logits: malloc reuses temporaries of that size, while larger ones cause page
     faults every time. On a GPU it has up to 2**24 logits, whose temporaries take 1 GB.
     """
-    on_cpu = logits_MV.device.type == "cpu"
-    logits_per_block = 1 << (16 if on_cpu else 24)
-    return max(1, logits_per_block // max(1, logits_MV.shape[1]))
+    logits_per_block = 2**16 if logits_MV.device.type == "cpu" else 2**24
+    logits_per_row = max(1, logits_MV.shape[1])
+    return max(1, logits_per_block // logits_per_row)

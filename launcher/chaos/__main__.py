@@ -27,13 +27,16 @@ from pathlib import Path
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
-from electra_dist.run.jsonl import encode
+from electra_dist.run.jsonl import Record, encode
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.metrics_writer import read_metrics
-from launcher.chaos.drill import Drill, Hit, Stuck, plan
+from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.faults import FAULTS, SmallDisk
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
+_S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
+_DISK_FACTOR = 4  # room on the disk for the fault `disk`, in multiples of the reference run's checkpoints
+_SPARE_BYTES = 8 << 20  # further room on it
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
@@ -59,15 +62,30 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def _compared_lines(run_dir: Path) -> list[str]:
-    """Return the fields in COMPARED of each training record of a run, as one line of JSON per step."""
-    records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
-    return [encode({name: record[name] for name in COMPARED}).decode() for record in records]
+    """Return the fields in COMPARED of each training record of a run, as one line of JSON per step.
+
+    JSON writes a float with all its digits, so equal lines mean equal bits.
+    """
+    lines = []
+    for record in _training_records(run_dir):
+        compared = {name: record[name] for name in COMPARED}
+        lines.append(encode(compared).decode())
+    return lines
+
+
+def _training_records(run_dir: Path) -> list[Record]:
+    """Return the records of training steps in a run's metrics; those of evaluations have no gradient norm."""
+    return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
     """Return the command that runs a config under the supervisor, with every step logged and local checkpoints only.
 
-    The drill's own overrides come last and therefore win over `overrides`.
+    Args:
+        config: YAML file of the run.
+        run_dir: run folder, in place of that of the config.
+        ranks: number of ranks on this machine.
+        overrides: config overrides of the user, KEY=VALUE. The drill's own come last and therefore win over them.
     """
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
@@ -77,7 +95,11 @@ def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
-    """Print one line for each fault, then one line for each kind of fault with means and worst values."""
+    """Print one line for each fault, then one line for each kind of fault with means and worst values.
+
+    Args:
+        hits: the results of all faults, in order.
+    """
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
         code = "-" if hit.code is None else str(hit.code)
@@ -97,14 +119,17 @@ def _print_table(hits: Sequence[Hit]) -> None:
 
 
 def _seconds_text(seconds: float | None) -> str:
-    """Return seconds with one decimal as text; "-" for None."""
+    """Return seconds with one decimal as text; "-" for None, an event that did not happen."""
     return "-" if seconds is None else f"{seconds:.1f}"
 
 
 def _mean_and_worst(values: Sequence[float | None]) -> str:
     """Return "mean (largest)" of the values that are not None; "-" if there are none."""
     known = [value for value in values if value is not None]
-    return f"{sum(known) / len(known):.1f} ({max(known):.1f})" if known else "-"
+    if not known:
+        return "-"
+    mean = sum(known) / len(known)
+    return f"{mean:.1f} ({max(known):.1f})"
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
@@ -118,16 +143,18 @@ def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None
         reference: folder of the uninterrupted run.
         seconds: how long the interrupted run took.
     """
-    step_times = [record["step_s"] for record in read_metrics(reference) if "grad_norm" in record]
+    step_times = [record["step_s"] for record in _training_records(reference)]
     useful_s = sum(step_times)
-    steps_lost = sum(hit.steps_lost for hit in hits)
     num_hits = max(1, len(hits))
-    recovery_s = sum(hit.recovery_s or 0.0 for hit in hits)
-    cost_s = (recovery_s + steps_lost * useful_s / len(step_times)) / num_hits
+    steps_lost = sum(hit.steps_lost for hit in hits)
+    repeated_s = steps_lost * useful_s / len(step_times)
+    recovery_s = sum(hit.recovery_s for hit in hits if hit.recovery_s is not None)
+    cost_s = (recovery_s + repeated_s) / num_hits
+    estimated_goodput = 1 - cost_s / _S_BETWEEN_FAULTS
     print(
         f"\ngoodput {useful_s / seconds:.1%} of {seconds:.0f} s with a fault every {seconds / num_hits:.0f} s; "
         f"a fault costs {cost_s:.1f} s in this drill; with one fault in 8 hours the goodput would be "
-        f"{1 - cost_s / 28800:.2%}"
+        f"{estimated_goodput:.2%}"
     )
 
 
@@ -156,21 +183,64 @@ def drill(config: Config, args: argparse.Namespace) -> int:
             "checkpoint.every_steps is auto, but a drill needs a fixed number; add --set checkpoint.every_steps=10"
         )
     planned = plan(args.faults, args.count, config.train.num_steps, config.checkpoint.every_steps, args.seed)
+    _make_reference(reference, args)
+    begin = time.monotonic()
+    hits, problems = _hit_run(run_dir, reference, planned, args)
+    seconds = time.monotonic() - begin
+    _print_table(hits)
+    num_steps, difference = differences(run_dir, reference)
+    _print_goodput(hits, reference, seconds)
+    if difference:
+        problems.append(difference)
+    problems += [hit.fault for hit in hits if hit.fault]
+    verdict = f"PASS: {num_steps} steps, each loss bit for bit the reference's"
+    if problems:
+        verdict = "FAIL: " + "; ".join(problems)
+    print(f"\nseed {args.seed}, {len(hits)} faults, {args.ranks} ranks, {seconds:.0f} s\n{verdict}")
+    return EXIT_CRASH if problems else EXIT_DONE
+
+
+def _make_reference(reference: Path, args: argparse.Namespace) -> None:
+    """Make the run without faults; its output is appended to the file NAME.log beside its folder.
+
+    Args:
+        reference: folder of the run; a run that is there already is continued or, if it is finished, used as it is.
+        args: the parsed command line: config, overrides and number of ranks.
+
+    Raises:
+        UserError: the run ended with another exit code than 0.
+    """
     output = reference.with_name(f"{reference.name}.log")
+    command = _supervise(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:
-        done = subprocess.run(
-            _supervise(args.config, reference, args.ranks, args.set), stdout=out, stderr=out, check=False
-        )
+        done = subprocess.run(command, stdout=out, stderr=out, check=False)
     if done.returncode != EXIT_DONE:
         raise UserError(
             f"the uninterrupted run {reference} ended with exit code {done.returncode}; fix what {output} names, "
             f"then run the drill again"
         )
+
+
+def _hit_run(
+    run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
+) -> tuple[list[Hit], list[str]]:
+    """Start the run with faults, inflict all planned faults, and wait for the end of the run.
+
+    One line is printed after each fault. No process of the run is left, also after an exception.
+
+    Args:
+        run_dir: folder of the run.
+        reference: folder of the reference run, whose checkpoints give the size of the small disk for the fault `disk`.
+        planned: the faults, in order.
+        args: the parsed command line.
+
+    Returns:
+        hits: the results of the faults; fewer than planned if the run got stuck.
+        problems: one line if the run got stuck or ended with another exit code than 0; otherwise [].
+    """
     disk = None
     if "disk" in args.faults:
-        size = sum(file.stat().st_size for file in (reference / CHECKPOINTS_DIR).rglob("*") if file.is_file())
-        disk = SmallDisk(run_dir / CHECKPOINTS_DIR, 4 * size + (8 << 20))
-    begin = time.monotonic()
+        disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
     hits: list[Hit] = []
     problems: list[str] = []
     run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed, disk)
@@ -188,18 +258,13 @@ def drill(config: Config, args: argparse.Namespace) -> int:
         run.close()
         if disk:
             disk.close()
-    seconds = time.monotonic() - begin
-    _print_table(hits)
-    num_steps, difference = differences(run_dir, reference)
-    _print_goodput(hits, reference, seconds)
-    if difference:
-        problems.append(difference)
-    problems += [hit.fault for hit in hits if hit.fault]
-    verdict = f"PASS: {num_steps} steps, each loss bit for bit the reference's"
-    if problems:
-        verdict = "FAIL: " + "; ".join(problems)
-    print(f"\nseed {args.seed}, {len(hits)} faults, {args.ranks} ranks, {seconds:.0f} s\n{verdict}")
-    return EXIT_CRASH if problems else EXIT_DONE
+    return hits, problems
+
+
+def _small_disk_bytes(checkpoints: Path) -> int:
+    """Return the size of a disk with room for four times the files of a finished run's checkpoint folder."""
+    size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    return _DISK_FACTOR * size + _SPARE_BYTES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,19 +275,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        unknown = [kind for kind in args.faults if kind not in FAULTS]
-        if unknown or not args.faults:
-            raise UserError(
-                f"--faults {','.join(unknown) or '(none)'}: no such kind of fault; choose from {','.join(FAULTS)}"
-            )
+        _check_kinds(args.faults)
         return drill(load_config(args.config, args.set), args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 
+def _check_kinds(kinds: Sequence[str]) -> None:
+    """Raise UserError if a kind of fault on the command line does not exist, or if there is none."""
+    unknown = [kind for kind in kinds if kind not in FAULTS]
+    if unknown == [""]:  # an empty text, split at commas
+        raise UserError(f"--faults names no kind of fault; choose from {','.join(FAULTS)}")
+    if unknown:
+        raise UserError(f"--faults {','.join(unknown)}: no such kind of fault; choose from {','.join(FAULTS)}")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; argparse exits with code 2 on an unknown option."""
+    """Parse the command line; print the usage and exit with code 2 on an unknown option.
+
+    By default all kinds of faults are used except `disk`, which needs root.
+    """
     parser = argparse.ArgumentParser(
         prog="chaos.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -230,12 +303,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
     )
-    kinds = [kind for kind in FAULTS if kind != "disk"]
+    kinds_without_root = [kind for kind in FAULTS if kind != "disk"]
     parser.add_argument(
         "--faults",
         type=lambda text: text.split(","),
-        default=kinds,
-        help=f"kinds of faults, separated by commas; default: {','.join(kinds)}; also disk, which needs root",
+        default=kinds_without_root,
+        help=f"kinds of faults, separated by commas; default: {','.join(kinds_without_root)}; "
+        f"also disk, which needs root",
     )
     parser.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
     parser.add_argument(

@@ -29,6 +29,9 @@ from launcher.chaos.faults import FAULTS, Fault, SmallDisk, Victim, kill_everyth
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
 _SAVE_PATIENCE_S = 10.0  # how long a fault waits for a checkpoint to be written
+_POLL_S = 0.02  # between two looks at the run
+_SAVE_POLL_S = 0.0005  # a small checkpoint is written within milliseconds
+_MOST_DELAY = 2.0  # longest random delay of a fault, in step times
 T = TypeVar("T")
 
 
@@ -37,19 +40,22 @@ class Planned:
     """Planned fault of a drill: its kind and its moment (a step, perhaps during a save, and a short delay)."""
 
     kind: str  # a key of FAULTS
-    step: int  # steps that must be done before
+    step: int  # steps that the run must have done before the fault
     in_save: bool  # whether to wait until a checkpoint is being written
-    delay: float  # further delay, in step times
+    delay: float  # further delay, in units of the run's step time
 
 
 @dataclass(kw_only=True)
 class Hit:
-    """Result of one fault of a drill: what was hit, and how the run reacted. Times are in seconds since the fault."""
+    """Result of one fault of a drill: what was hit, and how the run reacted.
+
+    Times are in seconds since the fault. The reaction was as required if `fault` is empty.
+    """
 
     kind: str  # a key of FAULTS
     step: int  # steps done at the fault
     what: str  # what was hit
-    code: int | None = None  # exit code of the start or of the supervisor; None: the run went on
+    code: int | None = None  # exit code of the ranks (after a restart) or of the supervisor; None: the run went on
     notice_s: float | None = None  # to the first decision in the supervisor's log; None: there was none
     recovery_s: float | None = None  # to the next new step
     steps_lost: int = 0  # steps that had to be repeated
@@ -60,8 +66,7 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
     """Plan the faults of a drill: every kind about equally often, in random order. Pure.
 
     The run is divided into `count` + 1 windows of equal length. Each fault comes at a random step of its window, early
-    enough that the run saves a new checkpoint between any two faults. Between two faults after which the run goes on
-    without a restart there is always one that restarts it, because one start of the ranks survives only one of them.
+    enough that the run saves a new checkpoint between any two faults.
 
     Args:
         kinds: keys of FAULTS to choose from.
@@ -81,30 +86,53 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
             f"{2 * every_steps * (count + 1)} (2 x checkpoint.every_steps x ({count} + 1)), not {num_steps}; "
             f"add --set train.num_steps=..., or lower checkpoint.every_steps or --count"
         )
-    all_kinds = (list(kinds) * (count // len(kinds) + 1))[:count]
+    faults = []
+    for number, kind in enumerate(_ordered_kinds(kinds, count, draw), start=1):
+        # Window 0 has no fault. The last `every_steps` steps of a window are left for the next checkpoint.
+        step = number * window + draw.randrange(window - every_steps)
+        in_save = FAULTS[kind].needs_save and draw.random() < 0.5
+        delay = draw.uniform(0.0, _MOST_DELAY)
+        faults.append(Planned(kind=kind, step=step, in_save=in_save, delay=delay))
+    return faults
+
+
+def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
+    """Return `count` kinds of faults in random order, every kind about equally often.
+
+    A fault is harmless if the run goes on without a restart, such as a killed launcher. One start of the ranks
+    survives only one of these: the second would find no launcher to kill. So between any two harmless faults there is
+    always one that restarts the run.
+
+    Args:
+        kinds: keys of FAULTS to choose from.
+        count: number of faults.
+        draw: source of the random order.
+
+    Raises:
+        UserError: there are too many harmless faults for the others.
+    """
+    num_repetitions = count // len(kinds) + 1
+    all_kinds = (list(kinds) * num_repetitions)[:count]
     harmless = [kind for kind in all_kinds if FAULTS[kind].then == "goes on"]
     order = [kind for kind in all_kinds if FAULTS[kind].then != "goes on"]
-    if len(harmless) > len(order) + 1:
+    num_gaps = len(order) + 1  # before, between and after the other faults
+    if len(harmless) > num_gaps:
         raise UserError(
             f"--faults {','.join(kinds)}: the fault {harmless[0]} can hit each start of the ranks only once; "
             f"add a kind that ends a start, such as kill"
         )
     draw.shuffle(order)
-    # Insertion from the last position to the first leaves the earlier positions valid.
-    for position in sorted(draw.sample(range(len(order) + 1), len(harmless)), reverse=True):
-        order.insert(position, harmless.pop())
-    faults = []
-    for number, kind in enumerate(order, start=1):
-        step = number * window + draw.randrange(window - every_steps)
-        in_save = FAULTS[kind].needs_save and draw.random() < 0.5
-        faults.append(Planned(kind=kind, step=step, in_save=in_save, delay=draw.uniform(0.0, 2.0)))
-    return faults
+    gaps = draw.sample(range(num_gaps), len(harmless))  # all different, so no two harmless faults meet
+    # Insertion from the last gap to the first leaves the earlier positions valid.
+    for gap in sorted(gaps, reverse=True):
+        order.insert(gap, harmless.pop())
+    return order
 
 
 class Drill:
-    """A run under a supervisor that is hit by faults.
+    """A run under a supervisor (`launcher.supervise`) that is hit by faults, one after the other.
 
-    Call `hit` for each planned fault, then `finish`, and call `close` in a `finally` block.
+    Creating it starts the run. Call `hit` for each planned fault, then `finish`, and `close` in a `finally` block.
     """
 
     def __init__(self, run_dir: Path, command: Sequence[str], seed: int, disk: SmallDisk | None) -> None:
@@ -122,7 +150,7 @@ class Drill:
         self._draw = random.Random(f"{seed} victims")
         self._output = run_dir.with_name(f"{run_dir.name}.log")
         self._supervisor = self._start()
-        self._saved = 0  # newest checkpoint at the last fault
+        self._saved = 0  # step of the newest checkpoint at the last fault
 
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
@@ -133,34 +161,46 @@ class Drill:
             Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
         """
         fault = FAULTS[planned.kind]
-        beat = self._wait_for(lambda: self._ready(planned))
-        if planned.in_save:
-            self._wait_for_save()
-        time.sleep(planned.delay * (beat.step_s or 0.0))
-        before = self._beat() or beat
-        num_events_before = len(read_ledger(self._run_dir))
-        self._saved = newest_checkpoint(read_ledger(self._run_dir))
+        beat_before = self._wait_for_moment(planned)
+        ledger_before = read_ledger(self._run_dir)
+        self._saved = newest_checkpoint(ledger_before)
         begin = time.time()
         victim = self._victim()
         if not victim.ranks():
-            raise Stuck(f"the run has no ranks to hit; see {self._output}")
+            raise Stuck(f"the run has no ranks to hit at step {beat_before.step}; read {self._output}")
         what = fault.act(victim, self._draw)
-        hit = Hit(kind=planned.kind, step=before.step, what=what)
+        hit = Hit(kind=planned.kind, step=beat_before.step, what=what)
         if fault.then == "ends":
             hit.code = self.finish()
             if self._disk:
                 self._disk.free()
             self._supervisor = self._start()
         restarts = fault.then != "goes on"
-        self._wait_for(lambda: self._new_step(before, begin, restarts))
+        self._wait_for(lambda: self._new_step(beat_before, begin, restarts))
         hit.recovery_s = time.time() - begin
         if not restarts:
+            # The supervisor writes what it has noticed to its log, perhaps after the new step.
             self._wait_for(lambda: self._log_since(begin) or None)
-        self._judge(hit, fault, begin, read_ledger(self._run_dir)[num_events_before:])
+        events = read_ledger(self._run_dir)[len(ledger_before) :]
+        self._judge(hit, fault, begin, events)
         return hit
 
+    def _wait_for_moment(self, planned: Planned) -> Beat:
+        """Wait until the run has reached the moment of a planned fault; return rank 0's heartbeat of then.
+
+        Raises:
+            Stuck: the run does not reach the planned step.
+        """
+        beat = self._wait_for(lambda: self._ready(planned))
+        if planned.in_save:
+            self._wait_for_save()
+        step_s = 0.0 if beat.step_s is None else beat.step_s
+        time.sleep(planned.delay * step_s)
+        newest_beat = self._beat()
+        return beat if newest_beat is None else newest_beat
+
     def finish(self) -> int:
-        """Wait for the end of the supervisor that was started last, and return its exit code.
+        """Wait for the end of the supervisor that was started last, and return its exit code (-9 after SIGKILL).
 
         Raises:
             Stuck: the supervisor does not end within PATIENCE_S.
@@ -168,26 +208,33 @@ class Drill:
         try:
             return self._supervisor.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise Stuck(f"the supervisor did not end within {PATIENCE_S:.0f} s; see {self._output}") from None
+            raise Stuck(f"the supervisor did not end within {PATIENCE_S:.0f} s; read {self._output}") from None
 
     def close(self) -> None:
-        """Kill the supervisor and all processes of the run."""
+        """Kill the supervisor and all processes of the run, and wait until they have ended."""
         kill_everything(self._victim())
         self._supervisor.wait()
 
     def _victim(self) -> Victim:
         """Return the run as a target for faults; its supervisor is None if it has ended."""
-        runs = self._supervisor.poll() is None
-        return Victim(run_dir=self._run_dir, supervisor=self._supervisor.pid if runs else None)
+        is_running = self._supervisor.poll() is None
+        supervisor_pid = self._supervisor.pid if is_running else None
+        return Victim(run_dir=self._run_dir, supervisor=supervisor_pid)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the supervisor of the run in a session of its own, and append its output to RUN_DIR.log."""
+        """Start the supervisor of the run, and append its output to RUN_DIR.log.
+
+        It gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill.
+        """
         with self._output.open("ab") as out:
             return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _beat(self) -> Beat | None:
         """Return the last heartbeat of rank 0; None before the first."""
-        return next((beat for beat in read_heartbeats(self._run_dir) if beat.rank == 0), None)
+        for beat in read_heartbeats(self._run_dir):
+            if beat.rank == 0:
+                return beat
+        return None
 
     def _ready(self, planned: Planned) -> Beat | None:
         """Return rank 0's heartbeat once the planned fault may come, otherwise None.
@@ -196,9 +243,15 @@ class Drill:
         have learned its step time, without which a hang is not noticed.
         """
         beats = read_heartbeats(self._run_dir)
-        if not beats or beats[0].step < planned.step or any(beat.step_s is None for beat in beats):
+        if not beats:
             return None
-        return beats[0] if newest_checkpoint(read_ledger(self._run_dir)) > self._saved else None
+        first_beat = beats[0]
+        is_step_reached = first_beat.step >= planned.step
+        is_step_time_known = all(beat.step_s is not None for beat in beats)
+        if not is_step_reached or not is_step_time_known:
+            return None
+        has_new_checkpoint = newest_checkpoint(read_ledger(self._run_dir)) > self._saved
+        return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
         """Return rank 0's heartbeat once the run has made a new step after a fault, otherwise None.
@@ -212,11 +265,13 @@ class Drill:
         beat = self._beat()
         if beat is None or beat.time < begin:
             return None
-        if not restarts:
-            return beat if beat.step > before.step else None
-        if beat.attempt == before.attempt or beat.phase == "setup":
-            return None
-        return beat if beat.step > _resumed_step(read_ledger(self._run_dir)) else None
+        last_known_step = before.step
+        if restarts:
+            is_of_new_start = beat.attempt != before.attempt and beat.phase != "setup"
+            if not is_of_new_start:
+                return None
+            last_known_step = _resumed_step(read_ledger(self._run_dir))
+        return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
         """Call `condition` every 20 ms until it returns something other than None, and return that.
@@ -225,23 +280,31 @@ class Drill:
             Stuck: the supervisor has ended, or PATIENCE_S have passed.
         """
         deadline = time.monotonic() + PATIENCE_S
-        while (result := condition()) is None:
-            if self._supervisor.poll() is not None and condition() is None:
-                raise Stuck(f"the supervisor ended with exit code {self._supervisor.returncode}; see {self._output}")
+        while True:
+            has_ended = self._supervisor.poll() is not None
+            result = condition()
+            if result is not None:
+                return result
+            # It had ended before `condition` was called, which therefore has seen all that the run will ever do.
+            if has_ended:
+                raise Stuck(f"the supervisor ended with exit code {self._supervisor.returncode}; read {self._output}")
             if time.monotonic() > deadline:
-                raise Stuck(f"the run made no progress for {PATIENCE_S:.0f} s; see {self._output}")
-            time.sleep(0.02)
-        return result
+                raise Stuck(f"the run made no progress for {PATIENCE_S:.0f} s; read {self._output}")
+            time.sleep(_POLL_S)
 
     def _wait_for_save(self) -> None:
-        """Wait until a checkpoint is being written, which is a folder without a manifest; give up after 10 s."""
+        """Wait until a checkpoint is being written; give up after 10 s.
+
+        The folder of a checkpoint gets its manifest last, so a folder without a manifest is being written.
+        """
         deadline = time.monotonic() + _SAVE_PATIENCE_S
         checkpoints = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline:
-            all_committed = all(list(folder.glob("manifest*")) for folder in checkpoints.glob("step-*"))
-            if not all_committed:
-                return
-            time.sleep(0.0005)
+            for folder in checkpoints.glob("step-*"):
+                has_manifest = any(folder.glob("manifest*"))
+                if not has_manifest:
+                    return
+            time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
         """Fill in the result of a fault: exit code, time to notice, lost steps, and what was not as required.
@@ -254,35 +317,63 @@ class Drill:
         """
         lines = self._log_since(begin)
         if fault.then == "restarts":
-            hit.code = EXIT_CRASH if any("crash" in text for _, text in lines) else None
-        decision_times = [at for at, text in lines if not text.startswith(("starting", "killing"))]
+            has_noticed_crash = any("crash" in text for _, text in lines)
+            hit.code = EXIT_CRASH if has_noticed_crash else None
+        # A killed supervisor notices nothing; the next one only starts.
         supervisor_was_killed = fault.code == -signal.SIGKILL
+        # All other lines of the supervisor's log are decisions that follow from something that it has noticed.
+        decision_times = [at for at, text in lines if not text.startswith(("starting", "killing"))]
         if decision_times and not supervisor_was_killed:
             hit.notice_s = decision_times[0] - begin
         resumed_steps = [event["step"] for event in events if event["event"] in ("resume", "start")]
-        hit.steps_lost = max(0, hit.step - resumed_steps[0]) if resumed_steps else 0
-        required_starts = 0 if fault.then == "goes on" else 1
+        if resumed_steps:
+            hit.steps_lost = max(0, hit.step - resumed_steps[0])
         was_set_aside = any(event["event"] == "set_aside" for event in events)
-        if hit.code != fault.code:
-            hit.fault = f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"
-        elif len(resumed_steps) != required_starts:
-            hit.fault = f"{len(resumed_steps)} new starts, but after {hit.kind} there must be {required_starts}"
-        elif fault.bad_checkpoint and not was_set_aside:
-            hit.fault = f"no checkpoint was set aside, although {hit.kind} damaged one"
-        elif was_set_aside and not fault.bad_checkpoint:
-            hit.fault = f"a checkpoint was set aside, although {hit.kind} damages none"
+        hit.fault = _reaction_fault(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
-        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`."""
-        lines = [line.partition(" ") for line in supervise_log(self._run_dir, 0).read_text().splitlines()]
-        entries = [(datetime.fromisoformat(time_text).timestamp(), text) for time_text, _, text in lines]
-        return [(at, text) for at, text in entries if at > begin]
+        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`.
+
+        A line of its log is an ISO 8601 time, a space and the text.
+        """
+        entries = []
+        for line in supervise_log(self._run_dir, 0).read_text().splitlines():
+            time_text, _, text = line.partition(" ")
+            logged_at = datetime.fromisoformat(time_text).timestamp()
+            if logged_at > begin:
+                entries.append((logged_at, text))
+        return entries
+
+
+def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
+    """Return how the run's reaction to a fault differs from the required one; "" if it does not.
+
+    Args:
+        hit: the result so far, with the exit code.
+        fault: how the run must react.
+        num_starts: how often the ranks were started since the fault.
+        was_set_aside: whether a start has found a damaged checkpoint and set it aside.
+    """
+    required_starts = 0 if fault.then == "goes on" else 1
+    if hit.code != fault.code:
+        return f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"
+    if num_starts != required_starts:
+        return f"{num_starts} new starts, but after {hit.kind} there must be {required_starts}"
+    if fault.bad_checkpoint and not was_set_aside:
+        return f"no checkpoint was set aside, although {hit.kind} damaged one"
+    if was_set_aside and not fault.bad_checkpoint:
+        return f"a checkpoint was set aside, although {hit.kind} damages none"
+    return ""
 
 
 class Stuck(Exception):
-    """The run made no progress or ended unexpectedly, so that the drill cannot go on; names the log to read."""
+    """The run made no progress or ended unexpectedly, so that the drill cannot go on; the message names the log."""
 
 
 def _resumed_step(ledger: Sequence[Record]) -> int:
-    """Return the step at which the newest start of the run began."""
-    return int(next(event["step"] for event in reversed(ledger) if event["event"] in ("start", "resume")))
+    """Return the step from which the newest start of the run went on; 0 for a start without a checkpoint.
+
+    The ledger must contain an event "start" or "resume".
+    """
+    steps_of_starts = [event["step"] for event in ledger if event["event"] in ("start", "resume")]
+    return int(steps_of_starts[-1])

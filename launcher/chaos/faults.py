@@ -36,7 +36,7 @@ class Victim:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the checkpoint folder; in a drill a run saves only there."""
+        """The run's checkpoint folder; in a drill a run saves only there."""
         return self.run_dir / CHECKPOINTS_DIR
 
     def pids(self, words: str = "") -> list[int]:
@@ -48,23 +48,29 @@ class Victim:
         matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
             with contextlib.suppress(OSError):  # The process may have ended.
-                command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                if words in command_line.decode(errors="replace"):
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes()  # each ends with a zero byte
+                command_line = arguments.replace(b"\0", b" ").decode(errors="replace")
+                if words in command_line:
                     matching.append(pid)
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return a dict from rank to pid of the running ranks, from the variable RANK of each process."""
+        """Return a dict from rank to pid of the running ranks.
+
+        A process is a rank if its command line contains the option --state. Its number is the value of its environment
+        variable RANK.
+        """
         pids = {}
         for pid in self.pids("--state"):
             with contextlib.suppress(OSError):  # The process may have ended.
-                for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for variable in variables:
                     if variable.startswith(b"RANK="):
                         pids[int(variable.removeprefix(b"RANK="))] = pid
         return pids
 
 
-Act = Callable[[Victim, random.Random], str]
+Act = Callable[[Victim, random.Random], str]  # (the run, source of random choices) -> what was hit, as text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +79,22 @@ class Fault:
 
     act: Act  # inflicts the fault and returns what was hit, for the table
     then: Literal["goes on", "restarts", "ends"]  # what the run does: no restart, a restart by the supervisor, an end
-    code: int | None  # exit code of the start (EXIT_CRASH, for a restart) or of the supervisor; None: the run goes on
+    code: int | None  # exit code of the ranks (EXIT_CRASH, before a restart) or the supervisor; None: the run goes on
     bad_checkpoint: bool = False  # whether the next start must set a checkpoint aside
     needs_save: bool = False  # whether half of these faults should hit the run while it writes a checkpoint
 
 
 def _send(pids: Iterable[int | None], number: int) -> None:
-    """Send signal `number` to processes; None and processes that have ended are skipped."""
-    for pid in filter(None, pids):
+    """Send signal `number` to processes. None in place of a pid and processes that have ended are skipped."""
+    for pid in pids:
+        if pid is None:
+            continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return the action of a fault: a function that sends signal `number` to a random rank."""
+    """Return the action of a fault that sends signal `number` to one random rank of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         """Send the signal to one rank of the run, and return which rank it was."""
@@ -99,14 +107,17 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it."""
+    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it.
+
+    `draw` is not used: there is one such process.
+    """
     pids = victim.pids("deepspeed.launcher.launch")
     _send(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"
 
 
 def _term_node(victim: Victim, draw: random.Random) -> str:
-    """Send SIGTERM to the supervisor; the ranks must save and end."""
+    """Send SIGTERM to the supervisor, as Slurm does at the end of a job; the ranks must save and end."""
     _send([victim.supervisor], signal.SIGTERM)
     return "supervisor"
 
@@ -127,20 +138,25 @@ def kill_everything(victim: Victim) -> int:
         The largest number of processes seen at once, the supervisor included.
     """
     _send([victim.supervisor], signal.SIGKILL)
-    num_killed = 1
-    while pids := victim.pids():
+    most_pids = 0
+    pids = victim.pids()
+    while pids:
+        most_pids = max(most_pids, len(pids))
         _send(pids, signal.SIGKILL)
-        num_killed = max(num_killed, len(pids) + 1)
-    return num_killed
+        pids = victim.pids()
+    return most_pids + 1
 
 
 def _power(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes at once, as a power loss does."""
+    """Kill all processes of the run at once, as a power loss does; return how many there were."""
     return f"{kill_everything(victim)} processes"
 
 
 def _tear(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes and cut a file of the newest checkpoint to a random shorter size."""
+    """Kill all processes of the run, and cut a file of the newest checkpoint to a random shorter size.
+
+    A node that loses power may leave such a file, whose last bytes never reached the disk.
+    """
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
     size = draw.randrange(file.stat().st_size)
@@ -149,32 +165,38 @@ def _tear(victim: Victim, draw: random.Random) -> str:
 
 
 def _flip(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes and change one random byte of a file of the newest checkpoint."""
+    """Kill all processes of the run, and change one random byte of a file of the newest checkpoint."""
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
     data = bytearray(file.read_bytes())
     offset = draw.randrange(len(data))
-    data[offset] ^= draw.randrange(1, 256)
+    data[offset] ^= draw.randrange(1, 256)  # at least one bit changes
     file.write_bytes(data)
     return f"{file.parent.name}/{file.name} byte {offset}"
 
 
 def _checkpoint_file(victim: Victim, draw: random.Random) -> Path:
     """Return a random file of the newest committed checkpoint; all files that are not empty are equally likely."""
-    _, _, folder_name = committed(LocalStore(victim.checkpoints))[-1]
+    newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
+    _step, _attempt, folder_name = newest_checkpoint
     folder = victim.checkpoints / folder_name
-    return draw.choice(sorted(file for file in folder.iterdir() if file.stat().st_size))
+    files = sorted(file for file in folder.iterdir() if file.stat().st_size > 0)
+    return draw.choice(files)
 
 
 def _fill_disk(victim: Victim, draw: random.Random) -> str:
-    """Fill the disk of the checkpoint folder to the last byte; `SmallDisk.free` makes room again."""
-    size = 0
+    """Fill the disk of the checkpoint folder to the last byte, with one file that `SmallDisk.free` deletes.
+
+    Only a `SmallDisk` may be mounted there, otherwise the whole disk of the machine is filled. `draw` is not used.
+    """
+    num_written = 0
     with (victim.checkpoints / FILLER).open("wb", buffering=0) as file:
-        for length in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
+        # Large blocks fill most of the disk quickly; smaller ones and single bytes fill what is left.
+        for block_size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):  # the disk has no room for another block
                 while True:
-                    size += file.write(bytes(length))
-    return f"{size:,} bytes"
+                    num_written += file.write(bytes(block_size))
+    return f"{num_written:,} bytes"
 
 
 FAULTS: dict[str, Fault] = {
@@ -213,15 +235,16 @@ class SmallDisk:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(
-                f"fault `disk` cannot mount its file system ({done.stderr.strip()}); run as root, or leave out `disk`"
+                f"fault `disk` cannot mount its file system at {folder} ({done.stderr.strip()}); run as root, or "
+                f"leave out `disk` in --faults"
             )
 
     def free(self) -> None:
-        """Delete the file with which the fault `disk` filled the file system."""
+        """Delete the file with which the fault `disk` filled the file system, so that the run can save again."""
         (self._folder / FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Copy the files to the disk below, unmount the file system, and leave the files in the folder."""
+        """Unmount the file system; its files are copied to the disk before and are in the folder afterwards."""
         self.free()
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)

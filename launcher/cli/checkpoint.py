@@ -21,7 +21,7 @@ from launcher.cli.checkpoint_paths import find_checkpoint, find_targets
 
 if TYPE_CHECKING:  # These modules import torch; only the subcommands that read tensors load them.
     from electra_dist.checkpoint.repair import Found
-    from electra_dist.checkpoint.state_diff import Side
+    from electra_dist.checkpoint.state_diff import Difference, Side
 
 app = typer.Typer(
     help="List, verify, compare and repair the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -29,8 +29,8 @@ app = typer.Typer(
 
 Where = Annotated[str, typer.Argument(metavar="PATH", help="run folder, folder of checkpoints, or s3:// prefix")]
 Endpoint = Annotated[str | None, typer.Option(help="endpoint of an S3 service other than AWS, for an s3:// PATH")]
-_ROWS = 40  # parameters that `diff` shows at most
-_WIDTH = 60  # characters of a value that `diff` shows at most
+_MAX_PARAMETERS_SHOWN = 40  # by `diff`
+_MAX_VALUE_CHARS = 60  # of a field of the state, in the output of `diff`
 
 
 @app.command("list")
@@ -44,30 +44,38 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
 
     out = Console()
     for target in find_targets(path, endpoint_url):
+        checkpoints = survey(target)
+        if not checkpoints:
+            out.print(f"{target.url}: no checkpoints")
+            continue
         table = Table(
             "step", "attempt", "saved (UTC)", "ranks", "ZeRO", "size", "rows seen", "state", title=target.url
         )
-        checkpoints = survey(target)
         for checkpoint in checkpoints:
-            table.add_row(*_row(checkpoint))
-        out.print(table if checkpoints else f"{target.url}: no checkpoints")
+            table.add_row(*_table_row(checkpoint))
+        out.print(table)
 
 
-def _row(checkpoint: Found) -> list[str]:
-    """Return one row of the table of `list`; most cells are empty for a checkpoint without a manifest."""
-    step_and_attempt = [f"{checkpoint.step:,}", str(checkpoint.attempt)]
+def _table_row(checkpoint: Found) -> list[str]:
+    """Return the cells of a checkpoint in the table of `electra-dist checkpoint list`.
+
+    They are step, attempt, time, ranks, ZeRO stage, size, rows seen and state. All but the first two and the last are
+    read from the manifest, and are empty for a checkpoint without one.
+    """
+    step = f"{checkpoint.step:,}"
+    attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
     if manifest is None:
         status = f"[red]{checkpoint.status}[/red] {checkpoint.note}".strip()
-        return [*step_and_attempt, "", "", "", "", "", status]
-    state = manifest.state
+        return [step, attempt, "", "", "", "", "", status]
     return [
-        *step_and_attempt,
+        step,
+        attempt,
         manifest.saved_at.removesuffix("+00:00").replace("T", " "),
-        str(state.world_size),
-        str(state.zero_stage),
+        str(manifest.state.world_size),
+        str(manifest.state.zero_stage),
         f"{manifest.size_bytes / 1e6:,.1f} MB",
-        f"{state.rows_seen:,}",
+        f"{manifest.state.rows_seen:,}",
         checkpoint.status,
     ]
 
@@ -82,36 +90,66 @@ def verify(
 
     Exit codes: 0 all checkpoints are good, 1 at least one is not, 78 there is none.
     """
-    from electra_dist.checkpoint.file_reader import verify as verify_all
-    from electra_dist.checkpoint.repair import survey
-
-    checkpoints = [
-        checkpoint
-        for target in find_targets(path, endpoint_url)
-        for checkpoint in survey(target)
-        if checkpoint.status in ("committed", "damaged") and step in (None, checkpoint.step)
-    ]
-    if not checkpoints:
-        raise UserError(
-            f"{path}: no checkpoint to verify; run `electra-dist checkpoint list {path}` to see what there is"
-        )
+    checkpoints = _checkpoints_to_verify(path, step, endpoint_url)
     total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
-    num_bad = 0
+    num_good = 0
     with _progress_of_bytes(total_bytes) as (out, advance):
         for checkpoint in checkpoints:
-            begin = time.perf_counter()
-            manifest, faults = verify_all(checkpoint.target, checkpoint.folder, advance)
-            size_mb = manifest.size_bytes / 1e6 if manifest else 0.0
-            verdict = "[red]BAD[/red] " if faults else "[green]good[/green]"
-            out.print(f"{verdict} {checkpoint.url}  {size_mb:,.1f} MB in {time.perf_counter() - begin:.1f} s")
-            for fault in faults:
-                out.print(f"     {fault}")
-            if faults:
-                num_bad += 1
-    out.print(f"{len(checkpoints) - num_bad} of {len(checkpoints)} checkpoints are good")
-    if num_bad:
+            if _verify_and_print(checkpoint, out, advance):
+                num_good += 1
+    out.print(f"{num_good} of {len(checkpoints)} checkpoints are good")
+    if num_good < len(checkpoints):
         out.print(f"next: electra-dist checkpoint repair {path}")
         raise typer.Exit(EXIT_CRASH)
+
+
+def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
+    """Return the checkpoints of all targets that have a manifest, good or damaged.
+
+    Args:
+        path: a run folder, a folder of checkpoints, or an s3:// prefix.
+        step: only checkpoints of this step; None for those of all steps.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    from electra_dist.checkpoint.repair import survey
+
+    checkpoints = []
+    for target in find_targets(path, endpoint_url):
+        for checkpoint in survey(target):
+            has_manifest = checkpoint.status in ("committed", "damaged")
+            is_wanted_step = step is None or checkpoint.step == step
+            if has_manifest and is_wanted_step:
+                checkpoints.append(checkpoint)
+    if not checkpoints:
+        wanted = "" if step is None else f" of step {step}"
+        raise UserError(
+            f"{path}: no checkpoint{wanted} to verify; run `electra-dist checkpoint list {path}` to see what there is"
+        )
+    return checkpoints
+
+
+def _verify_and_print(checkpoint: Found, out: Console, advance: Callable[[int], None]) -> bool:
+    """Read every byte of a checkpoint, print a verdict and each fault, and return whether the checkpoint is good.
+
+    Args:
+        checkpoint: the checkpoint to verify.
+        out: where to print.
+        advance: called with the number of bytes read, for the progress bar.
+    """
+    from electra_dist.checkpoint.file_reader import verify as verify_files
+
+    begin = time.perf_counter()
+    manifest, faults = verify_files(checkpoint.target, checkpoint.folder, advance)
+    elapsed_s = time.perf_counter() - begin
+    size_mb = manifest.size_bytes / 1e6 if manifest else 0.0
+    verdict = "[red]BAD[/red] " if faults else "[green]good[/green]"
+    out.print(f"{verdict} {checkpoint.url}  {size_mb:,.1f} MB in {elapsed_s:.1f} s")
+    for fault in faults:
+        out.print(f"     {fault}")
+    return not faults
 
 
 @app.command()
@@ -127,28 +165,16 @@ def diff(
     Parameters are compared as master weights and both Adam moments. The state (step, ranks, ...) is shown but does not
     make checkpoints different. Exit codes: 0 equal bit for bit, 1 different, 78 one of them is damaged.
     """
-    from electra_dist.checkpoint.state_diff import parameter_differences, state_differences
-
-    left, right = _side(a, endpoint_url), _side(b, endpoint_url)
-    states = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
-    for field, left_value, right_value in state_differences(left.manifest.state, right.manifest.state):
-        states.add_row(field, str(left_value)[:_WIDTH], str(right_value)[:_WIDTH])
-    try:
-        with Progress(transient=True) as progress:
-            total = len(left.manifest.state.shapes)
-            compared = list(progress.track(parameter_differences(left, right), total=total, description="parameters"))
-    except TornCheckpoint as error:
-        raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
+    left = _open_side(a, endpoint_url)
+    right = _open_side(b, endpoint_url)
+    compared = _compare_parameters(left, right)
     different = [parameter for parameter in compared if not parameter.equal]
-    different.sort(key=lambda parameter: -max(parameter.largest.values()))
-    table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
-    for parameter in different[:_ROWS]:
-        table.add_row(parameter.name, *(f"{parameter.largest[kind]:.3e}" for kind in KINDS))
     out = Console()
-    if states.row_count:
-        out.print(states)
+    state_table = _state_table(left, right)
+    if state_table.row_count:
+        out.print(state_table)
     if different:
-        out.print(table)
+        out.print(_parameter_table(different))
     same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
     if same_shapes and not different:
         out.print(f"equal bit for bit: {len(compared)} parameters, weights and both moments")
@@ -156,6 +182,47 @@ def diff(
     note = "" if same_shapes else "; the other parameters are missing or of another shape in A or B"
     out.print(f"different: {len(different)} of {len(compared)} parameters{note}")
     raise typer.Exit(EXIT_CRASH)
+
+
+def _compare_parameters(left: Side, right: Side) -> list[Difference]:
+    """Compare every parameter that both checkpoints have in the same shape, and show a progress bar meanwhile.
+
+    Raises:
+        UserError: a parameter of either checkpoint is damaged.
+    """
+    from electra_dist.checkpoint.state_diff import parameter_differences
+
+    num_parameters = len(left.manifest.state.shapes)
+    differences = parameter_differences(left, right)
+    try:
+        with Progress(transient=True) as progress:
+            return list(progress.track(differences, total=num_parameters, description="parameters"))
+    except TornCheckpoint as error:
+        raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
+
+
+def _state_table(left: Side, right: Side) -> Table:
+    """Return a table of the fields in which the run states of two checkpoints differ; long values are cut off."""
+    from electra_dist.checkpoint.state_diff import state_differences
+
+    table = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
+    for field, left_value, right_value in state_differences(left.manifest.state, right.manifest.state):
+        table.add_row(field, str(left_value)[:_MAX_VALUE_CHARS], str(right_value)[:_MAX_VALUE_CHARS])
+    return table
+
+
+def _parameter_table(different: list[Difference]) -> Table:
+    """Return a table of the parameters that differ most: largest absolute difference of weights and both moments.
+
+    Args:
+        different: the parameters that differ, in any order; only the first `_MAX_PARAMETERS_SHOWN` are shown.
+    """
+    table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
+    largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
+    for parameter in largest_first[:_MAX_PARAMETERS_SHOWN]:
+        cells = [f"{parameter.largest[kind]:.3e}" for kind in KINDS]
+        table.add_row(parameter.name, *cells)
+    return table
 
 
 @app.command()
@@ -184,8 +251,13 @@ def repair(
         out.print("a dry run: nothing was changed; run it again without --dry-run")
 
 
-def _side(path: str, endpoint_url: str | None) -> Side:
-    """Find one checkpoint to compare and read its manifest.
+def _open_side(path: str, endpoint_url: str | None) -> Side:
+    """Find one of the two checkpoints to compare, and read its manifest.
+
+    Args:
+        path: folder of a checkpoint; or a run folder, a folder of checkpoints or an s3:// prefix, whose newest
+            checkpoint is taken.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
 
     Raises:
         UserError: there is no such checkpoint, or its manifest is damaged.
@@ -196,18 +268,26 @@ def _side(path: str, endpoint_url: str | None) -> Side:
     try:
         return Side(store=store, folder=folder, manifest=read_manifest(store, folder))
     except (TornCheckpoint, StoreMissing) as error:
-        raise UserError(f"{store.url}/{folder}: {error}; name another checkpoint") from None
+        raise UserError(f"{store.url}/{folder}: {error}; give another checkpoint") from None
 
 
 @contextmanager
 def _progress_of_bytes(total: int | None) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar of bytes during a `with` block; yield a console to print to and a function to advance it.
+    """Show a progress bar of the bytes verified while a `with` block runs.
 
     Args:
         total: bytes of a full bar; None if unknown.
+
+    Yields:
+        A console, which prints above the bar, and a function to call with the number of bytes just verified.
     """
     out = Console(highlight=False, soft_wrap=True)
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:
-        task = progress.add_task("verified", total=total)
-        yield out, lambda num_bytes: progress.advance(task, num_bytes)
+        bar = progress.add_task("verified", total=total)
+
+        def advance(num_bytes: int) -> None:
+            """Move the bar forward by `num_bytes` bytes."""
+            progress.advance(bar, num_bytes)
+
+        yield out, advance

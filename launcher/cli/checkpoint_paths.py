@@ -28,14 +28,14 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
     if is_run_folder(folder):
         return open_targets(open_run(folder))
     if not folder.is_dir():
-        raise UserError(f"{path}: no such folder; name a run folder, a folder of checkpoints or an s3:// prefix")
+        raise UserError(f"{path}: no such folder; give a run folder, a folder of checkpoints or an s3:// prefix")
     return [open_store(path)]
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """Return (store, folder) of one checkpoint: `path` itself, or the newest committed checkpoint below it.
+    """Return the store and the folder name of one checkpoint: `path` itself, or the newest committed one below it.
 
-    If several stores have the newest checkpoint, the first store counts.
+    If several stores have the newest checkpoint, the first store is taken.
 
     Args:
         path: the folder of one checkpoint, or a path as for `find_targets`.
@@ -45,17 +45,18 @@ def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, 
         UserError: there is no such path, or no committed checkpoint below it.
     """
     parent, _, name = path.rstrip("/").rpartition("/")
-    if parse_folder(name):
+    is_checkpoint_folder = parse_folder(name) is not None
+    if is_checkpoint_folder:
         return open_store(parent or ".", endpoint_url), name
-    targets = find_targets(path, endpoint_url)
-    candidates = [
-        (step, attempt, -index, folder)  # The negative index makes the first store the largest among equal copies.
-        for index, target in enumerate(targets)
-        for step, attempt, folder in committed(target)
-    ]
-    if not candidates:
+    newest = None
+    newest_step_and_attempt = (-1, -1)
+    for store in find_targets(path, endpoint_url):
+        for step, attempt, folder in committed(store):
+            if (step, attempt) > newest_step_and_attempt:
+                newest = (store, folder)
+                newest_step_and_attempt = (step, attempt)
+    if newest is None:
         raise UserError(
             f"{path}: no committed checkpoint; run `electra-dist checkpoint list {path}` to see what there is"
         )
-    _, _, negative_index, folder = max(candidates)
-    return targets[-negative_index], folder
+    return newest

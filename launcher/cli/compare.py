@@ -45,22 +45,26 @@ def compare(
         with progress_bar(out) as progress:
             is_complete = comparison.run(progress, out.print)
     except KeyboardInterrupt:
-        out.print("interrupted; run the same command again: it continues from this point")
+        out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
     out.print(comparison.table())
     for failure in comparison.failures():
         out.print(f"failed: {failure.entry} seed {failure.seed}: {failure.what}")
-    for path in comparison.write():
+    written_files = comparison.write()
+    for path in written_files:
         out.print(path)
     if not is_complete:
         raise typer.Exit(EXIT_CRASH)
 
 
 def _plan_table(plan: Plan) -> Table:
-    """Return the runs of a comparison as a table: steps, training FLOPs and their share of the budget."""
+    """Return a table of the pretraining runs of a comparison: steps, training FLOPs and their share of the budget.
+
+    A run has a whole number of steps, so its FLOPs are not exactly those of the budget.
+    """
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
-    for cell in plan.cells:
-        num_steps = cell.marks[-1]
-        flops = cell.flops(num_steps)
-        table.add_row(cell.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
+    for run in plan.cells:
+        num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.
+        flops = run.flops(num_steps)
+        table.add_row(run.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
     return table

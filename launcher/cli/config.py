@@ -18,18 +18,18 @@ def config(
     overrides: Overrides = None,
     describe: Annotated[bool, typer.Option(help="also describe each key")] = False,
 ) -> None:
-    """Print every key of the resolved config, its value, and where the value comes from."""
-    origin = sources(file, overrides or ())
+    """Print every key of the resolved config, its value, and where the value comes from.
+
+    The source is the name of a file, `--set`, or `default`.
+    """
+    source_of_key = sources(file, overrides or ())
     resolved = load_config(file, overrides or ()).model_dump(mode="json")
     columns = ["key", "value", "from"]
     if describe:
         columns.append("description")
     table = Table(*columns, title=str(file))
-    for key, source in origin.items():
-        value: object = resolved
-        for part in key.split("."):
-            value = value[part] if isinstance(value, dict) else value
-        row = [key, str(value), source]
+    for key, source in source_of_key.items():
+        row = [key, str(_value(resolved, key)), source]
         if describe:
             row.append(_description(key))
         table.add_row(*row)
@@ -37,15 +37,29 @@ def config(
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved config as YAML, with all defaults and overrides applied."""
+    """Print the resolved config as YAML, with all defaults and overrides applied; it can be used as a config file."""
     print(dump_yaml(load_config(file, overrides or ())), end="")
 
 
+def _value(resolved: object, key: str) -> object:
+    """Return the value of a dotted key such as `train.micro_batch` in a resolved config, a tree of dicts."""
+    value = resolved
+    for part in key.split("."):
+        if isinstance(value, dict):
+            value = value[part]
+    return value
+
+
 def _description(key: str) -> str:
-    """Return the description of a key such as `train.micro_batch`; empty for a key that has none."""
+    """Return the description of a config key such as `train.micro_batch`; empty for a key that has none.
+
+    A part of the config whose keys are free, such as a dict, has no description for each of them.
+    """
     fields = Config.model_fields
-    *path, last = key.split(".")
-    for part in path:
-        inner = fields[part].annotation
-        fields = getattr(inner, "model_fields", {})
-    return (fields[last].description or "") if last in fields else ""
+    *section_names, field_name = key.split(".")
+    for section_name in section_names:
+        section_type = fields[section_name].annotation
+        fields = getattr(section_type, "model_fields", {})
+    if field_name not in fields:
+        return ""
+    return fields[field_name].description or ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
+    from electra_dist.corpus.build_corpus import BuildResult
 
 app = typer.Typer(
     help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
@@ -67,7 +70,7 @@ def build(
     files = find_inputs(inputs)
     _refuse_output_among_inputs(inputs, output)
     console = Console(highlight=False)
-    vocabulary = _vocabulary(vocab, files, settings, output, text_field, console)
+    vocabulary = _find_vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
         raise UserError(
             f"{vocab or output}: the vocabulary has {vocabulary.size} entries but model.vocab_size is "
@@ -84,18 +87,22 @@ def build(
         num_workers=workers or len(os.sched_getaffinity(0)),
         endpoint_url=settings.data.endpoint_url,
     )
-    result = build_corpus(request, BuildConsole(sum(file.size for file in files), console))
+    total_bytes = sum(file.size for file in files)
+    result = build_corpus(request, BuildConsole(total_bytes, console))
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, request.seq_len))
-    if result.was_there:
-        state = "already built, nothing to do"
-    elif result.resumed_shards:
-        state = f"built ({result.resumed_shards} shards were finished before)"
-    else:
-        state = "built"
-    console.print(f"{output}: {state}; {len(manifest.shards)} shards", soft_wrap=True)
+    console.print(f"{output}: {_outcome(result)}; {len(manifest.shards)} shards", soft_wrap=True)
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
+
+
+def _outcome(result: BuildResult) -> str:
+    """Return in a few words what a build has done: built all, some or none of the shards."""
+    if result.was_there:
+        return "already built, nothing to do"
+    if result.resumed_shards:
+        return f"built ({result.resumed_shards} shards were finished before)"
+    return "built"
 
 
 @app.command("vocab")
@@ -142,7 +149,11 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Check that the output is not inside an input folder: a second build would read its vocab.txt as text.
+    """Check that the output is not inside an input folder, because a second build would read its vocab.txt as text.
+
+    Args:
+        inputs: files and folders with text, local paths.
+        output: local path or s3:// URL of the corpus.
 
     Raises:
         UserError: the output is an input, or below one.
@@ -154,12 +165,20 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
             raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
 
 
-def _vocabulary(
+def _find_vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
     """Return the vocabulary of a build: from `path` if given, or from the output, or a new one trained on `files`.
 
     A vocabulary in the output was written by an earlier build, interrupted or finished.
+
+    Args:
+        path: vocab.txt that the user gave with --vocab; None if there is none.
+        files: text on which a new vocabulary is trained.
+        settings: config with the size of the vocabulary and the S3 endpoint.
+        output: local path or s3:// URL of the corpus.
+        text_field: field of a JSON line, or parquet column, that holds the text.
+        console: where to announce that a vocabulary is trained, which takes a while.
 
     Raises:
         UserError: the vocabulary cannot be read or trained.
@@ -174,10 +193,17 @@ def _vocabulary(
 
 
 def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) -> Vocabulary:
-    """Train a vocabulary of at most `size` entries on the documents of `files` that no rule skips."""
+    """Train a WordPiece vocabulary of at most `size` entries on text files; the result depends on their text alone.
+
+    Args:
+        files: text files; documents that a build would skip, such as empty ones, are left out.
+        size: number of entries wanted; a small text may give fewer.
+        lowercase: convert the text to lower case and remove accents first.
+        text_field: field of a JSON line, or parquet column, that holds the text.
+    """
 
     def texts() -> Iterator[str]:
-        """Yield the text of each document; each call reads the files again."""
+        """Yield the text of each document; each call reads the files again, because training reads them twice."""
         for document in DocumentStream(files, text_field):
             try:
                 yield decode(document, text_field)

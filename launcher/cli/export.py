@@ -27,11 +27,11 @@ def export(
     out.print(f"\n[bold]{run}[/bold] at step {state.step:,}")
     out.print(f"  report         {run / REPORT_FILE}")
     out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
-    for name, folder in folders.items():
-        out.print(f"  {name:<14} {folder}")
+    for model_name, folder in folders.items():
+        out.print(f"  {model_name:<14} {folder}")
     out.print("next:")
-    load = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))"
-    out.print(f'  python -c "{load}"')
+    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))"
+    out.print(f'  python -c "{load_model}"')
     out.print("  deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run")
 
 

@@ -28,14 +28,14 @@ SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, 
 
 
 class Kind(StrEnum):
-    """What a custom task predicts: a class, or a number."""
+    """Kind of the label in a custom task: a class, or a number, to which a regression is fitted."""
 
     classification = "classification"
     regression = "regression"
 
 
 class Tower(StrEnum):
-    """Which of the two networks of a run is used."""
+    """One of the two networks that a run trains; the discriminator is the one that ELECTRA is trained for."""
 
     discriminator = "discriminator"
     generator = "generator"
@@ -86,22 +86,35 @@ def finetune(
     from electra_dist.finetune.seed_results import results_table, summarize
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
-    task_names = list(dict.fromkeys(task.split(",")))
-    tasks = [_open_task(name, data, text_a, text_b, label, kind) for name in task_names]
+    task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
+    tasks = {name: _open_task(name, data, text_a, text_b, label, kind) for name in task_names}
     encoder = load_pretrained(model, tower.value, vocab)
-    width = encoder.tower.hidden_size
-    settings = [settings_for(name, width, encoder.model.max_positions, overrides or ()) for name in task_names]
+    settings = {
+        name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
+        for name in task_names
+    }
     folder = output or _default_output(model)
     device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     with progress_bar(out) as progress:
         results = run_all(
-            encoder, list(zip(tasks, settings)), range(seeds), folder, device, probe, progress, out.print
+            encoder,
+            work=[(tasks[name], settings[name]) for name in task_names],
+            seeds=range(seeds),
+            output=folder,
+            device=device,
+            probe=probe,
+            progress=progress,
+            note=out.print,
         )
-    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
-    _write_summary(folder / SUMMARY_FILE, encoder, dict(zip(task_names, settings)), summaries)
-    out.print(results_table(f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries))
+    summaries = []
+    for name in task_names:
+        results_of_task = [result for result in results if result.task == name]
+        summaries.append(summarize(results_of_task))
+    _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
+    method = "linear probe" if probe else "fine-tuned"
+    out.print(results_table(f"{encoder.name}: {method}", summaries))
     for summary in summaries:
         for seed, reason in summary.failed.items():
             out.print(f"failed: {summary.task} seed {seed}: {reason}")
@@ -134,10 +147,10 @@ def minimal_pairs(
 
 
 def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, label: str | None, kind: Kind) -> Task:
-    """Open a task that was named with `--task`, and read its data.
+    """Open a fine-tuning task that was named with `--task`, and read its data.
 
     Args:
-        name: a task of GLUE, squad1, squad2 or custom.
+        name: name of a GLUE task, for example "cola"; or squad1, squad2 or custom.
         data: folder of the data.
         text_a: custom: column of the text.
         text_b: custom: column of the second text; None for single texts.
@@ -150,12 +163,14 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
     from electra_dist.finetune.squad.squad_task import SquadTask
     from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 
+    squad_versions = {"squad1": 1, "squad2": 2}
     if name in GLUE:
         return TextTask(GLUE[name], data)
-    if name in ("squad1", "squad2"):
-        return SquadTask(int(name[-1]), data)
+    if name in squad_versions:
+        return SquadTask(squad_versions[name], data)
     if name != "custom":
-        raise UserError(f"--task {name}: unknown; choose one of {', '.join([*GLUE, 'squad1', 'squad2', 'custom'])}")
+        known_names = ", ".join([*GLUE, *squad_versions, "custom"])
+        raise UserError(f"--task {name}: unknown; choose one of {known_names}")
     if text_a is None or label is None:
         raise UserError(
             "--task custom: the columns are missing; add --text-a COLUMN and --label COLUMN (and --text-b for pairs)"
@@ -166,9 +181,13 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
 
 
 def _default_output(model: str) -> Path:
-    """Return MODEL/finetune; for random:CONFIG.yaml, a folder below runs/ that is named after the config."""
+    """Return the folder of the results if the user gives none: MODEL/finetune.
+
+    A model of random weights, random:CONFIG.yaml, has no folder; its results are in runs/finetune_random_CONFIG.
+    """
     if model.startswith("random:"):
-        return Path("runs") / f"finetune_random_{Path(model.removeprefix('random:')).stem}"
+        config_name = Path(model.removeprefix("random:")).stem
+        return Path("runs") / f"finetune_random_{config_name}"
     return Path(model) / "finetune"
 
 
@@ -194,7 +213,8 @@ def progress_bar(out: Console) -> Iterator[Report]:
 
         def report(activity: str, done: int, total: int) -> None:
             """Show how many parts of an activity are done; restart the bar when the activity changes."""
-            if bar.tasks[0].description != activity:
+            shown_activity = bar.tasks[0].description
+            if shown_activity != activity:
                 bar.reset(bar_id, description=activity)
             bar.update(bar_id, completed=done, total=total)
 
@@ -204,7 +224,14 @@ def progress_bar(out: Console) -> Iterator[Report]:
 def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
-    """Write the settings (by task) and the summaries of a fine-tuning command as JSON."""
+    """Write the scores and the settings of a fine-tuning command as JSON, to be read by other programs.
+
+    Args:
+        path: file to write, OUTPUT/results.json; an existing file is replaced.
+        encoder: the pretrained model, whose name and digest are recorded.
+        settings: settings of each task, by the task's name.
+        summaries: scores over all seeds, one summary for each task.
+    """
     from electra_dist.finetune.seed_results import glue_average
 
     _write_json(
@@ -220,6 +247,6 @@ def _write_summary(
 
 
 def _write_json(path: Path, tree: dict[str, object]) -> None:
-    """Write a JSON object to the file `path`, indented; missing folders are created."""
+    """Write `tree` as indented JSON to the file `path`; missing folders are created, an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n")

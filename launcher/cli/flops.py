@@ -26,9 +26,10 @@ def flops(
     """
     out = Console(highlight=False, soft_wrap=True)
     table = Table("model", "in the paper", "its method", "for MFU", title="training FLOPs")
-    for row in TABLE:
-        mfu = row.mfu()
-        table.add_row(row.name, row.printed or "-", f"{row.paper():.3g}", "-" if mfu is None else f"{mfu:.3g}")
+    for model in TABLE:
+        mfu_flops = model.mfu()
+        mfu_cell = "-" if mfu_flops is None else f"{mfu_flops:.3g}"
+        table.add_row(model.name, model.printed or "-", f"{model.paper():.3g}", mfu_cell)
     out.print(table)
     out.print(
         "its method: the backward pass counts as much as the forward pass, look-ups count as matrix products, "
@@ -41,9 +42,9 @@ def flops(
     if file is not None:
         config = load_config(file, overrides or ())
         per_token = token_flops(config.model, config.data.seq_len, config.objective)
-        tokens = config.train.num_steps * config.train.global_batch * config.data.seq_len
+        num_tokens = config.train.num_steps * config.train.global_batch * config.data.seq_len
         out.print(
-            f"{file}: objective {config.objective.name}, {tokens:.3g} tokens, {run_flops(config):.3g} FLOPs for MFU; "
-            f"per token {per_token.total:.4g} (discriminator {per_token.discriminator:.4g}, generator "
+            f"{file}: objective {config.objective.name}, {num_tokens:.3g} tokens, {run_flops(config):.3g} FLOPs for "
+            f"MFU; per token {per_token.total:.4g} (discriminator {per_token.discriminator:.4g}, generator "
             f"{per_token.generator:.4g})"
         )

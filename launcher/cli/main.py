@@ -41,7 +41,11 @@ class _CommandsOnUse(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return the subcommand `cmd_name`; None if there is no such subcommand, which Click reports."""
+        """Import and return the subcommand `cmd_name`; return None for an unknown name, which Click then reports.
+
+        An entry of `COMMANDS` is a Typer application, such as `corpus` with its own subcommands, or a function, of
+        which a command of that name is made.
+        """
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name]
@@ -68,7 +72,10 @@ def _group() -> None:
 
 
 def main() -> None:
-    """Run the command line of this process; print a user error to stderr as one line and exit with 78."""
+    """Run the command line of this process; print a UserError to stderr as one line and exit with code 78.
+
+    Other exceptions are bugs and show their traceback.
+    """
     try:
         app()
     except UserError as error:

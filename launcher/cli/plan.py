@@ -38,7 +38,7 @@ def plan(
     from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
     from electra_dist.planning.plan_tables import print_plan
 
-    cluster = None
+    cluster = None  # Without --nodes, only the GPUs that the config names are estimated.
     if nodes is not None:
         cluster = Cluster(
             nodes=nodes,

@@ -32,11 +32,15 @@ from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
 _STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
+_HUNG_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait for it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that is known of a run at one moment: the input of `lines`."""
+    """Everything that is known of a run at one moment: content of its run folder, and its jobs in Slurm's queue.
+
+    `facts` reads it, and `lines` makes the status page of it.
+    """
 
     run: Path  # the run folder
     now: float  # Unix time
@@ -71,25 +75,43 @@ def facts(run: Path) -> Facts:
         UserError: `run` is not a run folder, or a file in it is damaged.
     """
     scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
-    config_files = [run / CONFIG_FILE]
-    if scripts:
-        config_files.append(scripts[-1].with_suffix(".yaml"))
-    configs = [file for file in config_files if file.exists()]
-    if not configs:
-        raise UserError(f"{run}: no such run folder (it has no config.yaml); name the run_dir of a run")
-    records = [record for record in read_metrics(run) if record["kind"] == "train"]
+    newest_script = scripts[-1] if scripts else None
+    config_file = _config_file(run, newest_script)
+    train_records = [record for record in read_metrics(run) if record["kind"] == "train"]
     return Facts(
         run=run,
         now=time.time(),
-        config=load_config(configs[0]),
+        config=load_config(config_file),
         ledger=read_ledger(run),
         jobs=read_jobs(run),
-        last=records[-1] if records else None,
+        last=train_records[-1] if train_records else None,
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
-        queue=queue_view(job_name(run.absolute())) if scripts else None,
-        submitted_by=scripts[-1].read_text().splitlines()[1].removeprefix("# ") if scripts else "",
+        queue=queue_view(job_name(run.absolute())) if newest_script else None,
+        submitted_by=_submit_command(newest_script) if newest_script else "",
     )
+
+
+def _config_file(run: Path, newest_script: Path | None) -> Path:
+    """Return the config file of a run: RUN/config.yaml, or before the first start the one beside its batch script.
+
+    Args:
+        run: the run folder.
+        newest_script: the run's newest batch script, RUN/slurm/submission-NNNN.sh; None if it was never submitted.
+
+    Raises:
+        UserError: `run` is not a run folder.
+    """
+    if (run / CONFIG_FILE).exists():
+        return run / CONFIG_FILE
+    if newest_script and newest_script.with_suffix(".yaml").exists():
+        return newest_script.with_suffix(".yaml")
+    raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+
+
+def _submit_command(script: Path) -> str:
+    """Return the command line that submitted a batch script; the script's second line is "# " and the command."""
+    return script.read_text().splitlines()[1].removeprefix("# ")
 
 
 def lines(seen: Facts) -> list[str]:
@@ -99,100 +121,150 @@ def lines(seen: Facts) -> list[str]:
         seen: the result of `facts`.
     """
     state = run_state(seen.ledger, _evidence(seen))
-    page = [f"run {seen.run}: {state}{_why(seen, state)}", f"  step        {_step(seen)}"]
-    checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
-    if checkpoints:
-        age_s = seen.now - _seconds(checkpoints[-1]["time"])
-        page.append(f"  checkpoint  step {checkpoints[-1]['step']:,}, {format_duration(age_s)} old")
-    else:
-        page.append("  checkpoint  none yet")
+    page = [
+        f"run {seen.run}: {state}{_reason_in_parentheses(seen, state)}",
+        f"  step        {_step(seen)}",
+        f"  checkpoint  {_newest_checkpoint(seen)}",
+    ]
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
         page.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
-        page += _silent(seen)
-    expires_s = 3600 * seen.config.cluster.strike_expires_h
-    for node in excluded_nodes(seen.strikes, seen.now, expires_s=expires_s):
-        newest = [strike for strike in seen.strikes if strike.node == node][-1]
-        left = format_duration(newest.time + expires_s - seen.now)
-        page.append(f"  left out    {node} for {left} more: {newest.device} {newest.reason}".replace(":  ", ": "))
-    return [*page, "next:", *(f"    {command}" for command in _next(seen, state))]
+        page += _hung_rank_lines(seen)
+    page += _excluded_node_lines(seen)
+    page.append("next:")
+    page += [f"    {command}" for command in _next_commands(seen, state)]
+    return page
 
 
 def _evidence(seen: Facts) -> RunEvidence:
     """Return the evidence of the run's state apart from its ledger: its signs of life and its jobs in the queue."""
-    signs_of_life = [beat.time for beat in seen.beats]
-    signs_of_life += [_seconds(event["time"]) for event in seen.ledger[-1:]]
-    metrics = seen.run / METRICS_FILE
-    if metrics.exists():
-        signs_of_life.append(metrics.stat().st_mtime)
-    limits = seen.config.cluster
-    is_setting_up = (
-        bool(seen.ledger) and seen.ledger[-1]["event"] in ("start", "resume") and not (seen.beats and seen.last)
-    )
-    if is_setting_up:
-        patience_s = limits.hang_setup_s
-    else:
-        step_s = seen.last["step_s"] if seen.last else 0.0
-        silent_steps = max(_STEPS_OF_PATIENCE, seen.config.log.every_steps)
-        patience_s = max(limits.hang_step_floor_s, step_s * silent_steps)
     jobs = _jobs(seen)
     return RunEvidence(
         now=seen.now,
-        sign_of_life=max(signs_of_life, default=None),
-        patience_s=patience_s,
+        sign_of_life=_newest_sign_of_life(seen),
+        patience_s=_patience_s(seen),
         running=any(job.state == "RUNNING" for job in jobs),
         pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in jobs),
         held=any(job.is_held for job in jobs),
     )
 
 
-def _why(seen: Facts, state: State) -> str:
-    """Return the reason for the state of the run as text in parentheses; empty for a state that needs no reason."""
-    if state in ("stopped", "dead") and seen.jobs and seen.jobs[-1].get("why"):
-        return f" ({seen.jobs[-1]['why']})"
-    if state in ("stopped", "dead") and seen.ledger:
-        last = seen.ledger[-1]
-        reason = f"{last['event']}: {last['why']}" if last.get("why") else last["event"]
-        return f" ({reason}, {_ago(seen, last)})"
+def _newest_sign_of_life(seen: Facts) -> float | None:
+    """Return the Unix time of the run's newest heartbeat, metrics record or ledger event; None if there is none."""
+    times = [beat.time for beat in seen.beats]
+    if seen.ledger:
+        times.append(_seconds(seen.ledger[-1]["time"]))
+    metrics = seen.run / METRICS_FILE
+    if metrics.exists():
+        times.append(metrics.stat().st_mtime)
+    return max(times, default=None)
+
+
+def _patience_s(seen: Facts) -> float:
+    """Return the seconds for which a living run may show no sign of life: while setting up, or within some steps."""
+    limits = seen.config.cluster
+    has_just_started = bool(seen.ledger) and seen.ledger[-1]["event"] in ("start", "resume")
+    has_trained = bool(seen.beats) and seen.last is not None
+    if has_just_started and not has_trained:
+        return limits.hang_setup_s
+    step_s = 0.0 if seen.last is None else seen.last["step_s"]
+    num_silent_steps = max(_STEPS_OF_PATIENCE, seen.config.log.every_steps)
+    return max(limits.hang_step_floor_s, step_s * num_silent_steps)
+
+
+def _reason_in_parentheses(seen: Facts, state: State) -> str:
+    """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)"; empty if it needs none."""
+    if state in ("stopped", "dead"):
+        # The launcher's own reason explains more than the ledger's last event.
+        job_reason = seen.jobs[-1].get("why") if seen.jobs else None
+        if job_reason:
+            return f" ({job_reason})"
+        if seen.ledger:
+            return f" ({_describe_event(seen, seen.ledger[-1])})"
     if state in ("held", "waiting") and seen.queue:
-        reason = next(job.reason for job in seen.queue.jobs if job.state != "RUNNING")
-        return f" ({reason})"
+        slurm_reason = next(job.reason for job in seen.queue.jobs if job.state != "RUNNING")
+        return f" ({slurm_reason})"
     return ""
 
 
+def _describe_event(seen: Facts, event: Record) -> str:
+    """Return a ledger event as text: its name, its reason if it has one, and its age, "stop: SIGTERM, 50s ago"."""
+    age = format_duration(seen.now - _seconds(event["time"]))
+    if event.get("why"):
+        return f"{event['event']}: {event['why']}, {age} ago"
+    return f"{event['event']}, {age} ago"
+
+
 def _step(seen: Facts) -> str:
-    """Return the steps done of all steps, the newest loss, and the time that the remaining steps will take."""
-    total = seen.config.train.num_steps
+    """Return the steps done of all steps, the newest loss, and the time that the remaining steps will take.
+
+    For example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
+    """
+    num_steps = seen.config.train.num_steps
     last = seen.last
     if last is None:
-        return f"0 of {total:,}"
-    step = max(last["step"], *(event["step"] for event in seen.ledger if event["event"] == "done"), 0)
-    eta = f", eta {format_duration(last['step_s'] * (total - step))}" if step < total else ""
-    return f"{step:,} of {total:,} ({100 * step / total:.1f} %), loss {last['loss']:.4f}{eta}"
+        return f"0 of {num_steps:,}"
+    # The last steps of a finished run may have no metrics record, but its `done` event has the step.
+    done_steps = [event["step"] for event in seen.ledger if event["event"] == "done"]
+    step = max([0, last["step"], *done_steps])
+    progress = f"{step:,} of {num_steps:,} ({100 * step / num_steps:.1f} %), loss {last['loss']:.4f}"
+    if step >= num_steps:
+        return progress
+    remaining_s = last["step_s"] * (num_steps - step)
+    return f"{progress}, eta {format_duration(remaining_s)}"
 
 
-def _silent(seen: Facts) -> list[str]:
-    """Return a line of the status page for each of the first four hung ranks, the likely culprit first."""
+def _newest_checkpoint(seen: Facts) -> str:
+    """Return the step and the age of the newest checkpoint, "step 10, 1m20s old", or "none yet"."""
+    checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
+    if not checkpoints:
+        return "none yet"
+    newest = checkpoints[-1]
+    age_s = seen.now - _seconds(newest["time"])
+    return f"step {newest['step']:,}, {format_duration(age_s)} old"
+
+
+def _hung_rank_lines(seen: Facts) -> list[str]:
+    """Return a line of the status page for each of the first few hung ranks, the likely culprit first.
+
+    A rank is hung if its last heartbeat is older than the limit of its phase; the config section `cluster` sets the
+    limits. Heartbeats of earlier starts of the run do not count.
+    """
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
     beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
-    ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), everyone=lambda: beats)
+    hung_ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), everyone=lambda: beats)
     return [
         f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
-        for rank in ranks[:4]
+        for rank in hung_ranks[:_HUNG_RANKS_SHOWN]
     ]
 
 
-def _next(seen: Facts, state: State) -> list[str]:
-    """Return the commands that a person may want to run in this state of the run."""
+def _excluded_node_lines(seen: Facts) -> list[str]:
+    """Return a line of the status page for each node that new jobs leave out, because it has a recent strike.
+
+    A strike is the record of a fault of a node; it expires after `cluster.strike_expires_h` hours.
+    """
+    expires_s = 3600 * seen.config.cluster.strike_expires_h
+    page_lines = []
+    for node in excluded_nodes(seen.strikes, seen.now, expires_s=expires_s):
+        newest = [strike for strike in seen.strikes if strike.node == node][-1]
+        remaining = format_duration(newest.time + expires_s - seen.now)
+        line = f"  left out    {node} for {remaining} more: {newest.device} {newest.reason}"
+        page_lines.append(line.replace(":  ", ": "))  # The device is empty if the node as a whole is at fault.
+    return page_lines
+
+
+def _next_commands(seen: Facts, state: State) -> list[str]:
+    """Return the commands that a person may want to run in this state of the run, the most likely one first."""
     run = shlex.quote(str(seen.run))
     if state == "finished":
         return [f"electra-dist export {run}", f"electra-dist report {run}"]
     if state == "living":
-        job = _running_job(seen)
-        log = f"{run}/{SLURM_DIR}/job-{job}.log" if job else f"{run}/{LOG_FILE}"
+        job_id = _running_job_id(seen)
+        log = f"{run}/{SLURM_DIR}/job-{job_id}.log" if job_id else f"{run}/{LOG_FILE}"
         return [f"tail -f {log}", f"touch {run}/{STOP_FILE}    # saves and stops"]
     if state == "waiting":
         return [f"squeue --start --name={job_name(seen.run.absolute())}"]
@@ -200,7 +272,10 @@ def _next(seen: Facts, state: State) -> list[str]:
         resume_nodes = [f"scontrol update nodename={out.node} state=resume" for out in _nodes_out(seen)]
         release_jobs = [f"scontrol release {job.job}" for job in seen.queue.jobs if job.is_held]
         return resume_nodes + release_jobs
-    return [seen.submitted_by or f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"]
+    # The run does not run: start it again, in the way in which it was started before.
+    if seen.submitted_by:
+        return [seen.submitted_by]
+    return [f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"]
 
 
 def _jobs(seen: Facts) -> tuple[QueuedJob, ...]:
@@ -212,23 +287,18 @@ def _nodes_out(seen: Facts) -> list[NodeOut]:
     """Return the nodes of the run's newest job that Slurm does not use; other nodes do not concern the run."""
     if seen.queue is None:
         return []
-    newest_nodes: list[str] = []
-    for record in seen.jobs:
-        if record["event"] == "begin":
-            newest_nodes = record["nodes"].split(",")
+    begin_records = [record for record in seen.jobs if record["event"] == "begin"]
+    if not begin_records:
+        return []
+    newest_nodes = begin_records[-1]["nodes"].split(",")
     return [out for out in seen.queue.out if out.node in newest_nodes]
 
 
-def _running_job(seen: Facts) -> str:
-    """Return the id of the run's running job; empty if no job runs."""
+def _running_job_id(seen: Facts) -> str:
+    """Return the Slurm id of the run's running job; empty if no job runs."""
     return next((job.job for job in _jobs(seen) if job.state == "RUNNING"), "")
 
 
-def _ago(seen: Facts, event: Record) -> str:
-    """Return the age of a ledger event as text, for example "50s ago"."""
-    return f"{format_duration(seen.now - _seconds(event['time']))} ago"
-
-
 def _seconds(time: str) -> float:
-    """Return an ISO 8601 time of the ledger as Unix seconds."""
+    """Return an ISO 8601 time with zone, as in the ledger ("2026-01-31T12:00:00+00:00"), as Unix seconds."""
     return datetime.fromisoformat(time).timestamp()

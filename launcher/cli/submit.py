@@ -59,7 +59,9 @@ def submit(
 
     The config and the batch script are written to RUN/slurm/. Submit again with the same run_dir to resume a run.
     """
-    image = Container(image=container, runtime=container_runtime, mounts=tuple(mount or ())) if container else None
+    ranks_container = None
+    if container:
+        ranks_container = Container(image=container, runtime=container_runtime, mounts=tuple(mount or ()))
     submission = Submission(
         config_file=config,
         overrides=tuple(overrides or ()),
@@ -69,20 +71,21 @@ def submit(
         time_limit=time,
         chain=chain,
         signal_ahead_s=signal_ahead,
-        container=image,
+        container=ranks_container,
         sbatch_options=tuple(sbatch or ()),
     )
-    resolved, request, excluded = prepare(submission, ["electra-dist", *sys.argv[1:]])
+    command_line = ["electra-dist", *sys.argv[1:]]
+    resolved_config, request, excluded_nodes = prepare(submission, command_line)
     if dry_run:
-        print(batch_script(request, excluded), end="")
+        print(batch_script(request, excluded_nodes), end="")
         return
-    jobs = submit_jobs(resolved, request, excluded)
+    job_ids = submit_jobs(resolved_config, request, excluded_nodes)
     out = Console(highlight=False, soft_wrap=True)
-    run = shlex.quote(resolved.run_dir)
-    noun = "jobs" if len(jobs) > 1 else "job"
-    out.print(f"submitted {noun} {', '.join(jobs)}: {request.script_file}")
-    if excluded:
-        out.print(f"  left out   {', '.join(excluded)} (strikes: {request.run_dir}/strikes.jsonl)")
-    out.print(f"  log        {request.run_dir}/slurm/job-{jobs[0]}.log")
+    run = shlex.quote(resolved_config.run_dir)
+    noun = "jobs" if len(job_ids) > 1 else "job"
+    out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")
+    if excluded_nodes:
+        out.print(f"  left out   {', '.join(excluded_nodes)} (strikes: {request.run_dir}/strikes.jsonl)")
+    out.print(f"  log        {request.run_dir}/slurm/job-{job_ids[0]}.log")
     out.print(f"  status     electra-dist status {run}")
     out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: scancel --name={request.job_name}")

@@ -24,6 +24,8 @@ from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skipped_steps import SkipList
 
+_MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
+
 
 def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]) -> None:
     """Verify which corpus rows the run was trained on, up to the step reached.
@@ -36,61 +38,89 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
     rows_per_shard = [shard.rows for shard in corpus.shards]
     order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
-    skips = SkipList(run, config.train.skip_steps)
-    marks = read_marks(run, _checkpoints(config, out))
+    skipped_steps = SkipList(run, config.train.skip_steps).steps
+    marks = read_marks(run, _read_checkpoint_states(config, out))
     if not marks:
         raise UserError(
             f"{run}: nothing to verify: no step was logged and no checkpoint exists; train some steps first"
         )
-    expected = Expected(order, rows_per_shard, config.train.global_batch, skips.steps)
+    expected = Expected(order, rows_per_shard, config.train.global_batch, skipped_steps)
     with Progress(transient=True) as progress:
-        task = progress.add_task("receipts", total=None)
-        verdict = verify(
-            marks, expected, corpus, lambda done, total: progress.update(task, completed=done, total=total)
-        )
-    _print(run, verdict, expected, out)
-    if verdict.deviation:
+        bar = progress.add_task("receipts", total=None)
+
+        def show_progress(done: int, total: int) -> None:
+            """Show how many receipts are checked."""
+            progress.update(bar, completed=done, total=total)
+
+        result = verify(marks, expected, corpus, show_progress)
+    _print_result(run, result, expected, out)
+    if result.deviation:
         raise typer.Exit(EXIT_CRASH)
 
 
-def _checkpoints(config: Config, out: Console) -> list[tuple[str, RunState]]:
-    """Return (name, state) of every committed checkpoint whose manifest can be read; print a line for the others."""
+def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, RunState]]:
+    """Return URL and state of every committed checkpoint of a run whose manifest can be read.
+
+    For a checkpoint with a damaged manifest, a line with the next step is printed.
+
+    Args:
+        config: the run's config, which names the stores of its checkpoints.
+        out: where to print.
+    """
     checkpoints = []
     for store in open_targets(config):
         for _, _, folder in committed(store):
+            url = f"{store.url}/{folder}"
             try:
-                checkpoints.append((f"{store.url}/{folder}", read_manifest(store, folder).state))
+                checkpoints.append((url, read_manifest(store, folder).state))
             except TornCheckpoint as error:
                 advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
-                out.print(f"checkpoint {store.url}/{folder} is damaged ({error}); {advice}")
+                out.print(f"checkpoint {url} is damaged ({error}); {advice}")
     return checkpoints
 
 
-def _print(run: Path, verdict: AuditResult, expected: Expected, out: Console) -> None:
-    """Print the verdict: the receipts checked, the skipped steps, and either the rows seen or the first deviation."""
-    last = verdict.last
-    rows_per_epoch = expected.order.rows_per_epoch
+def _print_result(run: Path, result: AuditResult, expected: Expected, out: Console) -> None:
+    """Print the result of an audit: receipts checked, skipped steps, and the rows used or the first deviation.
+
+    Args:
+        run: the run folder.
+        result: the result, of at least one receipt.
+        expected: the run's row order, global batch and skipped steps.
+        out: where to print.
+    """
+    last = result.last
     assert last is not None
-    starts = sum(event["event"] in ("start", "resume") for event in read_ledger(run))
-    skipped = [step for step in expected.skipped if step < last.step]
-    out.print(f"{run}: {verdict.num_marks:,} receipts checked, {starts} starts, step {last.step:,}")
-    if skipped:
-        shown = ", ".join(map(str, skipped[:20]))
-        if len(skipped) > 20:
+    num_starts = sum(event["event"] in ("start", "resume") for event in read_ledger(run))
+    out.print(f"{run}: {result.num_marks:,} receipts checked, {num_starts} starts, step {last.step:,}")
+    skipped_steps = [step for step in expected.skipped if step < last.step]
+    if skipped_steps:
+        shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))
+        if len(skipped_steps) > _MAX_STEPS_SHOWN:
             shown += ", ..."
-        out.print(f"{len(skipped)} steps were skipped (config or guard, see ledger.jsonl): {shown}")
-    deviation = verdict.deviation
+        out.print(f"{len(skipped_steps)} steps were skipped (config or guard, see ledger.jsonl): {shown}")
+    deviation = result.deviation
     if deviation is not None:
         steps = f"steps {deviation.first_step:,} to {deviation.end_step - 1:,} ({deviation.source})"
         out.print(f"BAD: {steps}: {deviation.text}; everything before is good")
         return
-    num_epochs, num_extra_rows = divmod(last.step * expected.global_batch, rows_per_epoch)
-    times_seen = f"exactly {num_epochs} times"
+    use_of_rows = _use_of_rows(last.step * expected.global_batch, expected.order.rows_per_epoch)
+    if skipped_steps:
+        use_of_rows += ", less those of the skipped steps"
+    out.print(f"good: {last.receipt.rows:,} rows, {use_of_rows}; receipt {last.receipt.hex}")
+
+
+def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
+    """Return how often each row of the corpus was used, "each of 640 exactly 3 times, 80 of them once more".
+
+    Args:
+        num_positions: rows of all steps together; each epoch uses every row of the corpus once.
+        rows_per_epoch: rows of the corpus.
+    """
+    num_epochs, num_extra_rows = divmod(num_positions, rows_per_epoch)
+    use = f"each of {rows_per_epoch:,} exactly {num_epochs} times"
     if num_extra_rows:
-        times_seen += f", {num_extra_rows:,} of them once more"
-    if skipped:
-        times_seen += ", less those of the skipped steps"
-    out.print(f"good: {last.receipt.rows:,} rows, each of {rows_per_epoch:,} {times_seen}; receipt {last.receipt.hex}")
+        use += f", {num_extra_rows:,} of them once more"
+    return use
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
@@ -102,11 +132,12 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
         run_dir: the run folder, whose training records hold one receipt each.
         checkpoints: (name, state) of each checkpoint; a state holds a receipt.
     """
-    marks = [
-        Mark(record["step"], METRICS_FILE, Receipt(record["rows_seen"], int(record["receipt"], 16)))
-        for record in read_metrics(run_dir)
-        if record["kind"] == "train"
-    ]
+    marks = []
+    for record in read_metrics(run_dir):
+        if record["kind"] == "train":
+            receipt = Receipt(rows=record["rows_seen"], digest=int(record["receipt"], base=16))
+            marks.append(Mark(step=record["step"], source=METRICS_FILE, receipt=receipt))
     for name, state in checkpoints:
-        marks.append(Mark(state.step, f"checkpoint {name}", Receipt(state.rows_seen, state.rows_digest)))
+        receipt = Receipt(rows=state.rows_seen, digest=state.rows_digest)
+        marks.append(Mark(step=state.step, source=f"checkpoint {name}", receipt=receipt))
     return sorted(marks)

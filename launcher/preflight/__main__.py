@@ -21,10 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError
 from electra_dist.run.node_strikes import add_strike, node_name
-from launcher.preflight.findings import as_json, exit_code, print_findings, strike_of
+from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
 
 
@@ -43,30 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     rank = int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     node = node_name()
     try:
         config = load_config(args.config, args.set)
-        findings = check_node(config, node) if local_rank == 0 else []
-        if world_size > 1:
-            # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
-            from launcher.preflight.rank_checks import check_ranks
-
-            findings = check_ranks(node, findings)
-        elif any(finding.device for finding in findings) and exit_code(findings, node) == EXIT_DONE:
-            from launcher.preflight.rank_checks import check_load
-
-            findings += check_load(node)
+        findings = _check(config, node, is_first_of_node=is_first_of_node, world_size=world_size)
         code = exit_code(findings, node)
         # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
-        if rank == 0 or (local_rank == 0 and code == EXIT_CRASH):
+        if rank == 0 or (is_first_of_node and code == EXIT_CRASH):
             if args.json:
                 print(as_json(findings, node), flush=True)
             else:
                 print_findings(findings, sys.stdout)
         strike = strike_of(findings, node, time.time())
-        if strike and local_rank == 0:
+        if strike is not None and is_first_of_node:
             add_strike(Path(config.run_dir), strike)
         return code
     except UserError as error:
@@ -75,8 +67,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
+def _check(config: Config, node: str, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
+    """Check the node, and then the ranks together or, with one rank, the node's GPUs under load.
+
+    Collective with a world size above 1.
+
+    Args:
+        config: the resolved config of the run.
+        node: name of this node.
+        is_first_of_node: whether this is local rank 0, which alone checks the node.
+        world_size: number of ranks that run this check.
+
+    Returns:
+        The findings: those of all ranks with a world size above 1, otherwise those of this node.
+    """
+    findings = check_node(config, node) if is_first_of_node else []
+    if world_size > 1:
+        # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
+        from launcher.preflight.rank_checks import check_ranks
+
+        return check_ranks(node, findings)
+    has_gpus = any(finding.device for finding in findings)
+    is_fit = exit_code(findings, node) == EXIT_DONE
+    if has_gpus and is_fit:
+        from launcher.preflight.rank_checks import check_load
+
+        return findings + check_load(node)
+    return findings
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; argparse exits with code 2 on an unknown option."""
+    """Parse the command line and return the options by name.
+
+    On a missing or unknown option, argparse prints the usage and exits with code 2.
+    """
     parser = argparse.ArgumentParser(
         prog="launcher.preflight",
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "

@@ -43,17 +43,20 @@ class Need:
 
 
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
-    """Return one finding for each local disk that the run writes to.
+    """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
+
+    The bytes that already lie in the run's folders count as written. What several folders on one disk need is added.
 
     Args:
         config: the resolved config of the run.
         corpora: URL -> manifest of each corpus of the run; those on S3 need space in the cache.
         node: name of this node, for the findings.
     """
-    disks: dict[int, list[Need]] = {}
+    needs_by_disk: dict[int, list[Need]] = {}
     for need in needs(config, corpora):
-        disks.setdefault(_existing(need.folder).stat().st_dev, []).append(_remaining(need))
-    return [_check_disk(disk_needs, node) for disk_needs in disks.values()]
+        device_number = _existing(need.folder).stat().st_dev  # Folders on the same disk have the same number.
+        needs_by_disk.setdefault(device_number, []).append(_remaining(need))
+    return [_check_disk(disk_needs, node) for disk_needs in needs_by_disk.values()]
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
@@ -65,66 +68,81 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
         config: the resolved config of the run.
         corpora: URL -> manifest of each corpus of the run.
     """
-    run_dir = Path(config.run_dir)
+    log_need = Need(
+        folder=Path(config.run_dir) / TENSORBOARD_DIR,
+        what="logs and metrics",
+        now_bytes=LOG_BYTES,
+        whole_bytes=LOG_BYTES,
+        files=LOG_FILES,
+        next_step="choose a run_dir on a larger disk",
+    )
+    checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls]
+    return [log_need, *checkpoint_needs, *_cache_needs(config, corpora)]
+
+
+def _checkpoint_need(config: Config, url: str) -> Need:
+    """Return how much local space the checkpoints of one target need, each of 12 bytes per parameter.
+
+    In a local target, the newest and the best checkpoints are kept for a while, and those of `keep_steps` and
+    `keep_every_steps` for good. On S3, only the checkpoint that is being uploaded takes local space.
+
+    Args:
+        config: the resolved config of the run.
+        url: the checkpoint target: s3://..., file://... or a path.
+    """
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
+    next_step = (
+        "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
+        "or use a larger disk"
+    )
+    if url.startswith("s3://"):
+        return Need(
+            folder=Path(config.run_dir) / STAGING_DIR,
+            what="a checkpoint being uploaded",
+            now_bytes=checkpoint_bytes,
+            whole_bytes=checkpoint_bytes,
+            files=0,
+            next_step=next_step,
+        )
     keep = config.checkpoint
-    num_kept = keep.keep_last + 1 + keep.keep_best  # + 1: the checkpoint that is being written
+    num_being_written = 1
+    num_kept = keep.keep_last + keep.keep_best + num_being_written
     num_permanent = len(keep.keep_steps)
     if keep.keep_every_steps:
         num_permanent += config.train.num_steps // keep.keep_every_steps
-    run_needs = [
-        Need(
-            folder=run_dir / TENSORBOARD_DIR,
-            what="logs and metrics",
-            now_bytes=LOG_BYTES,
-            whole_bytes=LOG_BYTES,
-            files=LOG_FILES,
-            next_step="choose a run_dir on a larger disk",
-        )
-    ]
-    for url in config.checkpoint_urls:
-        if url.startswith("s3://"):
-            folder = run_dir / STAGING_DIR
-            what = "a checkpoint being uploaded"
-            now_bytes = checkpoint_bytes
-            whole_bytes = checkpoint_bytes
-        else:
-            folder = Path(url.removeprefix("file://")).expanduser()
-            what = f"{num_kept} checkpoints"
-            now_bytes = num_kept * checkpoint_bytes
-            whole_bytes = (num_kept + num_permanent) * checkpoint_bytes
-        run_needs.append(
-            Need(
-                folder=folder,
-                what=what,
-                now_bytes=now_bytes,
-                whole_bytes=whole_bytes,
-                files=0,
-                next_step="keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
-                "or use a larger disk",
-            )
-        )
-    return run_needs + _cache_needs(config, corpora)
+    return Need(
+        folder=Path(url.removeprefix("file://")).expanduser(),
+        what=f"{num_kept} checkpoints",
+        now_bytes=num_kept * checkpoint_bytes,
+        whole_bytes=(num_kept + num_permanent) * checkpoint_bytes,
+        files=0,
+        next_step=next_step,
+    )
 
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     """Return how much the cache of shards needs, as a list of one; empty if all corpora are local.
 
-    The run goes on with room for two shuffle windows: one is trained on while the next one is fetched.
+    The run goes on with room for two shuffle windows: one is trained on while the next one is fetched. Two windows of
+    the largest shards are assumed.
     """
-    remote = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
-    shard_bytes = sorted((shard.bytes for corpus in remote for shard in corpus.shards), reverse=True)
+    remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
+    shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
     if not shard_bytes:
         return []
+    shard_bytes.sort(reverse=True)  # the largest shards first
+    shards_of_two_windows = 2 * config.data.shuffle_window_shards
+    two_windows_bytes = sum(shard_bytes[:shards_of_two_windows])
     all_bytes = sum(shard_bytes)
-    limit = all_bytes if config.data.cache_limit_gb is None else int(config.data.cache_limit_gb * 1e9)
-    two_windows = sum(shard_bytes[: 2 * config.data.shuffle_window_shards])
+    limit_bytes = all_bytes  # The cache holds all shards unless the config limits it.
+    if config.data.cache_limit_gb is not None:
+        limit_bytes = int(config.data.cache_limit_gb * 1e9)
     return [
         Need(
             folder=config.cache_folder,
             what="cached shards",
-            now_bytes=min(two_windows, limit),
-            whole_bytes=min(all_bytes, limit),
+            now_bytes=min(two_windows_bytes, limit_bytes),
+            whole_bytes=min(all_bytes, limit_bytes),
             files=len(shard_bytes),
             next_step="set data.cache_dir to a folder on a larger disk (otherwise every epoch fetches shards again)",
         )
@@ -144,27 +162,32 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
         "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail before its end,
         otherwise "ok".
     """
-    largest = max(disk_needs, key=lambda need: need.whole_bytes)
-    folder = largest.folder
-    files = sum(need.files for need in disk_needs)
     now_bytes = sum(need.now_bytes for need in disk_needs)
     whole_bytes = sum(need.whole_bytes for need in disk_needs)
-    free = f"disk of {folder}: {_size(free_bytes)} free"
+    files = sum(need.files for need in disk_needs)
+    # The messages name the folder that needs the most, and the advice is about it.
+    largest = max(disk_needs, key=lambda need: need.whole_bytes)
+    disk = f"disk of {largest.folder}"
+    disk_and_free = f"{disk}: {_size(free_bytes)} free"
     if now_bytes > free_bytes:
         parts = ", ".join(f"{_size(need.now_bytes)} for {need.what}" for need in disk_needs)
-        what = f"{free}, but {_size(now_bytes)} needed ({parts})"
-        return Finding(severity="user error", node=node, what=what, next_step=f"free space, or {largest.next_step}")
+        shortage = f"{disk_and_free}, but {_size(now_bytes)} needed ({parts})"
+        next_step = f"free space, or {largest.next_step}"
+        return Finding(severity="user error", node=node, what=shortage, next_step=next_step)
     if free_files is not None and files > free_files:
-        what = f"disk of {folder}: {free_files:,} inodes free, but {files:,} needed"
-        return Finding(severity="user error", node=node, what=what, next_step="delete files on this disk")
+        shortage = f"{disk}: {free_files:,} inodes free, but {files:,} needed"
+        return Finding(severity="user error", node=node, what=shortage, next_step="delete files on this disk")
     if whole_bytes > free_bytes:
-        what = f"{free}, enough to go on, but {_size(whole_bytes)} needed by the end of the run"
-        return Finding(severity="warning", node=node, what=what, next_step=largest.next_step)
-    return Finding(severity="ok", node=node, what=f"{free}, {_size(whole_bytes)} needed")
+        shortage = f"{disk_and_free}, enough to go on, but {_size(whole_bytes)} needed by the end of the run"
+        return Finding(severity="warning", node=node, what=shortage, next_step=largest.next_step)
+    return Finding(severity="ok", node=node, what=f"{disk_and_free}, {_size(whole_bytes)} needed")
 
 
 def _remaining(need: Need) -> Need:
-    """Return a need, reduced by the bytes that already lie in its folder, but to no less than 0."""
+    """Return what is still to be written of a need: its bytes minus those that already lie in its folder, at least 0.
+
+    A resumed run is thus not refused because of its own checkpoints.
+    """
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -176,8 +199,10 @@ def _remaining(need: Need) -> Need:
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
     """Read the free space of the one disk on which the folders of all `disk_needs` lie, and classify it."""
     disk = os.statvfs(_existing(disk_needs[0].folder))
+    # "avail" is what an ordinary user may use; a file system that does not count inodes reports 0 of them in total.
+    free_bytes = disk.f_bavail * disk.f_frsize
     free_files = disk.f_favail if disk.f_files else None
-    return classify_disk(disk_needs, disk.f_bavail * disk.f_frsize, free_files, node)
+    return classify_disk(disk_needs, free_bytes, free_files, node)
 
 
 def _used_bytes(folder: Path) -> int:
@@ -191,7 +216,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the nearest parent of a folder that exists, or the folder itself."""
+    """Return the folder itself if it exists, otherwise its nearest parent that does: both lie on the same disk."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -200,4 +225,6 @@ def _existing(folder: Path) -> Path:
 
 def _size(num_bytes: int) -> str:
     """Return a size as text, for example "12.0 GB" or "340 MB" (1 GB = 1e9 bytes)."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB"

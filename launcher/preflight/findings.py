@@ -42,7 +42,12 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Convert a user error to a finding; the text after the first "; " of its message becomes the next step."""
+    """Convert a user error to a finding; the text after the first "; " of its message becomes the next step.
+
+    Args:
+        error: its message has the form "WHAT IS WRONG; WHAT TO DO".
+        node: name of the node on which it occurred.
+    """
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
@@ -54,12 +59,16 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
     a fault that concerns no single node the result is EXIT_CRASH, because after EXIT_UNHEALTHY the scheduler would
     leave out this node.
     """
-    pairs = {(finding.node, finding.severity) for finding in findings}
-    if (node, "user error") in pairs:
+    findings = list(findings)
+    severities_of_node = {finding.severity for finding in findings if finding.node == node}
+    severities_of_job = {finding.severity for finding in findings if finding.node == JOB}
+    if "user error" in severities_of_node:
         return EXIT_USER_ERROR
-    if (node, "unhealthy") in pairs:
+    if "unhealthy" in severities_of_node:
         return EXIT_UNHEALTHY
-    return EXIT_CRASH if (JOB, "unhealthy") in pairs else EXIT_DONE
+    if "unhealthy" in severities_of_job:
+        return EXIT_CRASH
+    return EXIT_DONE
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
@@ -75,9 +84,10 @@ def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | No
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:
         return None
-    devices = ", ".join(dict.fromkeys(fault.device for fault in faults if fault.device))
-    reason = "; ".join(dict.fromkeys(fault.what for fault in faults))
-    return Strike(time=now, node=node, device=devices, reason=reason, by="preflight")
+    # `dict.fromkeys` drops repetitions and keeps the order.
+    devices = dict.fromkeys(fault.device for fault in faults if fault.device)
+    reasons = dict.fromkeys(fault.what for fault in faults)
+    return Strike(time=now, node=node, device=", ".join(devices), reason="; ".join(reasons), by="preflight")
 
 
 def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
@@ -89,9 +99,8 @@ def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
     table = Table("", "node", "device", "what", "next step")
     for finding in findings:
         colour = _COLOURS[finding.severity]
-        table.add_row(
-            f"[{colour}]{finding.severity}[/]", finding.node or "all", finding.device, finding.what, finding.next_step
-        )
+        severity = f"[{colour}]{finding.severity}[/]"
+        table.add_row(severity, finding.node or "all", finding.device, finding.what, finding.next_step)
     Console(file=stream, highlight=False).print(table)
 
 
@@ -110,7 +119,11 @@ def as_json(findings: Iterable[Finding], node: str) -> str:
 
 
 def _plain(finding: Finding) -> str:
-    """Return a finding as one line: severity, node and device, what was found, next step."""
-    where = " ".join(part for part in (finding.node or "all nodes", finding.device) if part)
+    """Return a finding as one line: severity, node and device, what was found, next step.
+
+    For example "unhealthy   n1 GPU 3         power brake; check the node's power supply".
+    """
+    node = finding.node or "all nodes"
+    where = f"{node} {finding.device}" if finding.device else node
     next_step = f"; {finding.next_step}" if finding.next_step else ""
     return f"{finding.severity:<10}  {where:<16}  {finding.what}{next_step}"

@@ -35,6 +35,8 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """Return the faults of each GPU at rest, or one "ok" finding for a GPU without faults.
 
+    A GPU that does not answer gets this one fault only, because its other values are not known.
+
     Args:
         gpus: all GPUs of one node, whose numbers of NVLinks are compared.
         node: name of the node, for the findings.
@@ -42,10 +44,12 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
     for gpu in gpus:
-        faults = [*_memory(gpu), *_recovery(gpu), *_slowed(gpu), *_links(gpu, most_links)]
+        faults: list[_Fault]
         if gpu.lost:
             faults = [("unhealthy", f"does not answer (lost): {gpu.lost}", "reboot the node")]
-        findings += _findings(gpu, node, faults, f"{gpu.now.name}: {_state(gpu)}")
+        else:
+            faults = [*_memory(gpu), *_recovery(gpu), *_slowed(gpu), *_links(gpu, most_links)]
+        findings += _findings(gpu, node, faults, sound=f"{gpu.now.name}: {_state(gpu)}")
     return findings
 
 
@@ -58,13 +62,14 @@ def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """
     findings = []
     for gpu in gpus:
+        faults = list(_slowed(gpu))
         clock_mhz = gpu.now.sm_clock_mhz
         max_clock_mhz = gpu.max_sm_clock_mhz
-        faults = list(_slowed(gpu))
-        if clock_mhz is not None and max_clock_mhz is not None and clock_mhz < MIN_CLOCK * max_clock_mhz:
+        is_clock_low = clock_mhz is not None and max_clock_mhz is not None and clock_mhz < MIN_CLOCK * max_clock_mhz
+        if is_clock_low:
             what = f"clock of only {clock_mhz} MHz under load, of {max_clock_mhz} MHz possible"
             faults.append(("warning", what, "check its power limit and cooling"))
-        findings += _findings(gpu, node, faults, f"under load: {_state(gpu)}")
+        findings += _findings(gpu, node, faults, sound=f"under load: {_state(gpu)}")
     return findings
 
 
@@ -86,18 +91,20 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
         speeds: devices of one kind, of one or several nodes; may be empty.
         factor: ratio of the median speed to the speed of a device above which the device is slow.
     """
-    median = statistics.median(speed.tflops for speed in speeds) if speeds else 0.0
+    if not speeds:
+        return []
+    median = statistics.median(speed.tflops for speed in speeds)
+    slow = [speed for speed in speeds if speed.tflops * factor < median]
     findings = []
-    slow_nodes = set()
-    for speed in speeds:
-        if speed.tflops * factor < median:
-            slow_nodes.add(speed.node)
-            what = f"matrix product at {speed.tflops:.0f} TFLOP/s, but the median is {median:.0f}"
-            next_step = "leave the node out; check the clock and cooling of this GPU"
-            findings.append(
-                Finding(severity="unhealthy", node=speed.node, device=speed.device, what=what, next_step=next_step)
-            )
-    for node in dict.fromkeys(speed.node for speed in speeds if speed.node not in slow_nodes):
+    for speed in slow:
+        what = f"matrix product at {speed.tflops:.0f} TFLOP/s, but the median is {median:.0f}"
+        next_step = "leave the node out; check the clock and cooling of this GPU"
+        findings.append(
+            Finding(severity="unhealthy", node=speed.node, device=speed.device, what=what, next_step=next_step)
+        )
+    slow_nodes = {speed.node for speed in slow}
+    sound_nodes = dict.fromkeys(speed.node for speed in speeds if speed.node not in slow_nodes)  # each once, in order
+    for node in sound_nodes:
         tflops = [speed.tflops for speed in speeds if speed.node == node]
         what = (
             f"matrix product at {min(tflops):.0f} to {max(tflops):.0f} TFLOP/s; median of {len(speeds)}: {median:.0f}"
@@ -107,10 +114,14 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
 
 
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced."""
-    if gpu.now.ecc_uncorrected:
-        errors = f"{gpu.now.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
-        yield "unhealthy", errors, _RESET
+    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced.
+
+    Each fault is a tuple of the severity, what was found, and the next step. Errors since the driver was loaded make
+    the GPU unhealthy; older ones are a warning only.
+    """
+    new_errors = gpu.now.ecc_uncorrected
+    if new_errors:
+        yield "unhealthy", f"{new_errors} uncorrected memory errors since the driver was loaded", _RESET
     elif gpu.ecc_aggregate:
         yield "warning", f"{gpu.ecc_aggregate} uncorrected memory errors in its life", "replace it if the number grows"
     if gpu.remap_failed:
@@ -124,13 +135,21 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault if the driver asks for a recovery of this GPU, such as a reset."""
+    """Yield a fault if the driver asks for a recovery of this GPU, such as a reset.
+
+    The fault is a tuple of the severity, what was found, and the next step.
+    """
     if gpu.recovery_action:
         yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do this, then run preflight again"
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault for each slowdown that is in force and for a temperature near the slowdown temperature."""
+    """Yield a fault for each slowdown that is in force and for a temperature near the slowdown temperature.
+
+    Each fault is a tuple of the severity, what was found, and the next step. A slowdown by the hardware is unhealthy;
+    a slowdown by the driver's software is a warning. At the slowdown temperature a GPU is unhealthy; from 5 C below
+    it on, there is a warning.
+    """
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
             yield "unhealthy", f"slowed down: {reason}", "check the node's cooling and power supply"
@@ -144,7 +163,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault if some NVLinks of a GPU are inactive.
+    """Yield a fault (severity, what was found, next step) if some NVLinks of a GPU are inactive.
 
     Fewer active links than on another GPU of the node is a fault. If all GPUs have the same number of inactive links,
     the node may be wired that way, so that is a warning only.
@@ -153,19 +172,24 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
         gpu: the GPU to judge.
         most_links: largest number of active links of any GPU of the node.
     """
-    active = sum(gpu.nvlinks)
-    if active < most_links:
-        yield "unhealthy", f"{active} active NVLinks, but its neighbours have {most_links}", _RESET
-    elif 0 < active < len(gpu.nvlinks):
-        yield (
-            "warning",
-            f"only {active} of {len(gpu.nvlinks)} NVLinks are active",
-            "compare with another node of this kind",
-        )
+    num_active = sum(gpu.nvlinks)  # one boolean per link
+    num_links = len(gpu.nvlinks)
+    if num_active < most_links:
+        yield "unhealthy", f"{num_active} active NVLinks, but its neighbours have {most_links}", _RESET
+    elif 0 < num_active < num_links:
+        what = f"only {num_active} of {num_links} NVLinks are active"
+        yield "warning", what, "compare with another node of this kind"
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Return one finding per fault, or one "ok" finding with the text `sound` if there is no fault."""
+    """Return one finding per fault of a GPU, or one "ok" finding if there is no fault.
+
+    Args:
+        gpu: the GPU, whose number the findings name.
+        node: name of its node.
+        faults: tuples of the severity, what was found, and the next step.
+        sound: text of the "ok" finding.
+    """
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]
@@ -176,7 +200,10 @@ def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -
 
 
 def _state(gpu: GpuHealth) -> str:
-    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out."""
+    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out.
+
+    For example "61 C, 652 W, 1755 MHz".
+    """
     now = gpu.now
     parts = []
     if now.temperature_c is not None:

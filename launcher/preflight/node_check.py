@@ -39,7 +39,8 @@ def check_gpus(node: str) -> list[Finding]:
     """Return the findings about this node's GPUs at rest, or one "ok" finding if NVML reports no GPU."""
     probe = GpuProbe.open()
     if probe is None:
-        return [Finding(severity="ok", node=node, what="no GPU to check: NVML knows of none, or no nvidia-ml-py")]
+        what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"
+        return [Finding(severity="ok", node=node, what=what)]
     try:
         return classify_gpus(probe.health(), node)
     finally:
@@ -49,8 +50,8 @@ def check_gpus(node: str) -> list[Finding]:
 def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code.
 
-    On timeout, send it SIGKILL, record a strike against this node and return EXIT_UNHEALTHY. The process is not waited
-    for after that, because a process that hangs in a driver may survive SIGKILL.
+    On timeout, send it SIGKILL, record a strike (a fault) against this node and return EXIT_UNHEALTHY. The process is
+    not waited for after that, because a process that hangs in a driver may survive SIGKILL.
 
     Args:
         run_dir: the run folder, to which the strike is added.
@@ -62,6 +63,7 @@ def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        reason = f"the preflight checks were not over within {limit_s:.0f} s; look for a hung GPU driver or mount"
-        add_strike(run_dir, Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight"))
-        return EXIT_UNHEALTHY
+    reason = f"the preflight checks were not over within {limit_s:.0f} s; look for a hung GPU driver or mount"
+    strike = Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight")
+    add_strike(run_dir, strike)
+    return EXIT_UNHEALTHY

@@ -78,27 +78,32 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     """
     import torch.distributed as dist
 
+    backend = _backend()
     try:
-        dist.init_process_group(_backend(), timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT)
         try:
             reports = _measure(node, own)
         finally:
             dist.destroy_process_group()
     except RuntimeError as error:  # torch raises it when ranks do not answer.
-        what = f"the {os.environ['WORLD_SIZE']} ranks cannot work together: {str(error).strip().splitlines()[0]}"
-        step = "check that every node has started, and the network between the nodes"
-        return [*own, Finding(severity="unhealthy", node=JOB, what=what, next_step=step)]
-    return classify_ranks(reports, on_gpu=_backend() != "gloo")
+        reason = str(error).strip().splitlines()[0]
+        what = f"the {os.environ['WORLD_SIZE']} ranks cannot work together: {reason}"
+        next_step = "check that every node has started, and the network between the nodes"
+        return [*own, Finding(severity="unhealthy", node=JOB, what=what, next_step=next_step)]
+    return classify_ranks(reports, on_gpu=backend != "gloo")
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
     """Return the findings of all ranks, and those that follow from comparing the ranks. Pure.
+
+    The compared values are the clocks of the nodes, the speeds of the GPUs and the times of the exchanges of data.
 
     Args:
         reports: one for each rank, by rank.
         on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
     """
     findings = [finding for report in reports for finding in report.findings]
+    # All ranks of a node share its clock, so the first rank of each node stands for it.
     skew_by_node: dict[str, float] = {}
     for report in reports:
         skew_by_node.setdefault(report.node, report.skew_s)
@@ -107,32 +112,44 @@ def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Findi
     findings += classify_speeds([report.speed for report in reports if report.speed])
     findings += _slow_links(reports, on_gpu)
     bandwidths = [report.all_reduce_gb_s for report in reports if report.all_reduce_gb_s is not None]
-    what = "no all-reduce was tried"
+    summary = "no all-reduce was tried"
     if bandwidths:
-        what = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s"
-    return [*findings, Finding(severity="ok", node=JOB, what=what)]
+        summary = f"all-reduce over {len(reports)} ranks: {min(bandwidths):.2f} GB/s"
+    findings.append(Finding(severity="ok", node=JOB, what=summary))
+    return findings
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
-    """Return a finding for each rank whose faster exchange took more than twice the median of all ranks."""
-    measured = [(report, report.exchange_s) for report in reports if report.exchange_s is not None]
-    median = statistics.median(seconds for _, seconds in measured) if measured else 0.0
+    """Return a finding for each rank whose faster exchange took more than twice the median of all ranks.
+
+    Args:
+        reports: one for each rank; those without a measured exchange are ignored.
+        on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
+    """
+    seconds_by_rank = {report.rank: report.exchange_s for report in reports if report.exchange_s is not None}
+    if not seconds_by_rank:
+        return []
+    median = statistics.median(seconds_by_rank.values())
     severity: Severity = "unhealthy" if on_gpu else "warning"
-    return [
-        Finding(
-            severity=severity,
-            node=report.node,
-            device=f"rank {report.rank}",
-            what=f"exchanges data {seconds / median:.1f} times slower than the median rank",
-            next_step="leave the node out and check its network card and links",
+    findings = []
+    for report in reports:
+        seconds = seconds_by_rank.get(report.rank)
+        if seconds is None or seconds <= SLOW_LINK_FACTOR * median:
+            continue
+        findings.append(
+            Finding(
+                severity=severity,
+                node=report.node,
+                device=f"rank {report.rank}",
+                what=f"exchanges data {seconds / median:.1f} times slower than the median rank",
+                next_step="leave the node out and check its network card and links",
+            )
         )
-        for report, seconds in measured
-        if seconds > SLOW_LINK_FACTOR * median
-    ]
+    return findings
 
 
 def _backend() -> str:
-    """Return the process group's backend: gloo for CPU tensors, and NCCL for GPU tensors if there is a GPU."""
+    """Return the backend for `init_process_group`: gloo for CPU tensors and, with a GPU, NCCL for GPU tensors."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -142,6 +159,10 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     """Measure this rank and return the reports of all ranks, by rank. Collective over the default process group.
 
     If the matrix product of any GPU failed, no rank exchanges data, because the faulty GPU would hang the exchange.
+
+    Args:
+        node: name of this rank's node.
+        own: findings that this rank has already; they become part of its report.
     """
     import torch
     import torch.distributed as dist
@@ -150,29 +171,36 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     from launcher.preflight.rank_measurements import all_reduce, exchange, meet, skew
 
     rank = dist.get_rank()
-    nodes = gather(node)
+    nodes = gather(node)  # the node of each rank
     device = torch.device("cpu")
-    speeds: list[Speed] = []
+    speed: Speed | None = None
     findings = list(own)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        meet()
+        meet()  # All GPUs begin their load at the same time.
         is_first_of_node = nodes.index(node) == rank
         speeds, load_findings = _load([device], node, sample_gpus=is_first_of_node)
+        speed = speeds[0] if speeds else None
         findings += load_findings
     elif rank == 0:
         findings.append(Finding(severity="ok", node=JOB, what="no GPU: no matrix product was tried"))
-    can_exchange = bool(speeds) or device.type == "cpu"
-    all_can_exchange = all(gather(can_exchange))
+    device_works = device.type == "cpu" or speed is not None
+    all_devices_work = all(gather(device_works))
+    skew_s = skew(rank)
+    exchange_s: float | None = None
+    all_reduce_gb_s: float | None = None
+    if all_devices_work:
+        exchange_s = exchange(peers(nodes, rank), rank, device)
+        all_reduce_gb_s = all_reduce(device)
     report = RankReport(
         rank=rank,
         node=node,
-        skew_s=skew(rank),
-        speed=speeds[0] if speeds else None,
-        exchange_s=exchange(peers(nodes, rank), rank, device) if all_can_exchange else None,
-        all_reduce_gb_s=all_reduce(device) if all_can_exchange else None,
-        findings=tuple(dict.fromkeys(findings)),
+        skew_s=skew_s,
+        speed=speed,
+        exchange_s=exchange_s,
+        all_reduce_gb_s=all_reduce_gb_s,
+        findings=tuple(dict.fromkeys(findings)),  # without repetitions, in order
     )
     return gather(report)
 
@@ -190,22 +218,31 @@ def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> t
     """
     from launcher.preflight.rank_measurements import matmul_tflops
 
+    speeds: list[Speed] = []
     findings: list[Finding] = []
-    speeds = []
     probe = GpuProbe.open() if sample_gpus else None
     with ThreadPoolExecutor(len(devices)) as pool:
-        running = [pool.submit(matmul_tflops, device, LOAD_SIZE, LOAD_S) for device in devices]
-        time.sleep(0.7 * LOAD_S)
+        running = [pool.submit(matmul_tflops, device, size=LOAD_SIZE, seconds=LOAD_S) for device in devices]
+        time.sleep(0.7 * LOAD_S)  # NVML's values are read while the GPUs work.
         if probe is not None:
             findings += classify_load(probe.health(), node)
             probe.close()
-        for device, result in zip(devices, running):
+        for device, product in zip(devices, running):
             try:
-                speeds.append(Speed(node=node, device=str(device), tflops=result.result()))
+                tflops = product.result()
+                speeds.append(Speed(node=node, device=str(device), tflops=tflops))
             except RuntimeError as error:  # errors of CUDA, also "out of memory"
-                what = f"a matrix product failed: {str(error).strip().splitlines()[0]}"
-                step = "end the processes left on this GPU (see nvidia-smi), then reset the GPU"
-                findings.append(
-                    Finding(severity="unhealthy", node=node, device=str(device), what=what, next_step=step)
-                )
+                findings.append(_failed_product(node, device, error))
     return speeds, findings
+
+
+def _failed_product(node: str, device: torch.device, error: RuntimeError) -> Finding:
+    """Return the finding about a GPU on which a matrix product failed, with the first line of torch's error."""
+    reason = str(error).strip().splitlines()[0]
+    return Finding(
+        severity="unhealthy",
+        node=node,
+        device=str(device),
+        what=f"a matrix product failed: {reason}",
+        next_step="end the processes left on this GPU (see nvidia-smi), then reset the GPU",
+    )

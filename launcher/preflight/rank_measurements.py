@@ -8,6 +8,7 @@ Cost: under a second without the matrix products. Each buffer takes 256 MiB on a
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from electra_dist.collectives import gather
 _SKEW_TRIES = 3  # comparisons of the clocks, of which the best one counts
 _REPEATS = 5  # timed tries of an exchange, of which the fastest one counts
 _CHUNK = 8  # matrix products between two synchronizations
+_FLOAT_BYTES = 4  # of an element of the exchanged buffers, which are fp32
 
 
 def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
@@ -32,6 +34,7 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
     """
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(matrix)
+    flops_of_chunk = _CHUNK * 2 * size**3  # a product of n x n matrices takes n^3 multiplications and additions
     speeds: list[float] = []
     end = time.perf_counter() + seconds
     while not speeds or time.perf_counter() < end:
@@ -39,7 +42,8 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
         for _ in range(_CHUNK):
             torch.mm(matrix, matrix, out=product)
         _synchronize(device)
-        speeds.append(_CHUNK * 2 * size**3 / (time.perf_counter() - begin) / 1e12)
+        chunk_s = time.perf_counter() - begin
+        speeds.append(flops_of_chunk / chunk_s / 1e12)
     return statistics.median(speeds)
 
 
@@ -60,7 +64,8 @@ def skew(rank: int) -> float:
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
-    The faster one counts, so that a rank with one slow neighbour is not blamed for it.
+    The faster one counts, so that a rank with one slow neighbour is not blamed for it. The exchanges are made in two
+    or three turns; in each turn a rank exchanges data with at most one neighbour, see `partner`.
 
     Args:
         ring: the ranks of the ring in order, `rank` among them; see `peers`. All ranks must be in a ring of this size.
@@ -68,30 +73,36 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
         device: where the exchanged buffers lie.
 
     Returns:
-        Seconds, or None for a ring of fewer than three ranks, in which a slow rank cannot be told from its neighbour.
+        Seconds, or None for a ring of fewer than three ranks, in which a slow rank and its neighbour look alike.
     """
     if len(ring) < 3:
         return None
-    sent = torch.zeros(_bytes(device) // 4, device=device)
+    sent = torch.zeros(_bytes(device) // _FLOAT_BYTES, device=device)
     received = torch.empty_like(sent)
+    own_position = ring.index(rank)
+    num_turns = 2 if len(ring) % 2 == 0 else 3
     exchange_times = []
-    num_turns = 3 if len(ring) % 2 else 2
     for turn in range(num_turns):
-        position = partner(ring.index(rank), len(ring), turn)
-        peer = None if position is None else ring[position]
-
-        def swap(peer: int | None = peer) -> None:
-            """Exchange one buffer with the peer of this turn; do nothing without a peer."""
-            if peer is not None:
-                sending = dist.P2POp(dist.isend, sent, peer)
-                receiving = dist.P2POp(dist.irecv, received, peer)
-                for request in dist.batch_isend_irecv([sending, receiving]):
-                    request.wait()
-
-        seconds = _best_s(swap, device)  # A rank without a peer in this turn takes part in the barriers.
-        if peer is not None:
-            exchange_times.append(seconds)
+        peer_position = partner(own_position, len(ring), turn)
+        if peer_position is None:
+            # This rank pauses, but the ranks that exchange data in this turn wait for it before each try.
+            _best_s(_do_nothing, device)
+        else:
+            swap = functools.partial(_swap, sent, received, peer=ring[peer_position])
+            exchange_times.append(_best_s(swap, device))
     return min(exchange_times)
+
+
+def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    """Send one buffer to the rank `peer` and receive one of the same size from it, both at once."""
+    sending = dist.P2POp(dist.isend, sent, peer)
+    receiving = dist.P2POp(dist.irecv, received, peer)
+    for request in dist.batch_isend_irecv([sending, receiving]):
+        request.wait()
+
+
+def _do_nothing() -> None:
+    """Return at once: the work of a rank that has no peer in a turn."""
 
 
 def all_reduce(device: torch.device) -> float:
@@ -100,15 +111,20 @@ def all_reduce(device: torch.device) -> float:
     Bus bandwidth is the all-reduced bytes times 2 (n - 1) / n over the seconds, for n ranks, as nccl-tests defines it.
     """
     world_size = dist.get_world_size()
-    data = torch.zeros(_bytes(device) // 4, device=device)
+    num_bytes = _bytes(device)
+    data = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
     seconds = _best_s(lambda: dist.all_reduce(data), device)
-    return 2 * (world_size - 1) / world_size * _bytes(device) / seconds / 1e9
+    return 2 * (world_size - 1) / world_size * num_bytes / seconds / 1e9
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of five tries of `work`, after one that opens the connections. Collective.
+    """Return the seconds of the fastest of five tries of `work`. Collective; all ranks begin each try together.
 
-    All ranks begin each try together.
+    One try is made before those five and not counted: it opens the connections.
+
+    Args:
+        work: what to time; it may differ between the ranks.
+        device: where the work runs; a GPU is waited for at the end of each try.
     """
     times = []
     for _ in range(1 + _REPEATS):
@@ -117,12 +133,14 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
         work()
         _synchronize(device)
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    counted_times = times[1:]
+    return min(counted_times)
 
 
 def _bytes(device: torch.device) -> int:
-    """Return the size of a buffer to exchange: 256 MiB on a GPU, 4 MiB on a CPU."""
-    return 256 << 20 if device.type == "cuda" else 4 << 20
+    """Return the size of a buffer to exchange, in bytes: 256 MiB on a GPU, 4 MiB on a CPU."""
+    size_mib = 256 if device.type == "cuda" else 4
+    return size_mib * 2**20
 
 
 def _synchronize(device: torch.device) -> None:
@@ -140,28 +158,33 @@ def partner(position: int, count: int, turn: int) -> int | None:
     """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
 
     Over the turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
-    turn 1 they are (1, 2), (3, 4), ...; turn 2 is for the last and the first position of a ring with an odd count.
+    turn 1 they are (1, 2), (3, 4), .... With an even count, the last and the first position are a pair of turn 1. With
+    an odd count, the last position pauses in turn 0 and the first one in turn 1, and the two are the pair of turn 2.
 
     Args:
         position: from 0 to `count` - 1.
         count: number of positions in the ring, at least 3.
-        turn: 0, 1 or 2.
+        turn: 0 or 1, and 2 with an odd count.
     """
     is_odd = count % 2 == 1
+    last = count - 1
     if turn == 2:
-        last_with_first = {0: count - 1, count - 1: 0}
-        return last_with_first.get(position) if is_odd else None
-    other = position + 1 if position % 2 == turn else position - 1
+        pair_of_turn_2 = {0: last, last: 0} if is_odd else {}
+        return pair_of_turn_2.get(position)
+    # Even positions begin the pairs of turn 0, odd ones those of turn 1; the other positions end a pair.
+    begins_pair = position % 2 == turn
+    neighbour = position + 1 if begins_pair else position - 1
     if is_odd:
-        return other if 0 <= other < count else None
-    return other % count
+        return neighbour if 0 <= neighbour <= last else None
+    return neighbour % count
 
 
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
     """Return the ring of ranks that `rank` exchanges data with, itself included.
 
     With one node these are all ranks. With several nodes these are the ranks with the same local index on each node,
-    so that all exchanges go over the network.
+    so that all exchanges go over the network. For example, with the nodes a, a, b, b, c, c the ring of rank 1 is
+    [1, 3, 5].
 
     Args:
         nodes: name of the node of each rank.
@@ -170,7 +193,9 @@ def peers(nodes: Sequence[str], rank: int) -> list[int]:
     Returns:
         The ranks in order; empty if the nodes have different numbers of ranks, because then no comparison is fair.
     """
-    ranks_by_node = {name: [r for r, node in enumerate(nodes) if node == name] for name in nodes}
+    ranks_by_node: dict[str, list[int]] = {}
+    for number, node in enumerate(nodes):
+        ranks_by_node.setdefault(node, []).append(number)
     if len(ranks_by_node) == 1:
         return list(range(len(nodes)))
     numbers_of_ranks = {len(ranks) for ranks in ranks_by_node.values()}

@@ -37,10 +37,16 @@ def check_storage(config: Config, node: str) -> list[Finding]:
     """Check the corpora, checkpoint targets, disks and clock as seen from this node, and return the findings.
 
     A storage fault is returned as a finding with severity "user error" and raises nothing.
+
+    Args:
+        config: the resolved config of the run.
+        node: name of this node, for the findings.
     """
     findings: list[Finding] = []
-    corpora: dict[str, CorpusManifest] = {}
-    for url in filter(None, (config.data.corpus, config.data.heldout)):
+    corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
+    for url in (config.data.corpus, config.data.heldout):
+        if not url:  # A run may have no held-out corpus.
+            continue
         try:
             corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, retry=_PATIENCE))
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
@@ -52,7 +58,9 @@ def check_storage(config: Config, node: str) -> list[Finding]:
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
         except UserError as error:
             findings.append(from_error(error, node))
-    return [*findings, *check_disks(config, corpora, node), *_check_clocks(config, node)]
+    findings += check_disks(config, corpora, node)
+    findings += _check_clocks(config, node)
+    return findings
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
@@ -66,27 +74,36 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
     Returns:
         "ok" below 2 s, "warning" below 60 s, otherwise "unhealthy".
     """
-    if abs(skew_s) < SKEW_WARNING_S:
+    size_s = abs(skew_s)
+    if size_s < SKEW_WARNING_S:
         return Finding(severity="ok", node=node, what=f"clock agrees with {against}")
-    what = f"clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} {against}"
-    severity: Severity = "unhealthy" if abs(skew_s) >= SKEW_UNHEALTHY_S else "warning"
+    severity: Severity = "unhealthy" if size_s >= SKEW_UNHEALTHY_S else "warning"
+    direction = "ahead of" if skew_s > 0 else "behind"
     return Finding(
-        severity=severity, node=node, what=what, next_step="start the time service of this node (chronyd, ntpd)"
+        severity=severity,
+        node=node,
+        what=f"clock is {size_s:.0f} s {direction} {against}",
+        next_step="start the time service of this node (chronyd, ntpd)",
     )
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
     """Create, read, compare and delete one object in a checkpoint target.
 
+    Args:
+        url: the target: s3://BUCKET/PREFIX, file://... or a path.
+        endpoint_url: URL of an S3-compatible service; None: AWS.
+
     Raises:
         UserError: one of these fails, or other bytes are read than were written.
     """
     store = open_store(url, endpoint_url, retry=_PATIENCE)
-    token = secrets.token_hex(8)
+    token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
-    store.write_new(key, token.encode())
+    content = token.encode()
+    store.write_new(key, content)
     try:
-        if store.read(key, must_exist=True) != token.encode():
+        if store.read(key, must_exist=True) != content:
             raise UserError(f"{store.url}: {key} reads back other bytes than were written; check the storage service")
     finally:
         store.delete(key)
@@ -95,25 +112,28 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     """Compare this node's clock with the file system of the run folder and with every S3 service of the run.
 
-    A service that does not answer yields no finding: the check of its objects reports that.
+    Yields one finding per clock. A service that does not answer yields no finding: the check of its objects reports
+    that.
     """
     try:
         yield classify_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield from_error(error, node)
-    locations = [(config.data.corpus, config.data.endpoint_url)]
-    locations += [(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
-    services = {endpoint_url or _AWS for url, endpoint_url in locations if url.startswith("s3://")}
-    for service_url in sorted(services):
+    service_urls = set()
+    if config.data.corpus.startswith("s3://"):
+        service_urls.add(config.data.endpoint_url or _AWS)
+    if any(url.startswith("s3://") for url in config.checkpoint_urls):
+        service_urls.add(config.checkpoint.endpoint_url or _AWS)
+    for service_url in sorted(service_urls):
         skew_s = _http_skew_s(service_url)
         if skew_s is not None:
             yield classify_skew(skew_s, service_url, node)
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Return this node's time minus the modification time of a file written now, in seconds.
+    """Return by how many seconds this node's clock is ahead of the file system's, measured by a file written now.
 
-    On a shared file system the modification time comes from the file server. The file is deleted again.
+    On a shared file system the file server sets the modification time. The file is deleted again.
 
     Raises:
         UserError: the run folder cannot be written or read.
@@ -122,19 +142,20 @@ def _file_skew_s(run_dir: Path) -> float:
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
     store.write(key, b"")
-    between = (before + time.time()) / 2
+    time_of_write = (before + time.time()) / 2  # by this node's clock, halfway through the write
     path = run_dir / key
     try:
         with readable(path):
-            return between - path.stat().st_mtime
+            return time_of_write - path.stat().st_mtime
     finally:
         store.delete(key)
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Return this node's time minus the service's Date header in seconds; None without an answer or a header.
+    """Return by how many seconds this node's clock is ahead of an HTTP service's, read from its Date header.
 
-    The header has whole seconds, rounded down, so half a second, the mean error, is added to it.
+    The header has whole seconds, rounded down, so half a second, the mean error, is added to it. Returns None if the
+    service does not answer within 5 s or sends no header.
     """
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
@@ -147,5 +168,5 @@ def _http_skew_s(url: str) -> float | None:
         return None
     if not date:
         return None
-    between = (before + time.time()) / 2
-    return between - parsedate_to_datetime(date).timestamp() - 0.5
+    time_of_answer = (before + time.time()) / 2  # by this node's clock, halfway through the request
+    return time_of_answer - parsedate_to_datetime(date).timestamp() - 0.5

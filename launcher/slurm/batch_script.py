@@ -85,23 +85,22 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
             `sbatch_options` names an option that the script sets itself.
     """
     directives = "".join(f"#SBATCH {line}\n" for line in _directives(request, excluded_nodes))
-    return (
+    head = (
         "#!/bin/bash\n"
         f"# {_one_line(request.command)}\n"
         "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.\n"
-        f"{directives}{_settings(request)}{_node_part(request)}{_job_part(request)}"
     )
+    return head + directives + _settings(request) + _node_part(request) + _job_part(request)
 
 
 def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[str]:
     """Return the sbatch options, one `--name` or `--name=value` for each #SBATCH line.
 
-    An option with the value None is left out; an option with the value "" is a flag.
-
     Raises:
         UserError: see `batch_script`.
     """
-    log = f"{request.run_dir}/slurm/job-".replace("%", "%%") + "%j.log"
+    log_file = f"{request.run_dir}/slurm/job-".replace("%", "%%") + "%j.log"  # sbatch replaces %j by the job id
+    # Pairs of name and value. None leaves the option out; "" makes it a flag, an option without a value.
     options: list[tuple[str, object]] = [
         ("job-name", request.job_name),
         ("nodes", request.num_nodes),
@@ -115,19 +114,39 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
         ("dependency", "singleton"),
         ("open-mode", "append"),
         ("chdir", request.work_dir),
-        ("output", log),
+        ("output", log_file),
         ("exclude", ",".join(excluded_nodes) or None),
+        *_user_options(request.sbatch_options),
     ]
-    for option in request.sbatch_options:
-        name, equals, value = option.lstrip("-").partition("=")
-        if not name or name in _RESERVED_OPTIONS:
+    directives = []
+    for name, value in options:
+        if value is None:
+            continue
+        directives.append(f"--{name}" if value == "" else f"--{name}={_directive(value)}")
+    return directives
+
+
+def _user_options(sbatch_options: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
+
+    Args:
+        sbatch_options: each is `name=value` or `name`, with or without dashes in front, for example account=vision.
+
+    Raises:
+        UserError: an option has no name, or the script sets it itself.
+    """
+    options = []
+    for option in sbatch_options:
+        name, _, value = option.lstrip("-").partition("=")
+        if not name:
+            raise UserError(f"--sbatch {option}: the name of an sbatch option is missing; write NAME=VALUE or NAME")
+        if name in _RESERVED_OPTIONS:
             raise UserError(
                 f"--sbatch {option}: the script sets `{name}` itself; leave it out, or use the option of "
                 f"`electra-dist submit` for it"
             )
-        options.append((name, value if equals else ""))
-    present = [(name, value) for name, value in options if value is not None]
-    return [f"--{name}" if value == "" else f"--{name}={_directive(value)}" for name, value in present]
+        options.append((name, value))
+    return options
 
 
 def _directive(value: object) -> str:
@@ -145,7 +164,10 @@ def _directive(value: object) -> str:
 
 
 def _settings(request: SubmitRequest) -> str:
-    """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder."""
+    """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder.
+
+    The state folder is a new one for each start of the job; each node writes its exit code into it.
+    """
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
@@ -156,27 +178,48 @@ export PYTHONUNBUFFERED=1
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ContainerText:
+    """Texts by which the commands of the script run in the container; all are empty without a container."""
+
+    srun_options: str = ""  # for the `srun` that starts the ranks; begins with a blank
+    ranks_prefix: str = ""  # in front of the command that starts the ranks of a node; ends with a blank
+    ours_prefix: str = ""  # in front of `python -m launcher.slurm.job`, on the first node; ends with a blank
+
+
+def _container_text(request: SubmitRequest) -> _ContainerText:
+    """Return the texts that start the container of a request, quoted for the shell.
+
+    With pyxis, options of srun start the container, so launcher.slurm.job needs an srun of its own. With apptainer,
+    `apptainer exec` in front of each command starts it. The run folder and the working folder are mounted.
+    """
+    container = request.container
+    if container is None:
+        return _ContainerText()
+    mounts = ",".join((request.run_dir, request.work_dir, *container.mounts))
+    if container.runtime == "apptainer":
+        prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, container.image]) + " "
+        return _ContainerText(ranks_prefix=prefix, ours_prefix=prefix)
+    pyxis_options = [
+        f"--container-image={container.image}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={request.work_dir}",
+    ]
+    srun_options = " " + shlex.join(pyxis_options)
+    return _ContainerText(
+        srun_options=srun_options,
+        ours_prefix=f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} ',
+    )
+
+
 def _node_part(request: SubmitRequest) -> str:
     """Return the part of the script that each node's task runs, and the shell functions `ours` and `start_step`.
 
+    The task starts the node's supervisor, passes signals on to it, and writes its exit code into the state folder.
     `ours` runs `launcher.slurm.job` in the container on the first node; `start_step` starts one task on each node.
-    With pyxis, options of srun start the container; with apptainer, `apptainer exec` in front of each command does.
     """
-    srun_options = ""
-    ranks_prefix = ""
-    ours_prefix = ""
-    if request.container is not None:
-        image = request.container.image
-        mounts = ",".join((request.run_dir, request.work_dir, *request.container.mounts))
-        if request.container.runtime == "pyxis":
-            flags = [f"--container-image={image}", f"--container-mounts={mounts}"]
-            srun_options = " " + shlex.join([*flags, f"--container-workdir={request.work_dir}"])
-            ours_prefix = f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} '
-        else:
-            ranks_prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, image]) + " "
-            ours_prefix = ranks_prefix
-    wait_s = SCRIPT_ENDS_WITHIN_S
-    start_step = f'srun --kill-on-bad-exit=0 --wait={wait_s} --cpu-bind=none{srun_options} bash "$script" node'
+    container = _container_text(request)
+    srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
     return f"""
 if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
     # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
@@ -185,7 +228,7 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
     (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
         trap '' USR1 USR2 TERM
-        exec {ranks_prefix}{_supervise_command(request)}
+        exec {container.ranks_prefix}{_supervise_command(request)}
     ) &
     supervisor=$!
     [ -z "$received" ] || kill -"$received" "$supervisor" # It came before the supervisor's number was known.
@@ -198,8 +241,8 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi
-ours() {{ {ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
-start_step() {{ {start_step} & }}
+ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
+start_step() {{ srun {srun_options} bash "$script" node & }}
 """
 
 
@@ -223,14 +266,14 @@ def _job_part(request: SubmitRequest) -> str:
     on purpose as well as after a crash.
     """
     if request.chain:
-        on_stop = ":"
+        on_stop = ":"  # the shell's command that does nothing
         on_crash = 'sbatch "$script"'
-        own_job = ""
+        requeued_job = ""
     else:
         on_stop = 'scontrol requeue "$SLURM_JOB_ID"'
         on_crash = on_stop
-        own_job = '"$SLURM_JOB_ID"'
-    return _JOB_PART.replace("@SELF@", own_job).replace("@NEXT@", on_stop).replace("@AGAIN@", on_crash)
+        requeued_job = '"$SLURM_JOB_ID"'
+    return _JOB_PART.replace("@SELF@", requeued_job).replace("@NEXT@", on_stop).replace("@AGAIN@", on_crash)
 
 
 def _one_line(text: str) -> str:

@@ -64,6 +64,9 @@ class JobEnd:
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
+    The cases are tried in order, and the first one that holds decides: a newer job has begun, the run is done, a user
+    error, a stop that a person asked for by a file, a cancelled job, a stop on purpose, an unhealthy node, a crash.
+
     Args:
         ledger: all events of the run.
         jobs: all lines of jobs.jsonl; the begin of this job must be among them.
@@ -72,40 +75,49 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
     Returns:
         The action of the batch script, its exit code and the reason.
     """
-    began = next(record for record in reversed(jobs) if record["event"] == "begin")
-    if (began["job"], began["restart"]) != (end.job, end.restart):  # This node was cut off, and a newer job began.
-        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=f"newer job {began['job']} has taken the run over")
-    events = ledger[began["ledger_events"] :]  # selected by count and not by time, because clocks differ
-    if any(record["event"] == "done" for record in ledger):
+    newest_begin = next(record for record in reversed(jobs) if record["event"] == "begin")
+    if (newest_begin["job"], newest_begin["restart"]) != (end.job, end.restart):  # This job's node was cut off.
+        why = f"newer job {newest_begin['job']} has taken the run over"
+        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
+    if any(event["event"] == "done" for event in ledger):
         return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
     if EXIT_USER_ERROR in end.codes.values():
         why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
         return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
-    stop = next((record for record in reversed(events) if record["event"] == "stop"), None)
-    if stop is not None and str(stop.get("why", "")).startswith("file"):
+    # The events of this job are selected by count and not by time, because the clocks of nodes differ.
+    events = ledger[newest_begin["ledger_events"] :]
+    stops = [event for event in events if event["event"] == "stop"]
+    stop = stops[-1] if stops else None
+    if stop is not None and str(stop.get("why", "")).startswith("file"):  # for example "file /runs/a/stop"
         why = f"stopped at step {stop['step']:,} by {stop['why']}; submit again to go on"
         return JobVerdict(action="stop", exit_code=EXIT_STOPPED, why=why)
     if end.cancelled:
-        return JobVerdict(action="leave", exit_code=EXIT_STOPPED if stop else EXIT_CRASH, why="the job was cancelled")
+        exit_code = EXIT_CRASH if stop is None else EXIT_STOPPED
+        return JobVerdict(action="leave", exit_code=exit_code, why="the job was cancelled")
     if stop is not None:
         return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
-    sick = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
-    if sick:
-        why = f"{', '.join(sick)} unhealthy; the run continues on other nodes"
-        return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick)
+    sick_nodes = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
+    if sick_nodes:
+        why = f"{', '.join(sick_nodes)} unhealthy; the run continues on other nodes"
+        return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick_nodes)
     return _after_crash(ledger, jobs, end)
 
 
 def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint."""
-    codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items())) or "no node reported an exit code"
+    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint.
+
+    The arguments are those of `decide`.
+    """
+    codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
+    if not codes:
+        codes = "no node reported an exit code"
     num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if num_fruitless > end.max_fruitless_restarts:
         why = (
             f"{num_fruitless} starts in a row ended without a new checkpoint ({codes}); see the log, then submit again"
         )
         return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
-    num_left = end.max_fruitless_restarts + 1 - num_fruitless
+    num_left = end.max_fruitless_restarts + 1 - num_fruitless  # + 1: the first start is no restart
     why = f"crash ({codes}), starting again; after {num_left} more without a new checkpoint the run stops"
     return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
@@ -114,19 +126,26 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
     """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose.
 
     A job that died without recording its end counts, too. A submission by a person resets the count. Pure.
+
+    Args:
+        ledger: all events of the run.
+        jobs: all lines of jobs.jsonl.
     """
     reached_step = newest_checkpoint(ledger)
+    # Jobs with another verdict than "again", for example after a stop on purpose, are not counted. The same job id
+    # occurs several times if Slurm has requeued the job, so the number of requeues ("restart") is part of the key.
     ends = [record for record in jobs if record["event"] == "end"]
-    stopped_on_purpose = {(record["job"], record["restart"]) for record in ends if record["verdict"] != "again"}
+    not_counted = {(record["job"], record["restart"]) for record in ends if record["verdict"] != "again"}
     count = 0
-    for record in reversed(jobs):
+    for record in reversed(jobs):  # the newest first
         if record["event"] == "submit":
             break
-        if record["event"] == "begin":
-            if record["checkpoint_step"] != reached_step:
-                break  # A checkpoint was saved since this job began.
-            if (record["job"], record["restart"]) not in stopped_on_purpose:
-                count += 1
+        if record["event"] != "begin":
+            continue
+        if record["checkpoint_step"] != reached_step:
+            break  # A checkpoint was saved since this job began.
+        if (record["job"], record["restart"]) not in not_counted:
+            count += 1
     return count
 
 
@@ -135,23 +154,48 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
     A Slurm job may start the ranks several times. The starts since the newest checkpoint was first saved, and since
     the last submission by a person, are counted, except those that ended with a stop or a rollback. Pure.
+
+    Args:
+        ledger: all events of the run.
+        jobs: all lines of jobs.jsonl.
     """
-    last_submit = max((index for index, record in enumerate(jobs) if record["event"] == "submit"), default=-1)
-    begins = [record for record in jobs[last_submit + 1 :] if record["event"] == "begin"]
-    submitted_at = begins[0]["ledger_events"] if begins else 0
-    reached_step = newest_checkpoint(ledger)
-    reached_at = 0
-    for index, event in enumerate(ledger):
-        if event["event"] == "checkpoint" and event["step"] == reached_step:
-            reached_at = index + 1
-            break
+    num_events_at_submit = _num_events_at_submit(jobs)
+    num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
+    first_counted = max(num_events_at_submit, num_events_at_checkpoint)
     count = 0
-    for event in ledger[max(submitted_at, reached_at) :]:
+    for event in ledger[first_counted:]:
         if event["event"] in ("start", "resume"):
             count += 1
         elif event["event"] in ("stop", "rollback") and count > 0:
-            count -= 1
+            count -= 1  # The start that ended in this way was counted, but did not fail.
     return count
+
+
+def _num_events_at_submit(jobs: Sequence[Record]) -> int:
+    """Return how many ledger events there were when the first job of the last submission began; 0 if none has begun.
+
+    Args:
+        jobs: all lines of jobs.jsonl.
+    """
+    num_events: int | None = None
+    for record in jobs:
+        if record["event"] == "submit":
+            num_events = None  # An earlier submission does not count.
+        elif record["event"] == "begin" and num_events is None:
+            num_events = record["ledger_events"]
+    return num_events or 0
+
+
+def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
+    """Return how many ledger events there were when the newest checkpoint was first saved, its event included.
+
+    A step may be saved again after a restart; the first time counts. 0 if there is no checkpoint.
+    """
+    reached_step = newest_checkpoint(ledger)
+    for num_events, event in enumerate(ledger, start=1):
+        if event["event"] == "checkpoint" and event["step"] == reached_step:
+            return num_events
+    return 0
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
@@ -171,9 +215,17 @@ def exit_codes(state: Path) -> dict[str, int]:
     """Return a dict from node to exit code, read from the files `exit-NODE` of a job's state folder.
 
     A node that died has no file, or one that is not a number; it is left out.
+
+    Args:
+        state: the folder RUN/slurm/job-ID-RESTART of one start of the job.
     """
-    texts = {file.name.removeprefix("exit-"): file.read_text().strip() for file in state.glob("exit-*")}
-    return {node: int(text) for node, text in texts.items() if text.isdigit()}
+    codes = {}
+    for file in state.glob("exit-*"):
+        text = file.read_text().strip()
+        if text.isdigit():
+            node = file.name.removeprefix("exit-")
+            codes[node] = int(text)
+    return codes
 
 
 def begin(args: argparse.Namespace) -> None:
@@ -205,22 +257,35 @@ def end(args: argparse.Namespace) -> None:
     Args:
         args: options of the command line, see `main`.
     """
-    limit = float(args.end_time) if re.fullmatch(r"\d+", args.end_time) else float("inf")
-    cancelled = args.told == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
+    cancelled = _is_cancelled(args.told, args.end_time)  # first, because it depends on the current time
     codes = exit_codes(args.state)
     cluster = load_config(args.config).cluster
-    ended = JobEnd(
+    job_end = JobEnd(
         job=args.job,
         restart=args.restart,
         codes=codes,
         cancelled=cancelled,
         max_fruitless_restarts=cluster.max_fruitless_restarts,
     )
-    verdict = decide(read_ledger(args.run), read_jobs(args.run), ended)
-    struck = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
-    excluded = sorted({*struck, *verdict.sick_nodes})
+    verdict = decide(read_ledger(args.run), read_jobs(args.run), job_end)
+    struck_nodes = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
+    excluded = sorted({*struck_nodes, *verdict.sick_nodes})
     note(args.run, "end", job=args.job, restart=args.restart, codes=codes, verdict=verdict.action, why=verdict.why)
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
+
+
+def _is_cancelled(received_signal: str, end_time: str) -> bool:
+    """Return whether the job was cancelled: whether TERM came over 30 s before its time limit, as after scancel.
+
+    At the time limit Slurm sends TERM, too.
+
+    Args:
+        received_signal: name of the signal that the batch script received, "USR1" or "TERM"; empty if there was none.
+        end_time: when the time limit ends the job, Unix seconds; another text means that there is no limit.
+    """
+    has_limit = re.fullmatch(r"\d+", end_time) is not None
+    limit = float(end_time) if has_limit else float("inf")
+    return received_signal == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,15 +302,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True)
     begin_parser = commands.add_parser("begin", help="record that a job begins")
-    end_parser = commands.add_parser("end", help="decide what follows the end of a job, and print it")
-    for command_parser, command in ((begin_parser, begin), (end_parser, end)):
-        command_parser.set_defaults(command=command)
-        command_parser.add_argument("run", type=Path, help="the run folder")
-        command_parser.add_argument("--job", required=True, help="Slurm's job id")
-        command_parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued the job")
+    begin_parser.set_defaults(command=begin)
+    _add_job_options(begin_parser)
     begin_parser.add_argument("--nodes", default="", help="nodes of the job, separated by commas")
     begin_parser.add_argument("--submitted", default="", help="when the job was queued, Unix seconds")
     begin_parser.add_argument("--started", default="", help="when the job started, Unix seconds")
+    end_parser = commands.add_parser("end", help="decide what follows the end of a job, and print it")
+    end_parser.set_defaults(command=end)
+    _add_job_options(end_parser)
     end_parser.add_argument("--told", default="", help="the signal that the batch script received, USR1 or TERM")
     end_parser.add_argument("--end-time", default="", help="when the time limit ends the job, Unix seconds")
     end_parser.add_argument("--state", type=Path, required=True, help="folder with the nodes' exit codes")
@@ -253,6 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.command(args)
     return EXIT_DONE
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `begin` and `end` have in common: the run folder and the identity of the job."""
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--job", required=True, help="Slurm's job id")
+    parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued the job")
 
 
 def _iso(seconds: str) -> str | None:

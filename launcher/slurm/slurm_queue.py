@@ -55,26 +55,44 @@ def queue_view(job_name: str) -> QueueView | None:
     Returns:
         The view; None if squeue is not installed, fails or does not answer.
     """
-    jobs = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
-    nodes = _lines("sinfo", "--noheader", "--Node", "--states=drain,draining,drained,down,fail", "--format=%N|%T|%E")
-    if jobs is None:
+    job_lines = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
+    node_lines = _lines(
+        "sinfo", "--noheader", "--Node", "--states=drain,draining,drained,down,fail", "--format=%N|%T|%E"
+    )
+    if job_lines is None:
         return None
-    return QueueView(jobs=parse_jobs(jobs), out=parse_nodes(nodes or []))
+    return QueueView(jobs=parse_jobs(job_lines), out=parse_nodes(node_lines or []))
 
 
 def parse_jobs(lines: list[str]) -> tuple[QueuedJob, ...]:
-    """Parse squeue's lines `job|state|nodes|reason`; lines of another form are ignored."""
-    rows = [line.split("|", 3) for line in lines]
-    return tuple(QueuedJob(job=row[0], state=row[1], nodes=row[2], reason=row[3]) for row in rows if len(row) == 4)
+    """Parse squeue's lines `job|state|nodes|reason`; lines of another form are ignored.
+
+    For example `4711|PENDING||Priority` or `4712|RUNNING|n[1-2]|None`.
+    """
+    jobs = []
+    for line in lines:
+        fields = line.split("|", 3)  # at most four fields: the reason may contain the separator
+        if len(fields) == 4:
+            job, state, nodes, reason = fields
+            jobs.append(QueuedJob(job=job, state=state, nodes=nodes, reason=reason))
+    return tuple(jobs)
 
 
 def parse_nodes(lines: list[str]) -> tuple[NodeOut, ...]:
     """Parse sinfo's lines `node|state|reason`; lines of another form are ignored.
 
-    A node that is in several partitions has a line for each; the last one counts.
+    For example `n3|drained|bad GPU`. A node that is in several partitions has a line for each; the last one counts.
     """
-    rows_by_node = {line.split("|", 2)[0]: line.split("|", 2) for line in lines}
-    return tuple(NodeOut(node=row[0], state=row[1], reason=row[2]) for row in rows_by_node.values() if len(row) == 3)
+    fields_by_node: dict[str, list[str]] = {}
+    for line in lines:
+        fields = line.split("|", 2)  # at most three fields: the reason may contain the separator
+        fields_by_node[fields[0]] = fields
+    nodes = []
+    for fields in fields_by_node.values():
+        if len(fields) == 3:
+            node, state, reason = fields
+            nodes.append(NodeOut(node=node, state=state, reason=reason))
+    return tuple(nodes)
 
 
 def _lines(*command: str) -> list[str] | None:
@@ -83,4 +101,6 @@ def _lines(*command: str) -> list[str] | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.splitlines() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.splitlines()

@@ -56,13 +56,16 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         UserError: the config is wrong, the ranks cannot share the global batch, or the run is finished already.
     """
     config = load_config(submission.config_file, submission.overrides)
-    check_ranks(config, submission.num_nodes, max(1, submission.gpus_per_node))
+    ranks_per_node = max(1, submission.gpus_per_node)  # Without GPUs, a node has one CPU rank.
+    check_ranks(config, submission.num_nodes, ranks_per_node)
     run_dir = Path(config.run_dir).absolute()
     if any(event["event"] == "done" for event in read_ledger(run_dir)):
         raise UserError(
             f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
         )
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
+    # The submission has these options and others; the request for the script takes them over unchanged.
+    job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}
     request = SubmitRequest(
         run_dir=str(run_dir),
         script_file=f"{stem}.sh",
@@ -71,10 +74,11 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         command=shlex.join(command),
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
-        **{field.name: getattr(submission, field.name) for field in fields(JobOptions)},
+        **job_options,
     )
     expires_s = 3600 * config.cluster.strike_expires_h
-    return config, request, tuple(excluded_nodes(read_strikes(run_dir), time.time(), expires_s=expires_s))
+    struck_nodes = excluded_nodes(read_strikes(run_dir), time.time(), expires_s=expires_s)
+    return config, request, tuple(struck_nodes)
 
 
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
@@ -95,16 +99,17 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
         StoreError: the run folder cannot be written.
     """
     script = Path(request.script_file)
-    text = batch_script(request, excluded)
+    script_text = batch_script(request, excluded)
     with writable(script):
         script.parent.mkdir(parents=True, exist_ok=True)
-        with open(request.config_file, "x", encoding="utf-8") as file:
+        with open(request.config_file, "x", encoding="utf-8") as file:  # "x": fails if the file exists
             file.write(dump_yaml(config))
-        script.write_text(text, encoding="utf-8")
+        script.write_text(script_text, encoding="utf-8")
         script.chmod(0o755)
+    num_jobs = max(1, request.chain)  # Without a chain, `chain` is 0 and one job is submitted.
     jobs: list[str] = []
     try:
-        for _ in range(max(1, request.chain)):
+        for _ in range(num_jobs):
             jobs.append(_sbatch(script))
     finally:
         if jobs:
@@ -120,8 +125,10 @@ def job_name(run_dir: Path) -> str:
     Args:
         run_dir: the run folder, as an absolute path.
     """
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
-    return f"{readable}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+    # Only characters that need no quoting in a shell or in an option of Slurm are kept.
+    readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
+    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()
+    return f"{readable_name}-{digest[:8]}"
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
@@ -132,9 +139,11 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """
     train = config.train
     if train.micro_batches(num_nodes * ranks_per_node):
-        return
+        return  # Each rank gets a whole number of micro-batches per step.
     fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
-    advice = f"use {', '.join(fitting_nodes)} nodes" if fitting_nodes else "use fewer ranks per node"
+    advice = "use fewer ranks per node"
+    if fitting_nodes:
+        advice = f"use {', '.join(fitting_nodes)} nodes"
     raise UserError(
         f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
         f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
@@ -153,13 +162,16 @@ def _sbatch(script: Path) -> str:
         raise UserError(
             f"sbatch is not installed on this machine; run it on a login node: sbatch {shlex.quote(str(script))}"
         ) from None
-    if done.returncode:
+    if done.returncode != 0:
         reason = " ".join(done.stderr.replace("sbatch: error:", " ").split())
         raise UserError(f"sbatch refused {script}: {reason}; change the option that it names and submit again")
+    # With --parsable, sbatch prints `JOBID` or, in a federation, `JOBID;CLUSTER`.
     return done.stdout.strip().partition(";")[0]
 
 
 def _next_number(run_dir: Path) -> int:
     """Return the number of the next submission of a run, counted from 1 by the files in RUN/slurm/."""
-    numbers = [int(file.stem.rpartition("-")[2]) for file in (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")]
+    config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
+    # For example submission-0007.yaml, whose stem is submission-0007.
+    numbers = [int(file.stem.rpartition("-")[2]) for file in config_files]
     return max(numbers, default=0) + 1

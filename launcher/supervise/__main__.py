@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         78 user error.
     """
     args = _parse(argv)
+    # Each rank, and preflight, loads the same config file with the same overrides.
     pretrain_arguments = ["--config", args.config]
     for override in args.set:
         pretrain_arguments += ["--set", override]
@@ -61,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; argparse exits with code 2 on an unknown option."""
+    """Parse the command line and return the options by name.
+
+    On a missing or unknown option, argparse prints the usage and exits with code 2.
+    """
     parser = argparse.ArgumentParser(
         prog="launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",

@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, pretrain_arguments = parser.parse_known_args(argv)
     rank = int(os.environ["RANK"])
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
-    faulthandler.register(STACK_SIGNAL, file=(args.state / f"stack-{rank}").open("wb", buffering=0))
+    stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
+    faulthandler.register(STACK_SIGNAL, file=stack_file)
     _write(args.state / f"pid-{rank}", os.getpid())
-    code = EXIT_CRASH
+    code = EXIT_CRASH  # This is recorded if pretrain raises anything other than SystemExit.
     try:
         code = pretrain.main(pretrain_arguments)
         return code
@@ -62,14 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code that Python gives the process: an integer as it is, None as 0, a message as 1."""
+    """Return the exit code that Python gives a process that raised `system_exit`.
+
+    An integer argument of SystemExit is the code itself. None becomes 0. A message, which Python prints, becomes 1.
+    """
     if isinstance(system_exit.code, int):
         return system_exit.code
-    return EXIT_CRASH if system_exit.code else EXIT_DONE
+    has_message = bool(system_exit.code)
+    return EXIT_CRASH if has_message else EXIT_DONE
 
 
 def _write(file: Path, number: int) -> None:
-    """Replace a file by a number as text, in one step, so that a reader never sees a part of it."""
+    """Replace the content of a file by a number as text, in one step, so that a reader never sees half a number."""
     with replacing(file) as out:
         out.write(str(number).encode())
 

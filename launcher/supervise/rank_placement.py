@@ -51,25 +51,26 @@ class Placement:
         Raises:
             UserError: the options contradict each other, or with several nodes the address is missing.
         """
-        if hostfile is not None:
+        if hostfile is None:
+            slots = _equal_slots(nodes, ranks_per_node)
+        else:
             slots = _slots(hostfile)
             if nodes not in (None, len(slots)):
                 raise UserError(
                     f"--nodes is {nodes}, but --hostfile {hostfile} names {len(slots)} nodes; leave out --nodes"
                 )
-        else:
-            slots = (ranks_per_node or local_devices(),) * (nodes or 1)
-        if not 0 <= node < len(slots):
+        num_nodes = len(slots)
+        if not 0 <= node < num_nodes:
             raise UserError(
-                f"--node-rank {node} is not the number of one of the {len(slots)} nodes; "
-                f"set --node-rank to a number from 0 to {len(slots) - 1}"
+                f"--node-rank {node} is not the number of one of the {num_nodes} nodes; "
+                f"set --node-rank to a number from 0 to {num_nodes - 1}"
             )
-        if len(slots) > 1 and not address:
+        if num_nodes > 1 and not address:
             raise UserError(
-                f"--master-addr is missing for {len(slots)} nodes; set it to the host name or address of node 0"
+                f"--master-addr is missing for {num_nodes} nodes; set it to the host name or address of node 0"
             )
-        if len(slots) > 1 and port is None:
-            port = _DEFAULT_PORT
+        if num_nodes > 1 and port is None:
+            port = _DEFAULT_PORT  # All nodes must know the port, so it cannot be any free one.
         return cls(node=node, slots=slots, address=address or "127.0.0.1", port=port)
 
     @property
@@ -79,12 +80,19 @@ class Placement:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks on this node, which are consecutive."""
-        first = sum(self.slots[: self.node])
-        return range(first, first + self.slots[self.node])
+        """Return the ranks on this node: a range, because ranks are numbered node by node.
+
+        For example, node 1 of 2 nodes with 8 ranks each has the ranks 8 to 15.
+        """
+        first_rank = sum(self.slots[: self.node])  # the number of ranks on the nodes before this one
+        num_ranks = self.slots[self.node]
+        return range(first_rank, first_rank + num_ranks)
 
     def missing(self, *found: Iterable[int]) -> set[int]:
-        """Return the ranks of this node that are in none of the given collections of ranks."""
+        """Return the ranks of this node that are in none of the collections of ranks in `found`.
+
+        For example, `missing(alive, codes)` returns the ranks that neither run nor wrote an exit code.
+        """
         return set(self.ranks).difference(*found)
 
     @property
@@ -104,13 +112,16 @@ class Placement:
         """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
         if self.num_nodes > 1:
+            # With --no_ssh DeepSpeed connects to no host: it needs one line per node, but not the real host names.
+            lines = [f"node-{node} slots={num_ranks}\n" for node, num_ranks in enumerate(self.slots)]
             hostfile = state / "hostfile"
-            hostfile.write_text("".join(f"node-{node} slots={count}\n" for node, count in enumerate(self.slots)))
+            hostfile.write_text("".join(lines))
             command += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(self.node)]
             command += ["--master_addr", self.address]
         elif not os.environ.get("CUDA_VISIBLE_DEVICES"):
             command += ["--num_gpus", str(self.slots[0])]
-        return [*command, "--module", "launcher.supervise.rank_main", "--state", str(state), *arguments]
+        command += ["--module", "launcher.supervise.rank_main", "--state", str(state)]
+        return [*command, *arguments]
 
 
 def local_devices() -> int:
@@ -119,32 +130,52 @@ def local_devices() -> int:
     Counts the entries of CUDA_VISIBLE_DEVICES or the files /dev/nvidia0, /dev/nvidia1, ..., because a query of a
     faulty driver can hang. The counted GPUs need not work.
     """
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(visible.split(","))
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")  # for example "0,1,3"
+    if visible_devices:
+        return len(visible_devices.split(","))
+    # /dev also has files such as nvidiactl and nvidia-uvm, which are not GPUs.
     device_files = [file for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name)]
     return max(1, len(device_files))
 
 
+def _equal_slots(nodes: int | None, ranks_per_node: int | None) -> tuple[int, ...]:
+    """Return the number of ranks on each node if all nodes have the same number of ranks.
+
+    Args:
+        nodes: number of nodes; None or 0 means 1.
+        ranks_per_node: ranks on each node; None or 0 means the number of GPUs of this node, see `local_devices`.
+    """
+    num_nodes = nodes or 1
+    num_ranks = ranks_per_node or local_devices()
+    return (num_ranks,) * num_nodes
+
+
 def _slots(hostfile: Path) -> tuple[int, ...]:
-    """Return the number of ranks on each node from a DeepSpeed host file; comments and empty lines do not count.
+    """Return the number of ranks on each node, in the order of the lines of a DeepSpeed host file.
+
+    A line is `HOST slots=N`, for example `gpu17 slots=8`. Comments, which begin with #, and empty lines do not count.
 
     Raises:
         UserError: the file cannot be read, names no host, or has a line that is not `HOST slots=N` with N >= 1.
     """
     try:
-        lines = [line.partition("#")[0].split() for line in hostfile.read_text().splitlines()]
+        text = hostfile.read_text()
     except OSError as error:
         raise UserError(
             f"--hostfile {hostfile}: {error.strerror}; name a file with one line `HOST slots=N` per node"
         ) from None
     slots = []
-    for words in filter(None, lines):
-        match = re.fullmatch(r"slots=([1-9]\d*)", words[-1])
-        if len(words) != 2 or match is None:
+    for line in text.splitlines():
+        line_without_comment = line.partition("#")[0]
+        words = line_without_comment.split()
+        if not words:
+            continue
+        slots_field = re.fullmatch(r"slots=([1-9]\d*)", words[-1])
+        if len(words) != 2 or slots_field is None:
             raise UserError(
                 f"--hostfile {hostfile}: {' '.join(words)!r} is not of the form `HOST slots=N`; correct this line"
             )
-        slots.append(int(match[1]))
+        slots.append(int(slots_field[1]))
     if not slots:
         raise UserError(f"--hostfile {hostfile} names no host; write one line `HOST slots=N` per node")
     return tuple(slots)

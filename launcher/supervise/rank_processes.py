@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from electra_dist.run.marked_processes import MARK, is_alive, marked_pids, status_field
@@ -75,15 +75,22 @@ class RankProcesses:
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
-        """Kill DeepSpeed's two launcher processes; the ranks keep running."""
+        """Kill DeepSpeed's two launcher processes; the ranks keep running.
+
+        Otherwise the second launcher would kill ranks that still save, 30 s after the first rank has failed.
+        """
         rank_pids = set(self._numbers("pid").values())
         for pid in marked_pids(self._mark):
+            # A known rank is never killed, whatever its command line contains.
             if pid not in rank_pids and b"deepspeed.launcher" in _command_line(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
-        """Return a dict from rank to pid of the ranks that have started and not ended."""
+        """Return a dict from rank to pid of the ranks whose process exists and is no zombie.
+
+        A rank that DeepSpeed has not yet started, or that has not yet written its pid, is not in it.
+        """
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
@@ -96,6 +103,7 @@ class RankProcesses:
 
     def stopped(self) -> list[int]:
         """Return the ranks that cannot run: stopped by a signal or a debugger, or blocked in the kernel."""
+        # The states in /proc/PID/status are T: stopped by a signal, t: by a debugger, D: blocked in the kernel.
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
@@ -110,40 +118,42 @@ class RankProcesses:
         codes = self.codes()
         signalled = []
         for rank, pid in self.alive().items():
-            if rank not in codes and (pid, number) not in self._sent and _catches(pid, number):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-                    self._sent.add((pid, number))
-                    signalled.append(rank)
+            has_ended = rank in codes
+            was_sent = (pid, number) in self._sent
+            if has_ended or was_sent or not _catches(pid, number):
+                continue
+            with contextlib.suppress(ProcessLookupError):  # The rank may have ended since `alive` was called.
+                os.kill(pid, number)
+                self._sent.add((pid, number))
+                signalled.append(rank)
         return signalled
 
     def stacks(self) -> list[str]:
         """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
 
-        Stopped ranks are continued (SIGCONT), because they cannot answer otherwise. Blocks for up to 3.1 s.
+        A rank appends its stacks to the file `stack-RANK` of the state folder when it receives STACK_SIGNAL. Stopped
+        ranks are continued (SIGCONT), because they cannot answer otherwise. Blocks for up to 3.1 s.
         """
-        report: dict[int, list[str]] = {}
-        stack_files: dict[int, Path] = {}
-        old_sizes: dict[int, int] = {}
-        for rank, pid in self.alive().items():
-            report[rank] = [f"rank {rank}, pid {pid}: {_kernel_view(pid)}"]
-            stack_files[rank] = self.state / f"stack-{rank}"
-            old_sizes[rank] = stack_files[rank].stat().st_size
+        pids = self.alive()
+        kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
+        stack_files = {rank: self.state / f"stack-{rank}" for rank in pids}
+        # A file may hold the stacks of an earlier call; only what is appended from now on is of interest.
+        old_sizes = {rank: file.stat().st_size for rank, file in stack_files.items()}
+        for pid in pids.values():
             if _catches(pid, STACK_SIGNAL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
                     os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + _STACK_WAIT_S
-        while time.monotonic() < deadline and any(
-            file.stat().st_size == old_sizes[rank] for rank, file in stack_files.items()
-        ):
-            time.sleep(0.05)
-        time.sleep(0.1)  # A rank that has begun to write gets the time to finish.
-        for rank, file in stack_files.items():
-            new_text = file.read_bytes()[old_sizes[rank] :].decode(errors="replace")
-            lines = condensed(new_text) or [f"no answer within {_STACK_WAIT_S:.0f} s"]
-            report[rank] += [f"  {line}" for line in lines]
-        return [line for rank in sorted(report) for line in report[rank]]
+        _wait_until_all_grow(stack_files, old_sizes)
+        lines = []
+        for rank in sorted(pids):
+            lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
+            new_bytes = stack_files[rank].read_bytes()[old_sizes[rank] :]
+            stack_lines = condensed(new_bytes.decode(errors="replace"))
+            if not stack_lines:
+                stack_lines = [f"no answer within {_STACK_WAIT_S:.0f} s"]
+            lines += [f"  {line}" for line in stack_lines]
+        return lines
 
     def kill(self) -> list[int]:
         """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s.
@@ -157,26 +167,40 @@ class RankProcesses:
         if self._launcher is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
-        while left := marked_pids(self._mark):
+        # Repeat, because a process may start another one between the listing and its own end.
+        left = marked_pids(self._mark)
+        while left:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
+            left = marked_pids(self._mark)
         if self._launcher is not None:
             self._launcher.wait()
         return left
 
     def close(self) -> list[int]:
-        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed."""
+        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed.
+
+        `codes` and the other methods that read the state folder return nothing after that, so call them before.
+        """
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files."""
-        return {int(file.name.rpartition("-")[2]): int(file.read_text()) for file in self.state.glob(f"{name}-*")}
+        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files.
+
+        Args:
+            name: "pid" or "exit"; the rank's process has written the file, for example `pid-3` (see rank_main.py).
+        """
+        numbers = {}
+        for file in self.state.glob(f"{name}-*"):
+            rank = int(file.name.rpartition("-")[2])
+            numbers[rank] = int(file.read_text())
+        return numbers
 
 
 def condensed(stacks: str) -> list[str]:
@@ -184,24 +208,53 @@ def condensed(stacks: str) -> list[str]:
 
     The threads come in reverse order, so that the main thread, which faulthandler writes last, is first. Threads with
     equal stacks are shown once with their number. Within a stack the innermost call is first.
+
+    For example, `File "/a/b.py", line 7 in wait` of two threads becomes the lines `2 threads:` and `  /a/b.py:7 wait`.
     """
+    # Each thread is a block: a heading such as "Thread 0x7f12 (most recent call first):", then one line per call.
     blocks = [block for block in stacks.strip().split("\n\n") if block]
-    stack_counts = Counter(tuple(block.splitlines()[1:]) for block in reversed(blocks))
+    calls_of_threads = [tuple(block.splitlines()[1:]) for block in reversed(blocks)]
     lines = []
-    for calls, count in stack_counts.items():
-        lines.append("1 thread:" if count == 1 else f"{count} threads:")
-        for call in calls:
-            match = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', call)
-            lines.append(f"  {match[1]}:{match[2]} {match[3]}" if match else f"  {call.strip()}")
+    for calls, num_threads in Counter(calls_of_threads).items():
+        lines.append("1 thread:" if num_threads == 1 else f"{num_threads} threads:")
+        lines += [f"  {_short_call(call)}" for call in calls]
     return lines
 
 
+def _short_call(line: str) -> str:
+    """Return faulthandler's line of a call, `File "FILE", line N in NAME`, as `FILE:N NAME`; another line as it is."""
+    match = re.fullmatch(r'\s*File "(?P<file>.*)", line (?P<number>\d+) in (?P<name>.*)', line)
+    if match is None:
+        return line.strip()
+    return f"{match['file']}:{match['number']} {match['name']}"
+
+
+def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
+    """Wait until every file is larger than its old size, for up to 3 s, and then 0.1 s for the writes to finish.
+
+    Args:
+        files: rank -> file to which the rank appends.
+        old_sizes: rank -> size in bytes that the file had before.
+    """
+    deadline = time.monotonic() + _STACK_WAIT_S
+    while time.monotonic() < deadline:
+        unchanged = [rank for rank, file in files.items() if file.stat().st_size == old_sizes[rank]]
+        if not unchanged:
+            break
+        time.sleep(0.05)
+    time.sleep(0.1)  # A rank that has begun to write gets the time to finish.
+
+
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for signal `number`; False for a process that is gone."""
-    mask = status_field(pid, "SigCgt")  # hexadecimal; bit 0 is signal 1
-    if not mask:
+    """Return whether a process has a handler for signal `number`; False for a process that is gone.
+
+    A signal without a handler would end the process, or be lost if the process ignores it.
+    """
+    caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
+    if not caught_mask:
         return False
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    bit_of_signal = 1 << (number - 1)
+    return int(caught_mask, 16) & bit_of_signal != 0
 
 
 def _command_line(pid: int) -> bytes:
@@ -212,12 +265,17 @@ def _command_line(pid: int) -> bytes:
 
 
 def _kernel_view(pid: int) -> str:
-    """Return the state of a process and where it waits in the kernel, as far as this user may read it."""
+    """Return the state of a process and where it waits in the kernel, as far as this user may read it.
+
+    For example "S (sleeping), wchan futex_wait_queue". The file `wchan` names the kernel function in which the process
+    waits, and the file `stack`, which only root may read, names all callers of it, one per line.
+    """
     parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
-        with contextlib.suppress(OSError):  # Only root may read `stack`.
+        with contextlib.suppress(OSError):
             frames = Path(f"/proc/{pid}/{name}").read_text().replace("[<0>] ", "").split("\n")
             text = " < ".join(frames).strip(" <")
             is_waiting = text.strip("0") != ""  # wchan is "0" for a process that runs
-            parts.append(f"{name} {text}" if is_waiting else "")
+            if is_waiting:
+                parts.append(f"{name} {text}")
     return ", ".join(part for part in parts if part)

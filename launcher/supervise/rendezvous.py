@@ -55,7 +55,7 @@ class Rendezvous:
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Prepare to take part. Nothing is read or written.
+        """Prepare this node to agree with the others on starts. Nothing is read or written.
 
         Args:
             run_dir: the run folder, on a file system that all nodes share.
@@ -82,15 +82,20 @@ class Rendezvous:
             The port of the start; None if another node has ended for good, if the wait was given up, or on timeout.
         """
         if self._node == 0:
-            return None if self.left_by() else self._announce()
+            another_node_left = self.left_by() is not None
+            return None if another_node_left else self._announce()
         deadline = time.monotonic() + timeout_s
         while not give_up() and time.monotonic() < deadline:
-            newest = max(self._starts(), default=0)
+            newest = self._newest_start()
             node_0_left = any(end.number == newest and end.node == 0 and end.final for end in self._ends())
-            if newest > self.number and not node_0_left:
+            is_new = newest > self.number
+            if is_new and not node_0_left:
                 self.number = newest
-                return int(json.loads(self._start_file(newest).read_text())["port"])
-            if newest == self.number > 0 and node_0_left:
+                announcement = json.loads(self._start_file(newest).read_text())
+                return int(announcement["port"])
+            # If node 0 left in a newer start, that start may be one of an earlier job: keep waiting for this job's.
+            took_part = self.number > 0 and newest == self.number
+            if took_part and node_0_left:
                 return None
             time.sleep(_POLL_S / 4)
         return None
@@ -107,8 +112,9 @@ class Rendezvous:
     def news(self) -> str:
         """Return why this node's ranks should end, as one line; empty if there is no reason.
 
-        The reasons are: another job has taken the run over, node 0 has begun a new start, or another node's ranks have
-        crashed or its supervisor has ended. Reads the folder at most once per second; other calls return "".
+        The reasons are: another job has taken the run over, node 0 has begun a new start, another node's ranks have
+        crashed in this start, or another node's supervisor ended in the start before it. Reads the folder at most once
+        per second; other calls return "".
         """
         if time.monotonic() < self._next_look:
             return ""
@@ -118,71 +124,98 @@ class Rendezvous:
             return f"{newer_session} has taken the run over"
         if self.superseded():
             return "node 0 has begun a new start"
-        crashes = [end for end in self._ends_of_others(self.number) if end.code not in (EXIT_DONE, EXIT_STOPPED)]
-        left_before = [end for end in self._ends_of_others(self.number - 1) if end.final and end.number < self.number]
+        ends = self._ends_of_others(since=self.number - 1)
+        crashes = [end for end in ends if end.number == self.number and end.code not in (EXIT_DONE, EXIT_STOPPED)]
+        left_before = [end for end in ends if end.number < self.number and end.final]
         reasons = crashes + left_before
-        return f"the ranks of node {reasons[0].node} have ended with exit code {reasons[0].code}" if reasons else ""
+        if not reasons:
+            return ""
+        first_end = reasons[0]
+        return f"the ranks of node {first_end.node} have ended with exit code {first_end.code}"
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return (node, exit code for this node) if another node ended for good in this start or the one before it.
+        """Return (node, exit code for this node) if another node's supervisor ended in this start or the one before.
 
         A crash or a user error of the other node becomes the exit code of this one; anything else becomes
-        EXIT_STOPPED, because this node is not at fault. None if no node has left.
+        EXIT_STOPPED, because this node is not at fault. None if no supervisor of another node has ended.
         """
-        for end in self._ends_of_others(self.number - 1):
+        for end in self._ends_of_others(since=self.number - 1):
+            if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
+                return end.node, end.code
             if end.final:
-                code = end.code if end.code in (EXIT_CRASH, EXIT_USER_ERROR) else EXIT_STOPPED
-                return end.node, code
+                return end.node, EXIT_STOPPED
         return None
 
     def taken_over(self) -> str:
         """Return the name of the job that has taken the run over from this node's job; empty if there is none.
 
-        If there is one, this node was cut off from the network: the caller must not start ranks again.
+        If there is one, this node was cut off from the network: the caller must not start ranks again. The file
+        RUN/meeting/sessions has one line for each job, in the order in which the jobs began.
         """
         if not self._session or not self._sessions.exists():
             return ""
         sessions = self._sessions.read_text().split()
-        # A shared file system may show an old version of the file, in which this session is missing.
-        return sessions[-1] if self._session in sessions and sessions[-1] != self._session else ""
+        if self._session not in sessions:
+            return ""  # A shared file system may show an old version of the file, without this job.
+        newest = sessions[-1]
+        return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start, so that the end of this one no longer matters."""
-        return bool(self._node) and max(self._starts(), default=0) > self.number
+        """Return whether node 0 has begun a newer start, so that the end of this one no longer matters.
+
+        Always False on node 0, which itself begins the starts.
+        """
+        if self._node == 0:
+            return False
+        return self._newest_start() > self.number
 
     def _announce(self) -> int:
-        """Begin the next start as node 0, delete the files of old starts, and return the port."""
-        is_first = not self.number
+        """Begin the next start as node 0, delete the files of old starts, and return the port.
+
+        The first start of a job also appends the job's name to RUN/meeting/sessions, which ends older jobs.
+        """
+        is_first = self.number == 0
         if self._session and is_first:
             self._sessions.parent.mkdir(parents=True, exist_ok=True)
             with open(self._sessions, "a", encoding="ascii") as sessions:
                 sessions.write(self._session + "\n")
         # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
-        self.number = max(self._starts(), default=0) + (2 if is_first else 1)
+        increment = 2 if is_first else 1
+        self.number = self._newest_start() + increment
+        # Each start has a port of its own, so that no rank of an earlier start can connect to it.
         port = _free_port() if self._port is None else self._port + self.number % _NUM_PORTS
         self._write(self._start_file(self.number), {"port": port})
+        self._delete_old_files()
+        return port
+
+    def _delete_old_files(self) -> None:
+        """Delete the files of all starts but the newest three, of which `self.number` is the last."""
         for file in self._folder.glob("*-*.json"):
+            # For example start-000007.json or end-000007-node-1.json.
             start_number = int(file.name.split("-")[1].removesuffix(".json"))
             if start_number <= self.number - _KEPT_STARTS:
                 file.unlink(missing_ok=True)
-        return port
 
     def _ends_of_others(self, since: int) -> list[_End]:
         """Return the ends that other nodes reported for the starts from number `since` to the current one."""
         return [end for end in self._ends() if since <= end.number <= self.number and end.node != self._node]
 
-    def _starts(self) -> list[int]:
-        """Return the numbers of all announced starts, in no particular order."""
-        return [int(file.stem.partition("-")[2]) for file in self._folder.glob("start-*.json")]
+    def _newest_start(self) -> int:
+        """Return the number of the newest start that node 0 has announced; 0 before the first one.
+
+        The names of the files have the form start-000007.json.
+        """
+        return max((int(file.stem.removeprefix("start-")) for file in self._folder.glob("start-*.json")), default=0)
 
     def _ends(self) -> list[_End]:
-        """Return all reported ends, in no particular order."""
+        """Return the ends of starts that all nodes, this one included, have reported, in no particular order."""
         ends = []
         for file in self._folder.glob("end-*.json"):
-            match = re.fullmatch(r"end-(\d+)-node-(\d+)", file.stem)
-            with contextlib.suppress(FileNotFoundError):  # Node 0 may delete old files meanwhile.
-                assert match, file
-                ends.append(_End(number=int(match[1]), node=int(match[2]), **json.loads(file.read_text())))
+            numbers = re.fullmatch(r"end-(?P<start>\d+)-node-(?P<node>\d+)", file.stem)
+            assert numbers, file
+            with contextlib.suppress(FileNotFoundError):  # Node 0 may have deleted the file since it was listed.
+                content = json.loads(file.read_text())
+                ends.append(_End(number=int(numbers["start"]), node=int(numbers["node"]), **content))
         return ends
 
     def _start_file(self, number: int) -> Path:
@@ -190,13 +223,14 @@ class Rendezvous:
         return self._folder / f"start-{number:06d}.json"
 
     def _write(self, file: Path, content: dict[str, int]) -> None:
-        """Replace a file by one line of JSON in one step, so that no node reads a part of it."""
+        """Replace a file by one line of JSON in one step, so that no other node reads half a line."""
         with replacing(file) as temporary:
             temporary.write(json.dumps(content).encode() + b"\n")
 
 
 def _free_port() -> int:
-    """Return a port of this host that is free now."""
+    """Return a TCP port of this host that is free now; another process may take it before the ranks use it."""
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        s.bind(("127.0.0.1", 0))  # Port 0 lets the kernel choose.
+        _, port = s.getsockname()
+        return int(port)

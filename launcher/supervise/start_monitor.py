@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
-from electra_dist.errors import EXIT_CRASH
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import read_heartbeats
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
@@ -64,7 +64,7 @@ class StartMonitor:
         placement: Placement,
         meeting: Rendezvous,
         limits: HangLimits,
-        told: ReceivedSignals,
+        signals: ReceivedSignals,
         log: Callable[[str], None],
     ) -> None:
         """Prepare to watch ranks that were started already.
@@ -75,7 +75,7 @@ class StartMonitor:
             placement: which ranks are expected on this node.
             meeting: the source of reports from other nodes.
             limits: seconds without a heartbeat after which a rank counts as hung.
-            told: the signals that this process received; its handlers must be installed already.
+            signals: the signals that this process received; its handlers must be installed already.
             log: writes one line to the supervisor's log.
         """
         self._run_dir = run_dir
@@ -83,7 +83,7 @@ class StartMonitor:
         self._placement = placement
         self._meeting = meeting
         self._limits = limits
-        self._signals = told
+        self._signals = signals
         self._log = log
         self._has_launcher = True
         self._passed_on = 0  # the signal that the ranks receive; 0: none yet
@@ -102,35 +102,62 @@ class StartMonitor:
             ranks have ended, or if ranks were lost: then the exit codes explain the end.
         """
         while True:
-            alive, codes = self._ranks.alive(), self._ranks.codes()
-            if not alive and (not self._ranks.launcher_runs() or not self._placement.missing(codes)):
+            alive = self._ranks.alive()
+            codes = self._ranks.codes()
+            if self._all_have_ended(alive, codes):
                 return ""
             self._look_at_launcher(alive, codes)
             self._pass_on_signal()
             if self._signals.interrupts > 1:
                 return "SIGINT received twice"
-            if self._look_for_lost(alive, codes) and self._meeting.superseded():
+            news = self._meeting.news()
+            self._look_for_lost(alive, codes, news)
+            if news and self._meeting.superseded():
                 return "node 0 has begun a new start"
-            if self._follow_until is not None and (not alive or time.monotonic() > self._follow_until):
-                return ""
+            if self._follow_until is not None:
+                is_too_late = time.monotonic() > self._follow_until
+                if is_too_late or not alive:
+                    return ""
             hung_ranks = self._find_hung(alive, codes)
             if hung_ranks:
                 self._log_hung(hung_ranks)
                 return "hung"
             time.sleep(_POLL_S)
 
+    def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
+        """Return whether no rank of this node runs, and none will be started any more.
+
+        While DeepSpeed's launcher runs and not every rank has written an exit code, the launcher may still start
+        ranks: at first no rank has written its pid yet.
+
+        Args:
+            alive: rank -> pid of the ranks that run.
+            codes: rank -> exit code that the rank wrote.
+        """
+        if alive:
+            return False
+        launcher_has_ended = not self._ranks.launcher_runs()
+        all_wrote_codes = not self._placement.missing(codes)
+        return launcher_has_ended or all_wrote_codes
+
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
         """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end.
 
         The launcher kills the other ranks 30 s after one has ended with a code other than 0, even while they save.
+
+        Args:
+            alive: rank -> pid of the ranks that run.
+            codes: rank -> exit code that the rank wrote.
         """
         if not self._has_launcher:
             return
-        ranks_are_ending = self._passed_on or any(codes.values())
+        was_signalled = self._passed_on != 0
+        has_early_end = any(code != EXIT_DONE for code in codes.values())
+        all_were_started = not self._placement.missing(alive, codes)
         if not self._ranks.launcher_runs():
             self._has_launcher = False
             self._log(f"deepspeed's launcher is gone, {len(alive)} ranks still run: watching them without it")
-        elif ranks_are_ending and not self._placement.missing(alive, codes):
+        elif (was_signalled or has_early_end) and all_were_started:
             self._has_launcher = False
             self._ranks.dismiss_launcher()
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
@@ -140,69 +167,97 @@ class StartMonitor:
 
         Called repeatedly, because a rank is sent a signal only once it has installed its handler.
         """
-        if self._signals.number and self._passed_on != self._signals.number:
-            self._passed_on = self._signals.number
-            name = signal.Signals(self._passed_on).name
+        newest_signal = self._signals.number  # 0: none yet
+        if newest_signal != 0 and newest_signal != self._passed_on:
+            self._passed_on = newest_signal
+            name = signal.Signals(newest_signal).name
             self._log(f"received {name}: passing it on to the ranks, which save a checkpoint and end")
-        if self._passed_on:
+        if self._passed_on != 0:
             self._ranks.tell(self._passed_on)
 
-    def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int]) -> str:
-        """Log newly lost ranks, give the remaining ones a deadline to end, and return the report of another node.
+    def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
+        """Log newly lost ranks of this node, and after a loss on any node give the other ranks 10 s to end.
 
-        A rank is lost if it was killed or ended with EXIT_CRASH. The report is empty if no other node has ended.
+        A rank is lost if it was killed or ended with EXIT_CRASH. The other ranks cannot go on without it.
+
+        Args:
+            alive: rank -> pid of the ranks that run.
+            codes: rank -> exit code that the rank wrote.
+            news: why another node ends the ranks of this one, see `Rendezvous.news`; empty if there is no reason.
         """
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
-        news = self._meeting.news()
         if lost and lost != self._lost:
             self._lost = lost
-            self._log(f"rank {', '.join(map(str, lost))} lost; ranks of this node that still run: {len(alive)}")
-        if news and self._follow_until is None:
+            names = ", ".join(str(rank) for rank in lost)
+            self._log(
+                f"rank {names} lost (killed, or ended with exit code {EXIT_CRASH}); {len(alive)} ranks of this node "
+                f"still run and are killed unless they end within {_FOLLOW_S:.0f} s"
+            )
+        is_first_loss = self._follow_until is None
+        if news and is_first_loss:
             self._log(f"{news}; ending the ranks of this node too")
-        if (lost or news) and self._follow_until is None:
+        if (lost or news) and is_first_loss:
             self._follow_until = time.monotonic() + _FOLLOW_S
-        return news
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
         """Return the ranks of this node that have been silent for longer than their limit, the likely culprit first.
 
         Ranks whose process still exists 120 s after they were done or wrote an exit code come last. The
         heartbeats are read every 0.5 s; calls in between return an empty list.
+
+        Args:
+            alive: rank -> pid of the ranks that run.
+            codes: rank -> exit code that the rank wrote.
         """
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
         now = time.time()
-        unfinished = self._placement.missing(codes)
+        # The files may hold heartbeats of an earlier start, which had other pids.
         beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
+        ranks_at_work = self._placement.missing(codes)
+        silent = hung(
+            [beat for beat in beats if beat.rank in ranks_at_work],
+            now,
+            self._limits,
+            started=self._ranks.started,
+            ranks=ranks_at_work,
+            everyone=functools.partial(read_heartbeats, self._run_dir),
+        )
         done = {beat.rank for beat in beats if beat.phase == "done"}
-        for rank in alive.keys() & (codes.keys() | done):
+        return silent + self._find_lingering(alive, done.union(codes), now)
+
+    def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
+        """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done".
+
+        Their work is done, but they hang while they end.
+
+        Args:
+            alive: rank -> pid of the ranks that run.
+            finished: ranks that sent their last heartbeat ("done") or wrote an exit code.
+            now: Unix time in seconds.
+        """
+        for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)
-        lingering = [
+        return [
             Hung(rank=rank, host="", phase="done", step=0, quiet_s=now - since, limit_s=_LEAVE_S)
             for rank, since in self._leaving.items()
             if rank in alive and now - since > _LEAVE_S
         ]
-        working_beats = [beat for beat in beats if beat.rank in unfinished]
-        read_all_beats = functools.partial(read_heartbeats, self._run_dir)
-        silent = hung(
-            working_beats,
-            now,
-            self._limits,
-            started=self._ranks.started,
-            ranks=unfinished,
-            everyone=read_all_beats,
-        )
-        return silent + lingering
 
     def _log_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Log the likely culprit, the other hung ranks, and the stacks of all ranks of this node."""
-        first, *others = hung_ranks
+        """Log the likely culprit, the other hung ranks, and the stacks of all ranks of this node.
+
+        Args:
+            hung_ranks: the hung ranks, the likely culprit first; at least one.
+        """
+        culprit, *others = hung_ranks
+        silent_too = [other.rank for other in others]
         stopped = self._ranks.stopped()
         self._log(
-            f"hung: rank {first.rank} in phase {first.phase} at step {first.step:,}, silent for {first.quiet_s:.1f} s "
-            f"(limit {first.limit_s:.1f} s); also silent: {[rank.rank for rank in others]}; "
+            f"hung: rank {culprit.rank} in phase {culprit.phase} at step {culprit.step:,}, silent for "
+            f"{culprit.quiet_s:.1f} s (limit {culprit.limit_s:.1f} s); also silent: {silent_too}; "
             f"stopped or blocked in the kernel: {stopped}; the stacks of all ranks follow"
         )
         for line in self._ranks.stacks():

@@ -39,24 +39,24 @@ def outcome(end: StartEnd) -> StartOutcome:
     EXIT_UNHEALTHY becomes EXIT_STOPPED on a node that is not at fault, so that only the faulty node is left out.
     Pure.
     """
-    events = {event["event"]: event for event in end.events}
-    if "done" in events:
-        return StartOutcome(code=EXIT_DONE, why=f"the target step {events['done']['step']:,} is reached")
-    if "stop" in events:
-        stop = events["stop"]
-        return StartOutcome(
-            code=EXIT_STOPPED, why=f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
-        )
+    newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
+    if "done" in newest_events:
+        step = newest_events["done"]["step"]
+        return StartOutcome(code=EXIT_DONE, why=f"the target step {step:,} is reached")
+    if "stop" in newest_events:
+        stop = newest_events["stop"]
+        why = f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
+        return StartOutcome(code=EXIT_STOPPED, why=why)
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
-        return StartOutcome(
-            code=EXIT_USER_ERROR,
-            why="user error or full disk; fix what the `error:` line above names, then start again",
-        )
+        why = "user error or full disk; fix what the `error:` line above names, then start again"
+        return StartOutcome(code=EXIT_USER_ERROR, why=why)
     if EXIT_UNHEALTHY in codes and end.at_fault:
-        return StartOutcome(code=EXIT_UNHEALTHY, why="this node is unhealthy; see strikes.jsonl in the run folder")
+        why = "this node is unhealthy; see strikes.jsonl in the run folder"
+        return StartOutcome(code=EXIT_UNHEALTHY, why=why)
     if EXIT_UNHEALTHY in codes:
-        return StartOutcome(code=EXIT_STOPPED, why="another node is unhealthy; see strikes.jsonl in the run folder")
+        why = "another node is unhealthy; see strikes.jsonl in the run folder"
+        return StartOutcome(code=EXIT_STOPPED, why=why)
     return StartOutcome(code=EXIT_CRASH, why=f"crash: {_describe_codes(end)}")
 
 
@@ -66,15 +66,19 @@ def awaits_ledger(end: StartEnd) -> bool:
     On a shared file system the event that rank 0 wrote on another node may become visible late; the caller should then
     read the ledger again before it believes in a crash.
     """
-    all_ended = len(end.codes) == end.num_ranks
-    all_ended_well = all_ended and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
-    return all_ended_well and outcome(end).code == EXIT_CRASH
+    all_wrote_codes = len(end.codes) == end.num_ranks
+    all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
+    looks_like_crash = outcome(end).code == EXIT_CRASH
+    return all_ended_well and looks_like_crash
 
 
 def _describe_codes(end: StartEnd) -> str:
-    """Return the exit code of each rank, and how many ranks have none, as one line."""
+    """Return the exit code of each rank, and how many ranks have none, as one line for the log.
+
+    For example "rank 0 exit 1, rank 2 exit 75, 2 killed or never started".
+    """
     parts = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
     num_without_code = end.num_ranks - len(end.codes)
-    if num_without_code:
+    if num_without_code > 0:
         parts.append(f"{num_without_code} killed or never started")
     return ", ".join(parts)

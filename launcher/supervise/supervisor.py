@@ -34,6 +34,7 @@ from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous
 from launcher.supervise.start_monitor import ReceivedSignals, StartMonitor
 from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
+from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
 
 _PREFLIGHT_S = 600.0  # time limit of the preflight checks
@@ -63,6 +64,7 @@ class Supervisor:
         self._arguments = arguments
         self._placement = placement
         self._limits = hang_limits(config.cluster)
+        self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
         self.log = Log(self._run_dir, placement.node)
         self._mark = mark_of(self._run_dir, placement.node)
         self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
@@ -88,33 +90,51 @@ class Supervisor:
         after a crash: on node 0 at most `cluster.max_fruitless_restarts` times in a row without a new checkpoint, and
         never on a node whose GPUs are found unhealthy after the crash. The other nodes follow node 0.
         """
+        self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
-        orphans = marked_pids(self._mark)
-        if orphans:
-            self.log(f"killing {len(orphans)} processes that an earlier supervisor left")
-            RankProcesses(self._mark).close()
         while True:
             checkpoint_before = newest_checkpoint(read_ledger(self._run_dir))
-            port = self._meeting.start(self._must_not_start, self._limits.setup_s)
+            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
             if port is None or self._signals.number:
                 return self._end(self._why_not_started())
-            end = self._run_start(port)
-            if end.code != EXIT_CRASH or self._signals.number:
-                return self._end(end)
+            result = self._run_start(port)
+            if result.code != EXIT_CRASH or self._signals.number:
+                return self._end(result)
             if self._meeting.taken_over():
                 return self._end(self._why_not_started())
             if newest_checkpoint(read_ledger(self._run_dir)) > checkpoint_before:
                 num_fruitless = 0
-            if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
-                why = f"{num_fruitless} restarts in a row without a new checkpoint; last {end.why}"
-                return self._end(StartOutcome(code=EXIT_CRASH, why=why))
-            gpu_fault = self._strike_unhealthy_gpus()
-            if gpu_fault:
-                return self._end(StartOutcome(code=EXIT_UNHEALTHY, why=gpu_fault))
-            self._meeting.end(end.code, final=False)
+            final_result = self._why_not_restarted(result, num_fruitless)
+            if final_result is not None:
+                return self._end(final_result)
+            self._meeting.end(result.code, final=False)
             num_fruitless += 1
             limit = self._cluster.max_fruitless_restarts
-            self.log(f"{end.why}; restart {num_fruitless} of {limit} without a new checkpoint")
+            self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
+
+    def _kill_orphans(self) -> None:
+        """Kill the processes that a killed supervisor of this run left on this node; they would hold the GPUs."""
+        orphans = marked_pids(self._mark)
+        if orphans:
+            self.log(f"killing {len(orphans)} processes that an earlier supervisor left")
+            RankProcesses(self._mark).close()
+
+    def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
+        """Return the result to end with if the ranks must not be started again after a crash; None if they may.
+
+        Checks the GPUs of this node, and records a strike if one of them is unhealthy.
+
+        Args:
+            crash: the result of the start that crashed.
+            num_fruitless: restarts in a row without a new checkpoint, the one that crashed included.
+        """
+        if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
+            why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
+            return StartOutcome(code=EXIT_CRASH, why=why)
+        gpu_fault = self._strike_unhealthy_gpus()
+        if gpu_fault:
+            return StartOutcome(code=EXIT_UNHEALTHY, why=gpu_fault)
+        return None
 
     def _must_not_start(self) -> bool:
         """Return whether to stop waiting for the next start: a signal was received, or another job has taken over."""
@@ -123,7 +143,8 @@ class Supervisor:
     def _run_start(self, port: int) -> StartOutcome:
         """Start the ranks once, watch them until the start is over, kill what is left, and return what its end means.
 
-        If all ranks ended well but the ledger does not show it yet, waits up to 60 s for the shared file system.
+        Args:
+            port: port of the rendezvous of torch.distributed on node 0, for this start only.
         """
         num_events_before = len(read_ledger(self._run_dir))
         began = time.time()
@@ -132,14 +153,16 @@ class Supervisor:
             ranks.start(self._placement.command(ranks.state, port, self._arguments))
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
-                self._run_dir, ranks, self._placement, self._meeting, self._limits, self._signals, self.log
+                run_dir=self._run_dir,
+                ranks=ranks,
+                placement=self._placement,
+                meeting=self._meeting,
+                limits=self._limits,
+                signals=self._signals,
+                log=self.log,
             )
             why_killed = monitor.until_over()
-            end = self._read_end(ranks, num_events_before, began)
-            deadline = time.monotonic() + _LEDGER_S
-            while awaits_ledger(end) and time.monotonic() < deadline:
-                time.sleep(1.0)
-                end = self._read_end(ranks, num_events_before, began)
+            end = self._await_end(ranks, num_events_before, began)
         finally:
             unkillable = ranks.close()
             if unkillable:
@@ -149,39 +172,61 @@ class Supervisor:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
 
+    def _await_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
+        """Collect the evidence of how one start of the ranks ended, and wait for the ledger if it may be late.
+
+        If all ranks ended well but the ledger does not show it yet, waits up to 60 s for the shared file system.
+        The arguments are those of `_read_end`.
+        """
+        end = self._read_end(ranks, num_events_before, began)
+        deadline = time.monotonic() + _LEDGER_S
+        while awaits_ledger(end) and time.monotonic() < deadline:
+            time.sleep(1.0)
+            end = self._read_end(ranks, num_events_before, began)
+        return end
+
     def _read_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
         """Collect the evidence of how one start of the ranks ended.
+
+        A node is at fault if a strike (a recorded fault) was added against it since the start. With one node, no other
+        node can be at fault.
 
         Args:
             ranks: the processes of the start; their state folder must still exist.
             num_events_before: number of ledger events before the start.
-            began: Unix time of the start; if a fault of this node was recorded since then (a strike),
-                this node is the one at fault.
+            began: Unix time of the start.
         """
-        struck = any(strike.time >= began and strike.node == node_name() for strike in read_strikes(self._run_dir))
+        strikes = read_strikes(self._run_dir)
+        was_struck = any(strike.time >= began and strike.node == node_name() for strike in strikes)
+        is_only_node = self._placement.num_nodes == 1
         return StartEnd(
             events=read_ledger(self._run_dir)[num_events_before:],
             codes=ranks.codes(),
             num_ranks=len(self._placement.ranks),
-            at_fault=struck or self._placement.num_nodes == 1,
+            at_fault=was_struck or is_only_node,
         )
 
     def _strike_unhealthy_gpus(self) -> str:
         """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault as one line.
 
-        Returns an empty string if the GPUs are healthy.
+        A strike is a recorded fault of a node; the next submission to Slurm leaves the node out. Returns an empty
+        string if the GPUs are healthy.
         """
         node = node_name()
         findings = check_gpus(node)
         if exit_code(findings, node) != EXIT_UNHEALTHY:
             return ""
         strike = strike_of(findings, node, time.time())
-        assert strike is not None
+        assert strike is not None  # An unhealthy finding about this node gives a strike.
         add_strike(self._run_dir, strike)
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
-        """Return why there is no further start on this node: a signal, another job, a node that left, or a timeout."""
+        """Return the result to end with if this node joins no further start, with the exit code and the reason.
+
+        The reasons, in this order: a signal was received, another job has taken the run over, another node has ended
+        for good, or node 0 began no start within the time limit.
+        """
         if self._signals.number:
             name = signal.Signals(self._signals.number).name
             return StartOutcome(code=EXIT_STOPPED, why=f"received {name} between two starts")
@@ -189,16 +234,18 @@ class Supervisor:
         if newer_session:
             return StartOutcome(code=EXIT_STOPPED, why=f"{newer_session} has taken the run over")
         left = self._meeting.left_by()
-        if left:
+        if left is not None:
             node, code = left
             return StartOutcome(code=code, why=f"node {node} has ended for good; see its supervise-{node}.log")
-        return StartOutcome(
-            code=EXIT_CRASH,
-            why=f"node 0 has begun no start for {self._limits.setup_s:.0f} s; see supervise-0.log in the run folder",
-        )
+        why = f"node 0 has begun no start for {self._limits.setup_s:.0f} s; see supervise-0.log in the run folder"
+        return StartOutcome(code=EXIT_CRASH, why=why)
 
     def _end(self, end: StartOutcome) -> int:
-        """Report the end of this supervisor to the other nodes, log it, and return its exit code."""
+        """Report the end of this supervisor to the other nodes, log it, and return its exit code.
+
+        Args:
+            end: the exit code, and the reason for the log; the other nodes receive the code only.
+        """
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
         return end.code

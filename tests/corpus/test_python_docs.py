@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from electra_dist.corpus.python_docs import _parsed, prose, write_python_docs
+from electra_dist.corpus.python_docs import _docstrings_of_file, prose, write_python_docs
 
 DOCSTRING = """Return the mean of :func:`~numpy.add` over ``axis``, as a *float*.
 
@@ -52,13 +52,13 @@ def test_docstrings_of_a_file(tmp_path: Path) -> None:
     path.write_text(
         '"""Module."""\nclass A:\n    """Class."""\n    if 1:\n        async def f():\n            """Inner."""\n'
     )
-    assert _parsed(path) == ["Module.", "Class.", "Inner."]
+    assert _docstrings_of_file(path) == ["Module.", "Class.", "Inner."]
     path.write_text('"""Python of another\n version."""\nprint "x"\n')
-    assert _parsed(path) == []
+    assert _docstrings_of_file(path) == []
     path.write_bytes(b'"""Bytes \xff of another encoding, no doubt about it."""\n')
-    assert _parsed(path) == []
+    assert _docstrings_of_file(path) == []
     path.write_text('"""Few."""\n' + "x = 1\n" * 100)
-    assert _parsed(path) == []
+    assert _docstrings_of_file(path) == []
 
 
 def test_the_standard_library_gives_the_same_text_in_every_process(tmp_path: Path) -> None:

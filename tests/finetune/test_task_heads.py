@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.squad.answer_spans import best_spans
 from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.squad.squad_task import best_spans
 from electra_dist.finetune.task_heads import Classifier, SpanHead, SpanModel
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.load_encoder import Pretrained

@@ -44,7 +44,7 @@ class SquadFile(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Passage of a SQuAD file, as text and as tokens with their positions in the text."""
+    """Passage of a SQuAD file, as text and as tokens; `offsets` connect the tokens with the characters of the text."""
 
     text: str
     ids: list[int]
@@ -53,28 +53,34 @@ class Passage(NamedTuple):
     def answer(self, first: int, last: int) -> str:
         """Return the text from token `first` to token `last`, both included.
 
-        Combining marks that follow the last token are included: the tokenizer strips them, so no token covers them.
+        Combining marks that follow the last token (such as the accent of a decomposed character) are included: the
+        tokenizer strips them, so no token covers them.
         """
-        start = self.offsets[first][0]
-        end = self.offsets[last][1]
-        while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":
+        start, _ = self.offsets[first]
+        _, end = self.offsets[last]
+        while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":  # nonspacing mark
             end += 1
         return self.text[start:end]
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first and the last token that overlap the characters [start, end); (0, -1) if none does."""
-        overlapping = [
-            number
-            for number, (token_start, token_end) in enumerate(self.offsets)
-            if token_start < end and token_end > start
-        ]
+        """Return the numbers of the first and the last token that overlap the characters [start, end) of the text.
+
+        If there is no token, the result is (0, -1), an empty span.
+        """
+        overlapping = []
+        for number, (token_start, token_end) in enumerate(self.offsets):
+            if token_start < end and token_end > start:
+                overlapping.append(number)
         if not overlapping:
             return 0, -1
         return overlapping[0], overlapping[-1]
 
 
 class AnswerWindow(NamedTuple):
-    """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`."""
+    """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`.
+
+    A passage that is too long for one row has several windows, which overlap.
+    """
 
     question: int  # number of the question within the file
     ids: list[int]
@@ -99,10 +105,11 @@ def read_squad(file: Path, version: int) -> SquadFile:
         questions: list[Question] = []
         for article in articles:
             for paragraph in article["paragraphs"]:
-                context = paragraph["context"]
+                passage_number = len(passages)
+                passage_text = paragraph["context"]
+                passages.append(passage_text)
                 for entry in paragraph["qas"]:
-                    questions.append(_parse_question(entry, len(passages), context, version))
-                passages.append(context)
+                    questions.append(_parse_question(entry, passage_number, passage_text, version))
     except (ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
@@ -113,8 +120,14 @@ def read_squad(file: Path, version: int) -> SquadFile:
     return SquadFile(passages, questions)
 
 
-def _parse_question(entry: dict[str, Any], passage: int, context: str, version: int) -> Question:
-    """Convert one entry of the list `qas` of a SQuAD file; `passage` is the number of its passage, `context` the text.
+def _parse_question(entry: dict[str, Any], passage: int, passage_text: str, version: int) -> Question:
+    """Convert one entry of the list `qas` of a SQuAD file into a `Question`.
+
+    Args:
+        entry: the entry as parsed JSON.
+        passage: number of its passage in the file.
+        passage_text: the passage, in which the first gold answer is located.
+        version: 1 or 2; only questions of version 2 may have no answer.
 
     Raises:
         ValueError: the question should have an answer and has none.
@@ -126,23 +139,31 @@ def _parse_question(entry: dict[str, Any], passage: int, context: str, version: 
     if not entry["answers"]:
         raise ValueError(f"question {entry['id']} has no answer")
     answers = tuple(answer["text"] for answer in entry["answers"])
-    start = _nearest_occurrence(context, answers[0], entry["answers"][0]["answer_start"])
+    start = _nearest_occurrence(passage_text, answers[0], entry["answers"][0]["answer_start"])
     return Question(entry["id"], entry["question"], passage, answers, start)
 
 
-def _nearest_occurrence(context: str, answer: str, start: int) -> int:
-    """Return where `answer` occurs in `context` nearest to index `start`, as a character index; -1 if nowhere."""
-    if context.startswith(answer, start):
+def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
+    """Return the index at which `answer` occurs in a passage nearest to `start`, in characters; -1 if nowhere.
+
+    `start` is the index that the file gives for the answer; it is wrong for some questions. Of two equally near
+    occurrences, the earlier one is returned.
+    """
+    if passage_text.startswith(answer, start):
         return start
-    before = context.rfind(answer, 0, start + len(answer))
-    after = context.find(answer, start)
-    occurrences = [index for index in (before, after) if index >= 0]
+    last_before = passage_text.rfind(answer, 0, start + len(answer))
+    first_after = passage_text.find(answer, start)
+    occurrences = [index for index in (last_before, first_after) if index >= 0]  # -1 means not found
     return min(occurrences, key=lambda index: abs(index - start), default=-1)
 
 
 def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list[Passage]:
     """Tokenize each passage, without special tokens and without truncation, with the offsets of its tokens."""
-    return [Passage(text, *tokenizer.encode_with_offsets(text)) for text in texts]
+    passages = []
+    for text in texts:
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        passages.append(Passage(text=text, ids=ids, offsets=offsets))
+    return passages
 
 
 def make_windows(
@@ -163,31 +184,35 @@ def make_windows(
     Raises:
         UserError: `max_length` leaves no room for the passage beside the question.
     """
-    query = query[: settings.max_query]
+    question_ids = query[: settings.max_query]
     num_special = 3  # [CLS] and two [SEP]
-    room = settings.max_length - len(query) - num_special
+    room = settings.max_length - len(question_ids) - num_special
     if room < 1:
         raise UserError(
-            f"max_length {settings.max_length} leaves no room for the passage beside a question of {len(query)} "
-            f"tokens; raise max_length or lower max_query"
+            f"max_length {settings.max_length} leaves no room for the passage beside a question of "
+            f"{len(question_ids)} tokens; raise max_length or lower max_query"
         )
-    spans = window_spans(len(passage.ids), room, settings.doc_stride)
-    owners = _owners(spans, len(passage.ids))
-    head = [special.cls, *query, special.sep]
-    return [
-        AnswerWindow(
+    num_tokens = len(passage.ids)
+    spans = window_spans(num_tokens, room, settings.doc_stride)
+    owner_of = _owners(spans, num_tokens)  # the window that owns each token of the passage
+    prefix = [special.cls, *question_ids, special.sep]
+    windows = []
+    for window_number, (start, end) in enumerate(spans):
+        window = AnswerWindow(
             question=number,
-            ids=[*head, *passage.ids[start:end], special.sep],
-            offset=len(head),
+            ids=[*prefix, *passage.ids[start:end], special.sep],
+            offset=len(prefix),
             first=start,
-            owned=[owners[token] == window for token in range(start, end)],
+            owned=[owner_of[token] == window_number for token in range(start, end)],
         )
-        for window, (start, end) in enumerate(spans)
-    ]
+        windows.append(window)
+    return windows
 
 
 def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
     """Return the range [start, end) of passage tokens in each of the windows that cover a passage.
+
+    With 10 tokens, a room of 6 and a stride of 3, for instance, the windows are [0, 6), [3, 9) and [6, 10).
 
     Args:
         num_tokens: tokens of the passage; 0 gives no window.
@@ -208,26 +233,30 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """Return the training target of a window: (start position, end position, 1 if the question has no answer).
 
-    Positions are indices into the window's ids. Both are 0, the position of [CLS], if the window does not contain the
-    whole answer.
+    Positions are indices into the window's ids, both included. Both are 0, the position of [CLS], if the window does
+    not contain the whole answer; the third number is still 0 if the answer is in another window.
 
     Args:
-        window: the window.
+        window: one row for the model, with the question and a part of the passage.
         first: first token of the answer, numbered within the passage.
         last: last token of the answer; below `first` for an empty answer.
         impossible: whether the question has no answer.
     """
-    end = window.first + len(window.owned)
-    if impossible or not window.first <= first <= last < end:
-        return 0, 0, int(impossible)
-    shift = window.offset - window.first
+    window_end = window.first + len(window.owned)  # the window has the passage tokens [window.first, window_end)
+    if impossible:
+        return 0, 0, 1
+    contains_answer = window.first <= first <= last < window_end
+    if not contains_answer:
+        return 0, 0, 0
+    shift = window.offset - window.first  # from numbers within the passage to positions in the row
     return first + shift, last + shift, 0
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
     """Return for each token of a passage the number of the window that owns it, the one with the most context.
 
-    `spans` are the ranges [start, end) of passage tokens in each window; see `_owner` for the context.
+    An answer may be predicted only by the window that owns its first token, so overlapping windows do not compete
+    with different contexts. `spans` are the ranges [start, end) of passage tokens in each window.
     """
     if len(spans) <= 1:
         return [0] * num_tokens
@@ -238,7 +267,12 @@ def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
     """Return the number of the window in which `token` has the most context, the first of equally good ones.
 
     The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
-    token of the window, which favors the longer of two windows.
+    token of the window, which favors the longer of two windows. Token 5, for instance, has min(5, 0) = 0 tokens of
+    context in the window [0, 6) and min(2, 3) = 2 in the window [3, 9), which is therefore the one that owns it.
+
+    Args:
+        spans: range [start, end) of passage tokens in each window.
+        token: number of the token within the passage; at least one window contains it.
 
     Source: `max context` of the reference, finetune/qa/qa_tasks.py.
     """

@@ -25,12 +25,18 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalized(answer: str) -> str:
-    """Return an answer in the form in which answers are compared: lower case, no punctuation, no articles."""
-    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+    """Return an answer in the form in which answers are compared: "The U.S.  army" becomes "us army".
+
+    It is lower-cased, ASCII punctuation and the words a, an and the are removed, and runs of white space become one
+    space. The result may be empty.
+    """
+    without_punctuation = answer.lower().translate(_PUNCTUATION)
+    without_articles = _ARTICLES.sub(" ", without_punctuation)
+    return " ".join(without_articles.split())
 
 
 def exact(predicted: str, gold: str) -> float:
-    """Return 1.0 if both answers are equal after normalization, else 0.0."""
+    """Return 1.0 if both answers are equal after normalization (case, punctuation, articles, spaces), else 0.0."""
     return float(normalized(predicted) == normalized(gold))
 
 
@@ -44,8 +50,10 @@ def f1(predicted: str, gold: str, version: int) -> float:
     """
     predicted_words = normalized(predicted).split()
     gold_words = normalized(gold).split()
-    if version == 2 and not (predicted_words and gold_words):
-        return float(predicted_words == gold_words)
+    is_one_empty = not predicted_words or not gold_words
+    if version == 2 and is_one_empty:
+        return float(predicted_words == gold_words)  # 1 if both are empty
+    # The intersection of two counters has each word as often as both answers have it.
     num_common = (Counter(predicted_words) & Counter(gold_words)).total()
     if num_common == 0:
         return 0.0
@@ -61,7 +69,10 @@ def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]
         predicted: question id -> predicted answer; a question without a prediction counts as wrong.
         gold: question id -> gold answers, at least one each.
     """
-    return {"exact": _mean_score(predicted, gold, exact), "f1": _mean_score(predicted, gold, partial(f1, version=1))}
+    return {
+        "exact": _mean_score(predicted, gold, score=exact),
+        "f1": _mean_score(predicted, gold, score=partial(f1, version=1)),
+    }
 
 
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
@@ -77,18 +88,21 @@ def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float],
         no_answer: question id -> no-answer score; the higher, the less likely the question has an answer.
         gold: question id -> gold answers; empty for a question without an answer.
     """
-    answerable = [question for question in gold if gold[question]]
+    answerable_questions = [question for question in gold if gold[question]]
     # Gold answers that normalize to "" do not count; "" is the gold answer of a question that has no others.
-    scored_gold = {
-        question: [answer for answer in answers if normalized(answer)] or [""] for question, answers in gold.items()
-    }
+    scored_gold = {}
+    for question, answers in gold.items():
+        non_empty_answers = [answer for answer in answers if normalized(answer)]
+        scored_gold[question] = non_empty_answers or [""]
+
     metrics: dict[str, float] = {}
     for name, score in (("exact", exact), ("f1", partial(f1, version=2))):
         scores = {question: _best_score(predicted[question], scored_gold[question], score) for question in gold}
-        best, threshold = best_threshold(scores, predicted, no_answer, gold)
-        metrics |= {f"best_{name}": best, f"best_{name}_threshold": threshold}
-        answerable_total = sum(scores[question] for question in answerable)
-        metrics[f"has_answer_{name}"] = 100.0 * answerable_total / max(1, len(answerable))
+        best_score, threshold = best_threshold(scores, predicted, no_answer, gold)
+        metrics[f"best_{name}"] = best_score
+        metrics[f"best_{name}_threshold"] = threshold
+        answerable_total = sum(scores[question] for question in answerable_questions)
+        metrics[f"has_answer_{name}"] = 100.0 * answerable_total / max(1, len(answerable_questions))
     return metrics
 
 
@@ -97,8 +111,9 @@ def best_threshold(
 ) -> tuple[float, float]:
     """Find the no-answer threshold with the best mean score, as the official script does.
 
-    The search starts with "" as the prediction for every question, then answers the questions one by one in the order
-    of their no-answer scores.
+    The search starts with "" as the prediction for every question, which is right for the questions without an answer.
+    Then it answers the questions one by one, those first that most probably have an answer. Answering a question with
+    an answer adds its score; answering one without an answer costs the point that "" had.
 
     Args:
         scores: question id -> score of its predicted answer, in [0, 1].
@@ -109,13 +124,14 @@ def best_threshold(
     Returns:
         (best mean score in per cent, its threshold); the threshold is 0 if answering never improves the score.
     """
-    total = float(sum(not answers for answers in gold.values()))
+    num_unanswerable = sum(not answers for answers in gold.values())
+    total = float(num_unanswerable)
     best_total = total
     threshold = 0.0
     for question in sorted(no_answer, key=lambda question: no_answer[question]):
         if gold[question]:
             total += scores[question]
-        elif predicted[question]:
+        elif predicted[question]:  # a prediction of "" stays right
             total -= 1
         if total > best_total:
             best_total = total
@@ -124,11 +140,21 @@ def best_threshold(
 
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    """Return the mean over all questions in per cent; a question without a prediction counts as 0."""
-    total = sum(_best_score(predicted[question], gold[question], score) for question in gold if question in predicted)
-    return 100.0 * total / len(gold)
+    """Return the mean of `score` over all questions of `gold` in per cent; one without a prediction counts as 0.
+
+    If a question has several gold answers, the one with the highest score counts.
+    """
+    scores = []
+    for question, answers in gold.items():
+        if question in predicted:
+            scores.append(_best_score(predicted[question], answers, score))
+    return 100.0 * sum(scores) / len(gold)
 
 
 def _best_score(predicted: str, gold: Sequence[str], score: Callable[[str, str], float]) -> float:
-    """Return the highest `score` of a predicted answer over the gold answers."""
+    """Return the highest `score` of a predicted answer over the gold answers, of which there is at least one.
+
+    Raises:
+        ValueError: there is no gold answer.
+    """
     return max(score(predicted, answer) for answer in gold)

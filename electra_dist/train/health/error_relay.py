@@ -32,20 +32,23 @@ def report_once(error: UserError) -> None:
     Args:
         error: its text is printed after "error: ".
     """
-    is_first = True
+    is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
-        is_first = store.add(_NUM_ERRORS, 1) == 1
+        num_errors = store.add(_NUM_ERRORS, 1)  # atomic, so exactly one rank gets 1
+        is_first = num_errors == 1
         store.set(_IS_REPORTED, "1")
     if is_first:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def another_rank_reported() -> bool:
-    """Return whether any rank has reported a user's error; a failed collective is then only its consequence.
+    """Return whether any rank has reported a user's error with `report_once`.
 
-    Not collective. It returns False if the store in rank 0's process cannot be reached any more.
+    If so, a collective that fails on this rank fails only because that rank has ended. Not collective. It returns
+    False if the store in rank 0's process cannot be reached any more.
     """
     with contextlib.suppress(RuntimeError):
-        return bool(dist.distributed_c10d._get_default_store().check([_IS_REPORTED]))
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.check([_IS_REPORTED]))
     return False

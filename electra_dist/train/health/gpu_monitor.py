@@ -18,7 +18,7 @@ from electra_dist.nvml import GpuProbe, GpuSample
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """Readings of all GPUs of a node, combined: of each quantity the worst value or, where noted, the sum.
+    """Readings of all GPUs of a node, combined into one value per quantity: the worst one or, where noted, the sum.
 
     A quantity is None if no GPU reports it.
     """
@@ -28,7 +28,7 @@ class GpuReading:
     gpu_sm_clock_mhz: int | None  # lowest
     gpu_memory_used_gb: float | None  # highest, by all processes, in 1e9 bytes
     gpu_ecc_uncorrected: int | None  # sum, since the driver was loaded
-    gpu_throttle: tuple[str, ...]  # all reasons for slowing down that any of them reports, sorted
+    gpu_throttle: tuple[str, ...]  # all reasons for slowing down that any GPU reports, sorted
 
 
 class GpuSampler:
@@ -55,9 +55,10 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Combine the readings of several GPUs: the worst value of each quantity; the sum of power and of memory errors.
+    """Combine the readings of several GPUs: the worst value of each quantity, and the sum of power and memory errors.
 
-    A GPU that does not report a quantity is ignored for it. A quantity that no GPU reports is None.
+    The worst value is the highest temperature, the lowest clock and the highest memory use. A GPU that does not report
+    a quantity is ignored for it. A quantity that no GPU reports is None.
     """
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
@@ -77,10 +78,10 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return why the node can no longer be trusted, or an empty string if it can.
+    """Return why the GPUs of the node can no longer be trusted, or an empty string if they can.
 
-    Only what damages results counts: new uncorrected memory errors. Heat and throttling make a run slow, not wrong.
-    A run ends with exit code 69 for this reason.
+    Only new uncorrected memory errors count, because they damage results. Heat and throttling make a run slow, not
+    wrong. The caller ends the run with exit code 69 if the result is not empty.
 
     Args:
         first: reading at the start of the run; None without GPUs.
@@ -88,7 +89,8 @@ def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
     """
     if first is None or now is None or now.gpu_ecc_uncorrected is None:
         return ""
-    new_errors = now.gpu_ecc_uncorrected - (first.gpu_ecc_uncorrected or 0)
+    first_errors = 0 if first.gpu_ecc_uncorrected is None else first.gpu_ecc_uncorrected
+    new_errors = now.gpu_ecc_uncorrected - first_errors
     if new_errors <= 0:
         return ""
     return f"{new_errors} uncorrected memory errors since the run started"

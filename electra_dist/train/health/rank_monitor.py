@@ -34,6 +34,7 @@ from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_b
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
 _LONGEST_COLLECTIVE_S = 3600.0
+_LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,19 @@ class RankMonitor:
         is_first_on_node = int(os.environ["LOCAL_RANK"]) == 0
         self._sampler = GpuSampler() if is_first_on_node else None
         self._first_reading = self._sampler.read() if self._sampler else None
-        self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per look
-        self._collective_limit_s = 0.0
+        self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step
+        self._collective_limit_s = 0.0  # the timeout of collectives that is set; 0 before the first heartbeat
         self.sick = False  # whether this rank's node is not to be trusted
 
     def began(self, attempt: int) -> None:
-        """Set the attempt number that heartbeats carry from the next one on."""
+        """Set the number of this start of the run ("attempt"), from 1, which all later heartbeats contain."""
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Write a heartbeat, and adapt the timeout of collectives to the phase.
+        """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do.
+
+        A collective may take twice the hang limit of the phase, and an hour at most. A supervisor, if there is one,
+        ends a hanging rank before that, after the hang limit.
 
         Args:
             phase: what this rank is about to do.
@@ -87,11 +91,16 @@ class RankMonitor:
         self._heartbeat.beat(phase, step)
         hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
         limit_s = min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S)
-        # The limit follows the learned step time; small changes are not worth setting it again.
-        if abs(limit_s - self._collective_limit_s) > 0.1 * self._collective_limit_s:
-            self._collective_limit_s = limit_s
-            for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
-                c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+        # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
+        change_s = abs(limit_s - self._collective_limit_s)
+        if change_s > _LEAST_CHANGE * self._collective_limit_s:
+            self._set_collective_timeout(limit_s)
+
+    def _set_collective_timeout(self, limit_s: float) -> None:
+        """Set the timeout of collectives, in seconds, on all process groups of this rank."""
+        self._collective_limit_s = limit_s
+        for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
+            c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at log steps.
@@ -102,7 +111,8 @@ class RankMonitor:
             forward_s: seconds of this rank's first forward of the step.
 
         Returns:
-            The readings, and the ranks that were slow at the last three looks (equal on all ranks).
+            The readings of this node, and the ranks that were slow at each of the last three calls (equal on all
+            ranks).
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
@@ -116,11 +126,11 @@ class RankMonitor:
     @staticmethod
     def _gather(seconds: float) -> list[float]:
         """Gather a number of seconds from every rank; return them in the order of ranks. Collective."""
-        times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-        if torch.cuda.is_available():
-            times = [t.cuda() for t in times]  # NCCL gathers tensors on GPUs only
-        dist.all_gather(times, torch.full_like(times[0], seconds))
-        return [float(t) for t in times]
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
+        own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)
+        times = [torch.zeros_like(own_time) for _ in range(dist.get_world_size())]
+        dist.all_gather(times, own_time)
+        return [float(rank_time) for rank_time in times]
 
     def close(self) -> None:
         """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver.

@@ -25,21 +25,22 @@ from types import FrameType
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-_LEAST_MARGIN_S = 10.0
+_LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
+_SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take longer than those so far
 
 
 class StopRequest:
     """The requests to stop or save that this rank has received.
 
-    Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop asks it
-    before every step and adds up the answers of all ranks.
+    Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop calls
+    `wants_stop` and `wants_save` before every step and adds up the answers of all ranks.
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
         """Install the signal handlers, in place of those that were there.
 
         Args:
-            run_dir: folder of the run, where the files `stop` and `save` may appear.
+            run_dir: folder of the run, where a user may create the files `stop` and `save`.
             is_first_rank: whether this is rank 0, which also watches these files and the end of the Slurm job.
         """
         self._reason = ""  # why to stop; empty as long as there is no request
@@ -64,13 +65,23 @@ class StopRequest:
 
         Once True it stays True.
         """
-        if not self._reason and self._watches:
-            if self._stop_file.exists():
-                # launcher/slurm/job.py recognises this reason by its first word.
-                self._reason = f"file {self._stop_file}"
-            elif self._job_end_time is not None and time.time() > self._job_end_time - self.margin_s:
-                self._reason = f"the job ends in {self._job_end_time - time.time():.0f} s"
+        if self._watches and not self._reason:
+            reason = self._find_reason()
+            if reason:  # an empty text must not overwrite the reason of a signal that arrives meanwhile
+                self._reason = reason
         return bool(self._reason)
+
+    def _find_reason(self) -> str:
+        """Return the reason to stop that rank 0 watches for: the file `stop` or the end of the job; "" if neither."""
+        if self._stop_file.exists():
+            # launcher/slurm/job.py recognises this reason by its first word.
+            return f"file {self._stop_file}"
+        if self._job_end_time is None:
+            return ""
+        remaining_s = self._job_end_time - time.time()
+        if remaining_s < self.margin_s:
+            return f"the job ends in {remaining_s:.0f} s"
+        return ""
 
     def wants_save(self) -> bool:
         """Return whether to save and go on: on rank 0, whether the file `save` exists; always False on other ranks."""
@@ -82,7 +93,7 @@ class StopRequest:
 
         It is twice the sum of the longest step and the longest save so far, and at least 10 s.
         """
-        return max(_LEAST_MARGIN_S, 2.0 * (self.longest_step_s + self.longest_save_s))
+        return max(_LEAST_MARGIN_S, _SAFETY_FACTOR * (self.longest_step_s + self.longest_save_s))
 
     @property
     def reason(self) -> str:
@@ -90,9 +101,9 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save`, because a save has begun. Rank 0 only; without the file it does nothing."""
+        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only."""
         self._save_file.unlink(missing_ok=True)
 
     def stopped(self) -> None:
-        """Remove the file `stop`, because the run has saved and stops. Rank 0 only."""
+        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only."""
         self._stop_file.unlink(missing_ok=True)

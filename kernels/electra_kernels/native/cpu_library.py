@@ -1,5 +1,4 @@
-"""Calls the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass on a
-CPU.
+"""Calls the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass.
 
 Guarantee: permutations and bits are equal to those that `data/row_order.py` and `keyed_random.py` define in NumPy,
 and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built
@@ -25,8 +24,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-_WORD, _WORD32, _SIZE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
-_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+# Argument types of the C functions.
+_WORD = ctypes.c_uint64
+_WORD32 = ctypes.c_uint32
+_SIZE = ctypes.c_int64
+_WIDTH = ctypes.c_int32
+_COUNT = ctypes.c_int
+_FLOAT = ctypes.c_float
+_POINTER = ctypes.c_void_p
+
 _VERSION = 1  # of the functions' arguments, equal to `electra_cpu_library_version` in cpu_library.c
 _ROWS_AT_A_TIME = 8  # rows that one call of the row pass handles
 _Item = TypeVar("_Item")
@@ -36,27 +42,29 @@ def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
     Threads run in parallel only while `work` releases the interpreter lock. The first exception of a call is raised.
+    With one item or one thread, the calls are made in the calling thread.
     """
-    threads = min(torch.get_num_threads(), len(items))
-    if threads <= 1:
+    num_threads = min(torch.get_num_threads(), len(items))
+    if num_threads <= 1:
         for item in items:
             work(item)
         return
-    for _ in _pool(threads, os.getpid()).map(work, items):
+    pool = _pool(num_threads, os.getpid())
+    for _ in pool.map(work, items):
         pass  # reading a result waits for its call and raises its exception
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return the pool of `threads` threads that this process reuses.
+def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
+    """Return the pool of `num_threads` threads that this process reuses.
 
-    The process id is part of the key, because a forked process inherits the cache, but not the pool's threads.
+    The process id is part of the cache's key, because a forked process inherits the cache, but not the pool's threads.
     """
-    return ThreadPoolExecutor(threads, thread_name_prefix="electra-cpu-library")
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="electra-cpu-library")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the library in the folder of this file and declare the argument types of its functions.
+    """Load the C library in the folder of this file and declare the argument types of its functions.
 
     Returns None if the library was not built, or was built for another kind of machine or another version of the
     functions' arguments (`electra_cpu_library_version` in cpu_library.c).
@@ -64,26 +72,43 @@ def _load() -> ctypes.CDLL | None:
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
         try:
             library = ctypes.CDLL(str(path))
-            if ctypes.c_int.in_dll(library, "electra_cpu_library_version").value != _VERSION:
-                continue
+            version = ctypes.c_int.in_dll(library, "electra_cpu_library_version").value
         except (OSError, ValueError):
-            continue
-        grid: list[Any] = [_WORD, _WORD32, _WORD32, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]
-        library.electra_bits.argtypes = [*grid, _POINTER]
-        library.electra_keep_scale.argtypes = [*grid, _WORD, _FLOAT, _POINTER]
-        library.electra_permute.argtypes = [_WORD, _WORD32, _COUNT, *[_POINTER] * 4, _SIZE, _POINTER]
-        library.electra_gather_rows.argtypes = [*[_POINTER] * 3, _SIZE, _SIZE, _POINTER]
-        row: list[Any] = [_POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_int32, *[_POINTER] * 3, _FLOAT, _COUNT, _COUNT]
-        library.electra_row_pass.argtypes = [_WORD, _WORD32, _WORD32, *row, *[_POINTER] * 3]
-        return library
+            continue  # not a library of this machine, or one without a version
+        if version == _VERSION:
+            _declare_arguments(library)
+            return library
     return None
+
+
+def _declare_arguments(library: ctypes.CDLL) -> None:
+    """Set the argument types of the functions of cpu_library.c, without which ctypes would pass 64-bit numbers as int.
+
+    The types are in the order of the C declarations.
+    """
+    key: list[Any] = [_WORD, _WORD32, _WORD32]  # seed, purpose, step
+    grid: list[Any] = [*key, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]  # rows, num_rows, first_block, num_blocks, stride
+    library.electra_bits.argtypes = [*grid, _POINTER]
+    library.electra_keep_scale.argtypes = [*grid, _WORD, _FLOAT, _POINTER]
+
+    permutation_inputs: list[Any] = [_POINTER] * 4  # index, size, epoch, block
+    library.electra_permute.argtypes = [_WORD, _WORD32, _COUNT, *permutation_inputs, _SIZE, _POINTER]
+
+    gather_inputs: list[Any] = [_POINTER] * 3  # tables, which, rows
+    library.electra_gather_rows.argtypes = [*gather_inputs, _SIZE, _SIZE, _POINTER]
+
+    logits: list[Any] = [_POINTER, _SIZE, _POINTER, _SIZE, _WIDTH]  # rows, num_rows, logits, stride, vocab
+    row_inputs: list[Any] = [_POINTER] * 3  # bias, target, weight
+    row_options: list[Any] = [_FLOAT, _COUNT, _COUNT]  # per_temperature, disallow_correct, with_gradient
+    row_outputs: list[Any] = [_POINTER] * 3  # loss, most_likely, sampled
+    library.electra_row_pass.argtypes = [*key, *logits, *row_inputs, *row_options, *row_outputs]
 
 
 _library = _load()
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position.
+    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position, in C.
 
     Args:
         grid: int64 [R, 4 * blocks], filled in place. Columns are adjacent; rows may be part of a wider array.
@@ -95,7 +120,8 @@ def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.nd
     """
     assert _library is not None
     assert grid.dtype == np.int64
-    _library.electra_bits(*_arguments(grid, seed, purpose, step, rows, first_block), grid.ctypes.data)
+    arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
+    _library.electra_bits(*arguments, grid.ctypes.data)
 
 
 def _fill_kept(
@@ -109,37 +135,52 @@ def _fill_kept(
     threshold: int,
     scale: float,
 ) -> None:
-    """Fill `grid`, fp32, with the factors of dropout: `scale` where the random bits are at least `threshold`, else 0.
+    """Fill `grid` with the factors of dropout, in C: `scale` for kept elements, 0 for dropped ones.
 
-    The random bits and the other arguments are those of `fill_bits`.
+    An element is kept if its 32 random bits, those of `keyed_random.bits_grid`, are at least `threshold`.
+
+    Args:
+        grid: fp32 [R, 4 * blocks], filled in place. Columns are adjacent; rows may be part of a wider array.
+        seed: 64-bit key.
+        purpose: Value of a `keyed_random.Purpose`.
+        step: Global step, in [0, 2**32).
+        rows: Contiguous int64 [R], row numbers within the global batch.
+        first_block: First position of the grid, divided by 4.
+        threshold: `keyed_random.drop_threshold` of the probability, in [0, 2**32].
+        scale: 1 / (1 - probability).
     """
     assert _library is not None
     assert grid.dtype == np.float32
-    arguments = _arguments(grid, seed, purpose, step, rows, first_block)
+    arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
     _library.electra_keep_scale(*arguments, threshold, scale, grid.ctypes.data)
 
 
-def _arguments(
+def _grid_arguments(
     grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int
 ) -> tuple[Any, ...]:
-    """Check the memory layout of `grid` and `rows`, and return the arguments that both fill functions of C share.
+    """Check the memory layout of `grid` and `rows`, and return the first eight arguments of the C fill functions.
 
-    The last of them is the distance from row to row of `grid`, in elements.
+    They are seed, purpose, step, address and number of the rows, first block, number of blocks (of four positions),
+    and the distance from row to row of `grid` in elements.
     """
-    assert grid.strides[1] == grid.itemsize
+    assert grid.strides[1] == grid.itemsize, "the columns of the grid are not adjacent: pass a row-major array"
     assert rows.dtype == np.int64
     assert rows.flags.c_contiguous
+    num_blocks = grid.shape[1] // 4
     stride = grid.strides[0] // grid.itemsize
-    return seed, purpose, step, rows.ctypes.data, len(rows), first_block, grid.shape[1] // 4, stride
+    return seed, purpose, step, rows.ctypes.data, len(rows), first_block, num_blocks, stride
 
 
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place of each index in its keyed permutation; `data.order.permute` is the same function in NumPy.
+    """Return the place of each index in its keyed permutation, in C.
+
+    `permute` of `electra_dist/data/row_order.py` is the same function in NumPy. Element i of the arrays stands for
+    permutation i: its key is (seed, purpose, epoch[i], block[i]) and its length is size[i].
 
     Args:
-        index: Number to permute, in [0, size); like the next three, one array element for each permutation.
+        index: Number to permute, in [0, size).
         size: Length of the permutation.
         epoch: Part of the key, in [0, 2**32).
         block: Part of the key, in [0, 2**32).
@@ -151,20 +192,34 @@ def _permute(
         uint64 places in [0, size), in an array as long as `index`.
     """
     assert _library is not None
-    inputs = [np.ascontiguousarray(array, np.uint64) for array in (index, size, epoch, block)]
-    place = np.empty_like(inputs[0])
-    pointers = [array.ctypes.data for array in inputs]
-    _library.electra_permute(seed, purpose, num_rounds, *pointers, len(place), place.ctypes.data)
+    # C reads contiguous arrays. The names keep the converted arrays alive during the call.
+    index = np.ascontiguousarray(index, np.uint64)
+    size = np.ascontiguousarray(size, np.uint64)
+    epoch = np.ascontiguousarray(epoch, np.uint64)
+    block = np.ascontiguousarray(block, np.uint64)
+    place = np.empty_like(index)
+    _library.electra_permute(
+        seed,
+        purpose,
+        num_rounds,
+        index.ctypes.data,
+        size.ctypes.data,
+        epoch.ctypes.data,
+        block.ctypes.data,
+        len(place),
+        place.ctypes.data,
+    )
     return place
 
 
 def _gather_rows(
     tables: Sequence[tuple[int, int, int, int]], which: np.ndarray, rows: np.ndarray, out: np.ndarray
 ) -> None:
-    """Copy row `rows[k]` of the shard `tables[which[k]]` to `out[k]`, for every k.
+    """Copy row `rows[k]` of the shard `tables[which[k]]` to `out[k]`, for every k, in C.
 
     Args:
-        tables: Addresses of mapped shards (`data.shard.Shard.table`). Their mappings must stay open during the call.
+        tables: Addresses of memory-mapped shards and of their indices (`table` of `electra_dist.data.shard.Shard`).
+            The mappings must stay open during the call.
         which: Index into `tables` of each row, as long as `out`.
         rows: Row number within its shard, as long as `out`.
         out: Contiguous 2-D array, filled in place; its rows have the size of a shard's rows.
@@ -179,8 +234,10 @@ def _gather_rows(
     which = np.ascontiguousarray(which, np.int64)
     rows = np.ascontiguousarray(rows, np.int64)
     row_bytes = out.shape[1] * out.itemsize
-    inputs = (table.ctypes.data, which.ctypes.data, rows.ctypes.data, len(out), row_bytes)
-    if not _library.electra_gather_rows(*inputs, out.ctypes.data):
+    all_inside = _library.electra_gather_rows(
+        table.ctypes.data, which.ctypes.data, rows.ctypes.data, len(out), row_bytes, out.ctypes.data
+    )
+    if not all_inside:
         raise IndexError(
             f"one of {len(rows)} row numbers, {rows.min()} to {rows.max()}, is outside its shard: "
             "pass numbers of at least 0 and below the number of rows of the shard"
@@ -198,7 +255,9 @@ def _row_pass(
     disallow_correct: bool,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32.
+    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32, in C.
+
+    The row pass computes loss, most likely token, sample and gradient of M rows of logits, V columns each.
 
     Args:
         logits_MV: fp32 logits without bias; adjacent columns. With `with_gradient`, overwritten by their gradient.
@@ -218,16 +277,23 @@ def _row_pass(
     assert library is not None
     assert logits_MV.dtype == weight_M.dtype == torch.float32
     assert logits_MV.stride(1) == 1
+    seed, purpose, step = key
     bias_V = bias_V.float().contiguous()
-    row_M, target_M, weight_M = row_M.contiguous(), target_M.contiguous(), weight_M.contiguous()
-    losses_best_sampled = torch.empty_like(weight_M), torch.empty_like(target_M), torch.empty_like(target_M)
+    row_M = row_M.contiguous()
+    target_M = target_M.contiguous()
+    weight_M = weight_M.contiguous()
+    loss_M = torch.empty_like(weight_M)
+    best_M = torch.empty_like(target_M)
+    sampled_M = torch.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
         """Compute losses and tokens of up to `_ROWS_AT_A_TIME` rows, from row `begin` on, by one call of C."""
         block = slice(begin, begin + _ROWS_AT_A_TIME)
         logits = logits_MV[block]
         library.electra_row_pass(
-            *key,
+            seed,
+            purpose,
+            step,
             row_M[block].data_ptr(),
             len(logits),
             logits.data_ptr(),
@@ -239,13 +305,16 @@ def _row_pass(
             1.0 / temperature,
             disallow_correct,
             with_gradient,
-            *(result[block].data_ptr() for result in losses_best_sampled),
+            loss_M[block].data_ptr(),
+            best_M[block].data_ptr(),
+            sampled_M[block].data_ptr(),
         )
 
     share(run_rows_from, range(0, len(logits_MV), _ROWS_AT_A_TIME))
-    return losses_best_sampled
+    return loss_M, best_M, sampled_M
 
 
+# The public functions; None where the library was not built.
 fill_bits: Callable[..., None] | None = _fill_bits if _library else None
 fill_kept: Callable[..., None] | None = _fill_kept if _library else None
 permute: Callable[..., np.ndarray] | None = _permute if _library else None

@@ -23,6 +23,9 @@ constexpr int kWarp = 32;
 constexpr int kForwardThreads = 256;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxForwardBlocks = 4096;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // mask of the threads that take part in a warp's exchange
+constexpr float kRootHalf = 0.70710678f;
+constexpr float kDensityAt0 = 0.39894228f;  // of the normal distribution
 
 // bfloat16 as its bits, without a header of CUDA.
 struct bf16 {
@@ -47,8 +50,9 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-// Return sigmoid(z) - label as one quotient over the common denominator. The plain difference would round to 0 for a
-// token that is predicted correctly with confidence.
+// Return sigmoid(z) - label as one quotient over the common denominator 1 + e, with e = exp(-|z|). The plain
+// difference would round to 0 for a token that is predicted correctly with confidence. The numerator is
+// (1 - label) - label * e for z >= 0, and (1 - label) * e - label for z < 0.
 __device__ float sigmoid_minus(float z, float label) {
   const float small = expf(-fabsf(z));
   const float numerator = z >= 0.0f ? fmaf(-label, small, 1.0f - label) : fmaf(1.0f - label, small, -label);
@@ -56,16 +60,19 @@ __device__ float sigmoid_minus(float z, float label) {
 }
 
 // Return the cumulative normal distribution at a; gelu(a) = a * gelu_cdf(a).
-__device__ float gelu_cdf(float a) { return fmaf(erff(a * 0.70710678f), 0.5f, 0.5f); }
+__device__ float gelu_cdf(float a) { return fmaf(erff(a * kRootHalf), 0.5f, 0.5f); }
 
-// Write logit and masked loss of each token: one warp a token, N neighbouring columns a thread.
+// Write logit and masked loss of each token: one warp a token, N neighbouring columns a thread. The logit is
+// out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
 template <typename T, int N>
 __global__ void tail_forward(const T* dense, const float* bias, const float* out_weight, const float* out_bias,
                              const float* label, const float* mask, float* loss, float* logits, int64_t tokens,
                              int hidden) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
-  for (int64_t t = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; t < tokens; t += warps) {
+  const int64_t num_warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  for (int64_t t = warp; t < tokens; t += num_warps) {
+    // Each thread adds its own columns.
     float sum = 0.0f;
     for (int h = lane * N; h < hidden; h += kWarp * N) {
       const auto x = *reinterpret_cast<const Pack<T, N>*>(dense + t * hidden + h);
@@ -77,7 +84,8 @@ __global__ void tail_forward(const T* dense, const float* bias, const float* out
         sum += a * gelu_cdf(a) * w.at[i];
       }
     }
-    for (int other = kWarp / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, other);
+    // Butterfly: after log2(kWarp) exchanges, every thread has the sum of the warp.
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
     if (lane == 0) {
       const float z = sum + out_bias[0];
       logits[t] = z;
@@ -86,7 +94,9 @@ __global__ void tail_forward(const T* dense, const float* bias, const float* out
   }
 }
 
-// Write the gradient of the dense output, and row blockIdx.x of the partial sums of the parameters' gradients.
+// Write the gradient of the dense output, and row blockIdx.x of the partial sums of the parameters' gradients. Block p
+// of P handles tokens p, p + P and so on; a thread handles N neighbouring columns of all of them, so it adds the
+// gradients of its parameters in registers, without other threads.
 template <typename T, int N>
 __global__ void tail_backward(const T* dense, const float* bias, const float* out_weight, const float* label,
                               const float* mask, const float* logits, const float* upstream, T* grad_dense,
@@ -105,7 +115,8 @@ __global__ void tail_backward(const T* dense, const float* bias, const float* ou
       for (int i = 0; i < N; ++i) {
         const float a = to_float(x.at[i]) + b.at[i];
         const float cdf = gelu_cdf(a);
-        const float grad_a = grad_logit * w.at[i] * (cdf + a * 0.39894228f * expf(-0.5f * a * a));
+        const float gelu_slope = cdf + a * kDensityAt0 * expf(-0.5f * a * a);
+        const float grad_a = grad_logit * w.at[i] * gelu_slope;
         round_to(grad_a, &grad.at[i]);
         sum_b.at[i] += grad_a;
         sum_w.at[i] += grad_logit * a * cdf;
@@ -113,14 +124,14 @@ __global__ void tail_backward(const T* dense, const float* bias, const float* ou
       *reinterpret_cast<Pack<T, N>*>(grad_dense + t * hidden + h) = grad;
       sum_out += grad_logit;
     }
-    const int64_t own = static_cast<int64_t>(blockIdx.x) * hidden + h;
-    *reinterpret_cast<Pack<float, N>*>(grad_bias + own) = sum_b;
-    *reinterpret_cast<Pack<float, N>*>(grad_out_weight + own) = sum_w;
+    const int64_t partial = static_cast<int64_t>(blockIdx.x) * hidden + h;
+    *reinterpret_cast<Pack<float, N>*>(grad_bias + partial) = sum_b;
+    *reinterpret_cast<Pack<float, N>*>(grad_out_weight + partial) = sum_w;
     if (h == 0) grad_out_bias[blockIdx.x] = sum_out;
   }
 }
 
-// Launch the forward kernel for element type T and N columns per access.
+// Launch the forward kernel for element type T and N columns per access; return a cudaError_t.
 template <typename T, int N>
 int forward(const void* dense, const float* bias, const float* out_weight, const float* out_bias, const float* label,
             const float* mask, float* loss, float* logits, int64_t tokens, int hidden, void* stream) {
@@ -132,13 +143,13 @@ int forward(const void* dense, const float* bias, const float* out_weight, const
   return static_cast<int>(cudaGetLastError());
 }
 
-// Launch the backward kernel for element type T and N columns per access.
+// Launch the backward kernel for element type T and N columns per access; return a cudaError_t.
 template <typename T, int N>
 int backward(const void* dense, const float* bias, const float* out_weight, const float* label, const float* mask,
              const float* logits, const float* upstream, void* grad_dense, float* grad_bias, float* grad_out_weight,
              float* grad_out_bias, int64_t tokens, int hidden, int blocks, void* stream) {
-  const int columns = (hidden + N - 1) / N;
-  const int threads = columns < kMaxThreads ? (columns + kWarp - 1) / kWarp * kWarp : kMaxThreads;
+  const int packs = (hidden + N - 1) / N;  // of N columns; one thread each, in whole warps
+  const int threads = packs < kMaxThreads ? (packs + kWarp - 1) / kWarp * kWarp : kMaxThreads;
   ELECTRA_LAUNCH((tail_backward<T, N>), blocks, threads, static_cast<cudaStream_t>(stream),
                  static_cast<const T*>(dense), bias, out_weight, label, mask, logits, upstream,
                  static_cast<T*>(grad_dense), grad_bias, grad_out_weight, grad_out_bias, tokens, hidden);
@@ -152,6 +163,7 @@ int backward(const void* dense, const float* bias, const float* out_weight, cons
 extern "C" int electra_tail_forward(int is_bf16, const void* dense, const float* bias, const float* out_weight,
                                     const float* out_bias, const float* label, const float* mask, float* loss,
                                     float* logits, int64_t tokens, int hidden, void* stream) {
+  // 16 bytes per access where rows of dense begin at multiples of 16 bytes.
   auto run = is_bf16 ? (hidden % 8 == 0 ? forward<bf16, 8> : forward<bf16, 1>)
                      : (hidden % 4 == 0 ? forward<float, 4> : forward<float, 1>);
   return run(dense, bias, out_weight, out_bias, label, mask, loss, logits, tokens, hidden, stream);

@@ -35,15 +35,19 @@ _BUILD = "python -m electra_kernels.native.discriminator_tail"
 
 
 def library_path() -> Path:
-    """Return the path of the CUDA library for the present source file, whether or not it is built."""
+    """Return the path of the CUDA library for the present source file, whether or not it is built.
+
+    The name contains the digest of the source, so a changed source has another path and must be built again.
+    """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     return Path.home() / ".cache" / "electra-dist" / f"discriminator_tail-{digest}.so"
 
 
 def build(path: Path) -> str:
-    """Compile the CUDA library to `path`; return the assembler's report (registers and spills of each kernel).
+    """Compile the CUDA library to `path` with nvcc; return the report of registers and spills of each kernel.
 
-    The file appears under its name only when it is complete. Missing parent folders are created.
+    The library is for GPUs of compute capability 8.x and 9.0. The file appears under its name only when it is
+    complete. Missing parent folders are created.
 
     Raises:
         BackendUnavailable: nvcc is not on PATH, or it rejects the source; the text has its last line of errors.
@@ -51,8 +55,10 @@ def build(path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a")]
-    options = ["-O3", "-std=c++17", "-Xptxas", "-v", "-Xcompiler", "-fPIC", "-shared", "-cudart", "static"]
-    command = ["nvcc", *options, *targets, "-o", str(unfinished), str(SOURCE)]
+    report_resources = ["-Xptxas", "-v"]
+    shared_library = ["-Xcompiler", "-fPIC", "-shared", "-cudart", "static"]
+    options = ["-O3", "-std=c++17", *report_resources, *shared_library, *targets]
+    command = ["nvcc", *options, "-o", str(unfinished), str(SOURCE)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
@@ -79,16 +85,24 @@ def library(path: Path | None = None) -> ctypes.CDLL:
     Raises:
         BackendUnavailable: The file does not exist; the text names the command that builds it.
     """
-    path = path or library_path()
+    if path is None:
+        path = library_path()
     if not path.exists():
         raise BackendUnavailable(
             f"kernels.backend is cuda, but its library {path} is not built: run `{_BUILD}`, "
             f"or set kernels.backend to auto"
         )
     loaded = ctypes.CDLL(str(path))
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.electra_tail_forward.argtypes = [number, *[pointer] * 8, size, number, pointer]
-    loaded.electra_tail_backward.argtypes = [number, *[pointer] * 11, size, number, number, pointer]
+    # Without these types, ctypes would pass 64-bit numbers and pointers as int.
+    is_bf16 = ctypes.c_int
+    num_tokens = ctypes.c_int64
+    hidden = ctypes.c_int
+    num_blocks = ctypes.c_int
+    stream = ctypes.c_void_p
+    forward_tensors = [ctypes.c_void_p] * 8
+    backward_tensors = [ctypes.c_void_p] * 11
+    loaded.electra_tail_forward.argtypes = [is_bf16, *forward_tensors, num_tokens, hidden, stream]
+    loaded.electra_tail_backward.argtypes = [is_bf16, *backward_tensors, num_tokens, hidden, num_blocks, stream]
     return loaded
 
 
@@ -102,8 +116,10 @@ def forward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masked loss and logit of every token, fp32 [T] each, by the CUDA library.
 
+    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
+
     Args:
-        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer, without its bias.
+        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer without its bias: T tokens, H hidden.
         bias_H: Bias of the dense layer.
         out_weight_H: Weights of the output unit.
         out_bias: Bias of the output unit, one element.
@@ -114,9 +130,13 @@ def forward_pass(
         BackendUnavailable: The library is not built.
         RuntimeError: CUDA did not start the kernel.
     """
-    loss_T, logits_T = torch.empty_like(label_T), torch.empty_like(label_T)
-    inputs = (dense_TH, *_as_fp32(bias_H, out_weight_H, out_bias), label_T, mask_T)
-    _call(library().electra_tail_forward, dense_TH, (*inputs, loss_T, logits_T))
+    bias_H = _as_fp32(bias_H)
+    out_weight_H = _as_fp32(out_weight_H)
+    out_bias = _as_fp32(out_bias)
+    loss_T = torch.empty_like(label_T)
+    logits_T = torch.empty_like(label_T)
+    tensors = (dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T, loss_T, logits_T)
+    _call(library().electra_tail_forward, dense_TH, tensors)
     return loss_T, logits_T
 
 
@@ -132,46 +152,48 @@ def backward_pass(
     """Return the gradients of the dense output, its bias, the output weight and the output bias, by the CUDA library.
 
     Args:
-        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer, without its bias.
+        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer without its bias: T tokens, H hidden.
         bias_H: Bias of the dense layer.
         out_weight_H: Weights of the output unit.
-        label_T: Contiguous fp32, as in the forward pass.
-        mask_T: Contiguous fp32, as in the forward pass.
+        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
+        mask_T: Contiguous fp32, the weight of each token in the loss.
         logits_T: Logits that the forward pass returned.
         upstream_T: Contiguous fp32 gradient of each token's masked loss.
 
     Returns:
         The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
     """
-    blocks = min(NUM_BLOCKS, len(dense_TH))
+    num_tokens, hidden = dense_TH.shape
+    num_blocks = min(NUM_BLOCKS, num_tokens)
     grad_dense_TH = torch.empty_like(dense_TH)
-    partial_bias_PH, partial_weight_PH = torch.empty(2, blocks, dense_TH.shape[1], device=dense_TH.device)
-    partial_out_bias_P = torch.empty(blocks, device=dense_TH.device)
-    tensors = (
-        *(dense_TH, *_as_fp32(bias_H, out_weight_H), label_T, mask_T, logits_T, upstream_T),
-        *(grad_dense_TH, partial_bias_PH, partial_weight_PH, partial_out_bias_P),
-    )
-    _call(library().electra_tail_backward, dense_TH, tensors, blocks)
-    sums = (sum_of_strips(partial) for partial in (partial_bias_PH, partial_weight_PH, partial_out_bias_P))
-    return grad_dense_TH, *sums
+    # Each thread block writes one row of partial sums; they are added afterwards, in a fixed order.
+    partial_bias_PH, partial_weight_PH = torch.empty(2, num_blocks, hidden, device=dense_TH.device)
+    partial_out_bias_P = torch.empty(num_blocks, device=dense_TH.device)
+    inputs = (dense_TH, _as_fp32(bias_H), _as_fp32(out_weight_H), label_T, mask_T, logits_T, upstream_T)
+    outputs = (grad_dense_TH, partial_bias_PH, partial_weight_PH, partial_out_bias_P)
+    _call(library().electra_tail_backward, dense_TH, inputs + outputs, num_blocks)
+    grad_bias_H = sum_of_strips(partial_bias_PH)
+    grad_out_weight_H = sum_of_strips(partial_weight_PH)
+    grad_out_bias = sum_of_strips(partial_out_bias_P)
+    return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias
 
 
-def _as_fp32(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors as contiguous fp32, the only form in which the CUDA library reads parameters."""
-    return [tensor.float().contiguous() for tensor in tensors]
+def _as_fp32(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter as contiguous fp32, the only form in which the CUDA library reads parameters."""
+    return parameter.float().contiguous()
 
 
 def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
-    """Launch a function of the library on the current stream of torch; with no tokens, do nothing.
+    """Launch a function of the CUDA library on the current stream of torch; with no tokens, do nothing.
 
     The tensors must stay alive until the call returns. After that their memory may be freed, because torch reuses it
     in the order of the stream.
 
     Args:
         function: `electra_tail_forward` or `electra_tail_backward`.
-        dense_TH: Dense output, which gives dtype, number of tokens and width.
-        tensors: All tensors of the function, in its order.
-        *more: Further integers after the width.
+        dense_TH: Dense output [T, H], which gives dtype, number of tokens and hidden size.
+        tensors: All tensors of the function, `dense_TH` included, in the order of its arguments.
+        *more: Further integers after the hidden size: the number of blocks in the backward pass.
 
     Raises:
         RuntimeError: CUDA did not start the kernel.
@@ -179,11 +201,13 @@ def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ..
     assert dense_TH.dtype in (torch.bfloat16, torch.float32), (
         f"the dense output is {dense_TH.dtype}: pass bf16 or fp32, or set kernels.backend to auto"
     )
-    if not len(dense_TH):
+    num_tokens, hidden = dense_TH.shape
+    if num_tokens == 0:
         return
-    stream = torch.cuda.current_stream().cuda_stream if dense_TH.is_cuda else None
+    is_bf16 = int(dense_TH.dtype == torch.bfloat16)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    error = function(int(dense_TH.dtype == torch.bfloat16), *pointers, *dense_TH.shape, *more, stream)
+    stream = torch.cuda.current_stream().cuda_stream if dense_TH.is_cuda else None
+    error = function(is_bf16, *pointers, num_tokens, hidden, *more, stream)
     if error:
         raise RuntimeError(
             f"the CUDA kernel of the discriminator tail did not start: CUDA error {error}: look it up in cudaError_t; "
@@ -192,10 +216,12 @@ def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ..
 
 
 def main() -> None:
-    """Build the library, then print registers and spills of each kernel, and the path of the library."""
+    """Build the CUDA library with nvcc; print registers and spills of each kernel, and the path of the library."""
     path = library_path()
     report = build(path)
-    print("\n".join(line for line in report.splitlines() if "spill" in line or "registers" in line))
+    for line in report.splitlines():
+        if "spill" in line or "registers" in line:
+            print(line)
     print(path)
 
 

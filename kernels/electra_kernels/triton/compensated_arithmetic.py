@@ -27,17 +27,20 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)  # 16 bits: a product with -127 .. 0 is exact
 _LN2_LOW: tl.constexpr = tl.constexpr(1.4286068202862268e-06)
 _TO_EXPONENT: tl.constexpr = tl.constexpr(12583039.0)  # 1.5 * 2**23 + 127: adding it puts n + 127 in the low bits
+_FRACTION_BITS: tl.constexpr = tl.constexpr(23)  # of an fp32 number; the exponent field is above them
 
 
 @triton.jit
 def two_sum(a, b):
     """Return a + b rounded to fp32, and the exact rounding error (0 where the sum is not finite).
 
-    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger.
+    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger. The subtractions recover which
+    parts of a and of b the rounded total contains; the rest of each was lost.
     """
     total = a + b
-    b_part = total - a
-    lost = (a - (total - b_part)) + (b - b_part)
+    b_in_total = total - a
+    a_in_total = total - b_in_total
+    lost = (a - a_in_total) + (b - b_in_total)
     return total, tl.where(tl.abs(total) < float("inf"), lost, 0.0)
 
 
@@ -45,20 +48,25 @@ def two_sum(a, b):
 def scaled_exp(x, x_low, scale, scale_low):
     """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0.
 
-    For x of -88 or less, the result is 0. `x_low` and `scale_low` may be None, which means 0 and takes fewer
-    instructions.
+    Range reduction: with the integer n nearest to x / log(2), exp(x) = 2^n * exp(r), where r = x - n * log(2) is at
+    most log(2) / 2 in size. 2^n is made from its bits, and exp(r) - 1 is a polynomial, so high = scale * 2^n and
+    low = high * (exp(r) - 1). For x of -88 or less, the result is 0. `x_low` and `scale_low` may be None, which means
+    0 and takes fewer instructions.
     """
     x = tl.maximum(x, _LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+    # fp32 numbers of the size of _TO_EXPONENT are spaced by 1, so the sum is rounded to an integer: its low bits hold
+    # n + 127, which is the exponent field of the number 2^n.
     shifted = tl.fma(x, _LOG2_E, _TO_EXPONENT)
-    exponent = shifted - _TO_EXPONENT
-    r = tl.fma(exponent, -_LN2_LOW, tl.fma(exponent, -_LN2_HIGH, x))  # |r| <= log(2) / 2
+    n = shifted - _TO_EXPONENT
+    # log(2) is subtracted in two parts; n times the high part is exact.
+    r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
     if x_low is not None:
         r += x_low
-    power = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    power = (shifted.to(tl.int32, bitcast=True) << _FRACTION_BITS).to(tl.float32, bitcast=True)  # 2^n
     # exp(r) = 1 + r + r^2 series(r), within a relative error of 4e-9 (minimax fit of the weighted error).
     series = tl.fma(tl.fma(r, 0.0013814540579915047, 0.00836874544620514), r, 0.04166838899254799)
     series = tl.fma(tl.fma(series, r, 0.1666652113199234), r, 0.4999999403953552)
-    excess = tl.fma(r * r, series, r)
+    excess = tl.fma(r * r, series, r)  # exp(r) - 1
     high = scale * power
     low = high * excess
     if scale_low is not None:
@@ -70,35 +78,48 @@ def scaled_exp(x, x_low, scale, scale_low):
 def precise_log(high, low):
     """Return log(high + low) as a pair whose sum is the result, for numbers of at least 1.
 
-    The pair is the rounded logarithm and its correction by one Newton step.
+    The pair is the rounded logarithm and its correction by one Newton step for exp(y) = high + low:
+    correction = (high + low) * exp(-estimate) - 1.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
-    return estimate, (near_one - 1.0) + rest
+    correction = (near_one - 1.0) + rest
+    return estimate, correction
 
 
 @triton.jit
 def precise_ratio(a, b, b_low):
-    """Return a / (b + b_low) as a pair: the rounded quotient a / b, and its correction."""
+    """Return a / (b + b_low) as a pair whose sum is the result: the rounded quotient a / b, and its correction.
+
+    The correction is the remainder of the division, a - ratio * (b + b_low), divided by b. Fused multiply-adds compute
+    the remainder without the rounding error of the product.
+    """
     ratio = a / b
-    return ratio, tl.fma(-ratio, b_low, tl.fma(-ratio, b, a)) / b
+    remainder = tl.fma(-ratio, b_low, tl.fma(-ratio, b, a))
+    return ratio, remainder / b
 
 
 @triton.jit
 def precise_inverse_root(x):
-    """Return 1 / sqrt(x) as a pair: the rounded value, and its correction by one Newton step."""
+    """Return 1 / sqrt(x) as a pair whose sum is the result: the rounded value, and its correction by one Newton step.
+
+    The correction is root / 2 * (1 - x * root^2). The product x * root is taken with its rounding error, because the
+    difference is tiny.
+    """
     root = 1.0 / tl.sqrt(x)
     product = x * root
     product_low = tl.fma(x, root, -product)
-    return root, 0.5 * root * tl.fma(-product_low, root, tl.fma(-product, root, 1.0))
+    correction = 0.5 * root * tl.fma(-product_low, root, tl.fma(-product, root, 1.0))
+    return root, correction
 
 
 @triton.jit
 def precise_sum(x, x_low, bound):
     """Return the sum of a vector of non-negative numbers x + x_low as a pair whose sum is the result.
 
-    Adding and subtracting `bound` splits each x into a multiple of one unit and a remainder. The sum of the multiples
-    has few enough bits to be exact in any order, and the sum of the remainders is small.
+    Adding and subtracting `bound` rounds each x to a multiple of bound's last digit, as 1234 + 1e5 - 1e5 does in
+    arithmetic of four digits (1200). The sum of these multiples has few enough bits to be exact in any order, and the
+    sum of the remainders is small.
 
     Args:
         x: fp32 vector.
@@ -106,13 +127,15 @@ def precise_sum(x, x_low, bound):
         bound: A number that is at least twice the sum of x.
     """
     coarse = (x + bound) - bound
-    return two_sum(tl.sum(coarse, 0), tl.sum((x - coarse) + x_low, 0))
+    coarse_sum = tl.sum(coarse, 0)
+    remainder_sum = tl.sum((x - coarse) + x_low, 0)
+    return two_sum(coarse_sum, remainder_sum)
 
 
 def fits_fp32(dtype: torch.dtype) -> bool:
     """Return whether fp32 holds the sum of two numbers of this dtype of similar size without rounding.
 
-    This is so for bf16: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two. Kernels keep
-    the sum as a pair for any other dtype.
+    This is so for bf16 only: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two. For any
+    other dtype, the kernels keep the sum as a pair (rounded sum, rounding error).
     """
     return dtype == torch.bfloat16

@@ -30,12 +30,14 @@ from triton.compiler import ASTSource
 from electra_kernels.triton import discriminator_tail, dropout_add_norm, masked_gather, mlm_head
 from electra_kernels.triton.replace_tokens import replace_kernel
 
+_WARP_SIZE = 32  # threads
+
 
 class KernelCase(NamedTuple):
-    """Kernel to compile, with everything that its compilation depends on except the GPU.
+    """Triton kernel to compile, with everything that its compilation depends on except the GPU.
 
     Attributes:
-        name: Name of the line in the table.
+        name: Name of the case, the first column of the printed table.
         kernel: Function decorated by `triton.jit`.
         types: Triton type of each argument, for example "*bf16"; may hold names that the kernel does not have.
         constants: Value of each compile-time argument.
@@ -54,21 +56,23 @@ class KernelCase(NamedTuple):
 class Compiled(NamedTuple):
     """Resources and instruction counts of one kernel, compiled for one GPU architecture.
 
-    Spills show as a stack or as local accesses. None of our kernels uses tensor cores, so `tensor_core` should be 0.
+    Registers that do not fit are spilled to memory, which shows as a stack or as local accesses. None of our kernels
+    uses tensor cores, so `tensor_core` should be 0.
     """
 
     name: str
-    arch: int
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
+    arch: int  # compute capability, for example 90 for 9.0
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread
+    shared_bytes: int  # of a thread block
     wide_loads: int  # LDG of 128 bits
     wide_stores: int  # STG of 128 bits
     local_accesses: int  # LDL and STL, which are spills
-    instructions: int
+    instructions: int  # all instructions of the machine code
     tensor_core: int  # HMMA and HGMMA
 
 
+# Types of arguments that several kernels have; a kernel's own types take precedence.
 _SHARED_TYPES = {
     "bias_ptr": "*bf16",
     "loss_ptr": "*fp32",
@@ -81,14 +85,19 @@ _SIZES = ("seq_len", "num_slots", "hidden", "num_tokens")  # multiples of 16 in 
 
 
 def cases() -> list[KernelCase]:
-    """Return every kernel with the argument types of the large model's launches in bf16, and two also for fp32."""
-    head_cases = _head_cases()
+    """Return every kernel with the argument types of the large model's launches in bf16, and two also for fp32.
+
+    The order is that of the lines in the printed table.
+    """
+    head_train, head_evaluate, sample = _head_cases()
     tail_forward, tail_backward = _tail_cases()
-    fp32_cases = [_as_fp32(head_cases[0], "head_train_fp32"), _as_fp32(tail_forward, "tail_fwd_fp32")]
-    return [*head_cases, tail_forward, tail_backward, *fp32_cases, *_slot_cases(), *_norm_cases()]
+    head_train_fp32 = _as_fp32(head_train, "head_train_fp32")
+    tail_forward_fp32 = _as_fp32(tail_forward, "tail_fwd_fp32")
+    head_and_tail = [head_train, head_evaluate, sample, tail_forward, tail_backward]
+    return [*head_and_tail, head_train_fp32, tail_forward_fp32, *_slot_cases(), *_norm_cases()]
 
 
-def _head_cases() -> list[KernelCase]:
+def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
     """Return the cases of the token head's row kernel: training, evaluation, and sampling alone."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
@@ -100,7 +109,7 @@ def _head_cases() -> list[KernelCase]:
         **dict.fromkeys(("stride", "seed_low", "seed_high", "step"), "i32"),
         "inverse_temperature": "fp32",
     }
-    switches = {
+    constants = {
         "WITH_TEMPERATURE": False,
         "DISALLOW_CORRECT": False,
         "PAIR": False,
@@ -108,22 +117,27 @@ def _head_cases() -> list[KernelCase]:
         "BLOCK": mlm_head.BLOCK,
         "APPROXIMATE": True,
     }
-    passes = {"head_train": (True, True), "head_evaluate": (True, False), "sample": (False, False)}
-    return [
-        KernelCase(
-            name,
-            mlm_head.row_kernel,
-            types,
-            switches | {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient},
-            ("stride",),
-            mlm_head.NUM_WARPS,
+
+    def head_case(name: str, with_loss: bool, with_gradient: bool) -> KernelCase:
+        """Return the case of the row kernel that computes the loss, and its gradient, or not."""
+        return KernelCase(
+            name=name,
+            kernel=mlm_head.row_kernel,
+            types=types,
+            constants=constants | {"WITH_LOSS": with_loss, "WITH_GRADIENT": with_gradient},
+            divisible=("stride",),
+            num_warps=mlm_head.NUM_WARPS,
         )
-        for name, (with_loss, with_gradient) in passes.items()
-    ]
+
+    return (
+        head_case("head_train", with_loss=True, with_gradient=True),
+        head_case("head_evaluate", with_loss=True, with_gradient=False),
+        head_case("sample", with_loss=False, with_gradient=False),
+    )
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    """Return the two cases of the discriminator tail: the forward and the backward kernel."""
+    """Return the two cases of the discriminator tail: the forward and the backward kernel, in bf16 at H = 1024."""
     types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
         "out_weight_ptr": "*bf16",
@@ -135,20 +149,25 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
         "hidden": "i32",
     }
     tile = {"BLOCK_T": 2, "BLOCK_H": 1024}
-    forward, backward = discriminator_tail.tail_forward_kernel, discriminator_tail.tail_backward_kernel
-    warps = discriminator_tail.NUM_WARPS
-    return (
-        KernelCase("tail_forward", forward, types, tile | {"PAIR": False}, _SIZES, warps),
-        KernelCase("tail_backward", backward, types, tile, _SIZES, warps),
+    forward = KernelCase(
+        name="tail_forward",
+        kernel=discriminator_tail.tail_forward_kernel,
+        types=types,
+        constants=tile | {"PAIR": False},
+        divisible=_SIZES,
+        num_warps=discriminator_tail.NUM_WARPS,
     )
+    backward = forward._replace(name="tail_backward", kernel=discriminator_tail.tail_backward_kernel, constants=tile)
+    return forward, backward
 
 
 def _as_fp32(case: KernelCase, name: str) -> KernelCase:
-    """Return the case of the same kernel for fp32 tensors, with PAIR set.
+    """Return the case of the same kernel for fp32 tensors, under another name.
 
-    PAIR makes the kernel keep logit + bias as an unevaluated sum of two numbers; bf16 logits need only one.
+    It also sets PAIR, which makes the kernel keep the sum of a value and its bias as two numbers, the rounded sum and
+    the rounding error; bf16 values need only one.
     """
-    types = {argument: kind.replace("bf16", "fp32") for argument, kind in case.types.items()}
+    types = {argument: triton_type.replace("bf16", "fp32") for argument, triton_type in case.types.items()}
     return case._replace(name=name, types=types, constants=case.constants | {"PAIR": True})
 
 
@@ -168,17 +187,30 @@ def _slot_cases() -> list[KernelCase]:
         "out_ptr": "*bf16",
         **dict.fromkeys(("seq_len", "num_slots", "hidden"), "i32"),
     }
-    gather_block = {"BLOCK_N": 128, "BLOCK_H": 256}
-    return [
-        KernelCase("replace", replace_kernel, replace_types, {"BLOCK_S": 64, "BLOCK_N": 128}, _SIZES, 4),
-        KernelCase("gather_backward", masked_gather.scatter_add_kernel, gather_types, gather_block, _SIZES, 1),
-    ]
+    replace = KernelCase(
+        name="replace",
+        kernel=replace_kernel,
+        types=replace_types,
+        constants={"BLOCK_S": 64, "BLOCK_N": 128},
+        divisible=_SIZES,
+        num_warps=4,
+    )
+    gather_backward = KernelCase(
+        name="gather_backward",
+        kernel=masked_gather.scatter_add_kernel,
+        types=gather_types,
+        constants={"BLOCK_N": 128, "BLOCK_H": 256},
+        divisible=_SIZES,
+        num_warps=1,
+    )
+    return [replace, gather_backward]
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return the cases of dropout + add + LayerNorm.
+    """Return the cases of dropout + add + LayerNorm: forward and backward, at the hidden sizes of both towers.
 
-    They are forward and backward, at both towers' hidden sizes, with dropout and without (suffix `_p0`).
+    Each is compiled with dropout and without; the suffix `_p0` stands for dropout probability 0. An example of a name
+    is norm_fwd_256_p0.
     """
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
@@ -190,32 +222,35 @@ def _norm_cases() -> list[KernelCase]:
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
     kernels = {"norm_fwd": dropout_add_norm.norm_forward_kernel, "norm_bwd": dropout_add_norm.norm_backward_kernel}
-    warps_of_width = {256: 1, 1024: 4}
-    drops = {"": True, "_p0": False}
-    return [
-        KernelCase(f"{name}_{width}{suffix}", kernel, types, {"DROP": drop, "BLOCK_H": width}, _SIZES, warps)
-        for name, kernel in kernels.items()
-        for width, warps in warps_of_width.items()
-        for suffix, drop in drops.items()
-    ]
+    warps_of_hidden = {256: 1, 1024: 4}
+    drop_of_suffix = {"": True, "_p0": False}
+    norm_cases = []
+    for name, kernel in kernels.items():
+        for hidden, num_warps in warps_of_hidden.items():
+            for suffix, drop in drop_of_suffix.items():
+                case = KernelCase(
+                    name=f"{name}_{hidden}{suffix}",
+                    kernel=kernel,
+                    types=types,
+                    constants={"DROP": drop, "BLOCK_H": hidden},
+                    divisible=_SIZES,
+                    num_warps=num_warps,
+                )
+                norm_cases.append(case)
+    return norm_cases
 
 
 def compile_case(case: KernelCase, arch: int) -> Compiled:
     """Compile a kernel for compute capability `arch` (80 or 90) and count resources and instructions.
 
-    The machine code comes from Triton's compiler, so its cache applies. TRITON_INTERPRET must not be set.
+    The machine code comes from Triton's compiler, so its cache applies. No GPU is needed. TRITON_INTERPRET must not be
+    set.
     """
-    names = case.kernel.arg_names
-    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name in case.divisible]
-    source = ASTSource(
-        case.kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in case.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    compiled = triton.compile(
+        _kernel_source(case),
+        target=GPUTarget("cuda", arch, _WARP_SIZE),
+        options={"num_warps": case.num_warps, "enable_fp_fusion": True},
     )
-    options = {"num_warps": case.num_warps, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage, code = _disassemble(compiled.asm["cubin"])
     return Compiled(
         name=case.name,
@@ -231,21 +266,51 @@ def compile_case(case: KernelCase, arch: int) -> Compiled:
     )
 
 
+def _kernel_source(case: KernelCase) -> ASTSource:
+    """Return what Triton's compiler takes for a kernel: function, argument types, constants and alignment.
+
+    A launch finds the types and the alignment in its arguments; without a launch, the case provides them. As in a
+    launch of torch tensors, every pointer is aligned to 16 bytes.
+    """
+    names = case.kernel.arg_names
+    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
+    pointers = [name for name in names if signature[name].startswith("*")]
+    divisible = [name for name in names if name in case.divisible]
+    # Triton identifies an argument by a path: a tuple with its number.
+    path_of_name = {name: (number,) for number, name in enumerate(names)}
+    return ASTSource(
+        case.kernel,
+        signature,
+        constexprs={path_of_name[name]: value for name, value in case.constants.items()},
+        attrs={path_of_name[name]: [["tt.divisibility", 16]] for name in [*pointers, *divisible]},
+    )
+
+
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package."""
+    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package.
+
+    Args:
+        cubin: Compiled kernel, the content of a .cubin file.
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def dump(flag: str, path: str) -> str:
+        """Return what cuobjdump prints about the file at `path`."""
+        return subprocess.run([str(tool), flag, path], capture_output=True, text=True, check=True).stdout
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, code = (
-            subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
+        usage = dump("-res-usage", file.name)
+        code = dump("-sass", file.name)
     return usage, code
 
 
 def _number(pattern: str, text: str) -> str:
-    """Return the digits that the first group of `pattern` matches in `text`, the disassembler's report."""
+    """Return the digits that the first group of `pattern` matches in `text`, the disassembler's report.
+
+    A pattern for the number behind "REG:" gives "96" in the text "REG:96 STACK:0".
+    """
     match = re.search(pattern, text)
     assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
     return match[1]
@@ -254,27 +319,33 @@ def _number(pattern: str, text: str) -> str:
 def table(rows: list[Compiled]) -> str:
     """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed width.
 
-    The test's snapshot (tests/kernels/compiled_kernels.txt) has this form.
+    The columns are kernel, architecture, registers, stack and shared bytes, loads and stores of 128 bits, and
+    instructions. The test's snapshot (tests/kernels/compiled_kernels.txt) has this form.
     """
     header = (
         f"{'kernel':<16} {'arch':>5} {'regs':>5} {'stack':>6} {'shared':>7} {'ldg128':>7} {'stg128':>7} {'sass':>6}"
     )
-    lines = [
-        f"{row.name:<16} sm_{row.arch} {row.registers:>5} {row.stack_bytes:>6} {row.shared_bytes:>7} "
-        f"{row.wide_loads:>7} {row.wide_stores:>7} {row.instructions:>6}"
-        for row in rows
-    ]
-    return "\n".join([f"triton {triton.__version__}", header, *lines])
+    lines = [f"triton {triton.__version__}", header]
+    for row in rows:
+        resources = f"{row.registers:>5} {row.stack_bytes:>6} {row.shared_bytes:>7}"
+        instructions = f"{row.wide_loads:>7} {row.wide_stores:>7} {row.instructions:>6}"
+        lines.append(f"{row.name:<16} sm_{row.arch} {resources} {instructions}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Compile all kernels for the architectures on the command line and print the table; --json writes a file, too."""
+    """Compile all kernels for the architectures on the command line and print the table.
+
+    With `--json FILE`, all counts of each kernel are written to the file, too. TRITON_INTERPRET must not be 1.
+    """
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, e.g. 80 90")
     parser.add_argument("--json", type=Path, help="also write the table's rows to this JSON file")
     arguments = parser.parse_args()
     assert os.environ.get("TRITON_INTERPRET") != "1", "TRITON_INTERPRET is 1, so kernels are not compiled: unset it"
-    rows = [compile_case(case, arch) for arch in arguments.arch for case in cases()]
+    rows = []
+    for arch in arguments.arch:
+        rows += [compile_case(case, arch) for case in cases()]
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))

@@ -36,10 +36,10 @@ from electra_kernels.triton.compensated_arithmetic import fits_fp32, precise_log
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors
 NUM_WARPS = 4
-_CELLS = 2048  # elements of a tile: 16 for each thread
+_ELEMENTS_PER_TILE = 2048  # 16 for each thread
+_MAX_ROWS_PER_TILE = 8  # they are added one after another, so few rows keep rounding errors small
 _ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal distribution
-_MOST_ROWS = 8  # rows of a tile, which are added one after another
 
 
 @triton.jit
@@ -60,21 +60,45 @@ def gelu_slope(a, erf):
 
 @triton.jit
 def exp_of_minus_abs(logit):
-    """Return exp(-abs(logit)) with an error of about one rounding."""
+    """Return exp(-abs(logit)), in (0, 1], with an error of about one rounding.
+
+    The GPU's own exponential would have an error of two.
+    """
     high, low = scaled_exp(-tl.abs(logit), None, 1.0, None)
     return high + low
 
 
 @triton.jit
 def sigmoid_minus(logit, label):
-    """Return sigmoid(logit) - label as one quotient over the common denominator.
+    """Return sigmoid(logit) - label as one quotient over the common denominator 1 + e, with e = exp(-abs(logit)).
 
-    The plain difference would round to 0 for a token that is predicted correctly with confidence.
+    The plain difference would round to 0 for a token that is predicted correctly with confidence. The numerator is
+    (1 - label) - label * e for a logit of at least 0, and (1 - label) * e - label for a negative one.
     """
-    small, positive = exp_of_minus_abs(logit), logit >= 0.0
-    numerator = tl.fma(tl.where(positive, -label, 1.0 - label), small, tl.where(positive, 1.0 - label, -label))
-    quotient, quotient_low = precise_ratio(numerator, *two_sum(1.0, small))
+    small = exp_of_minus_abs(logit)
+    is_positive = logit >= 0.0
+    factor = tl.where(is_positive, -label, 1.0 - label)
+    constant = tl.where(is_positive, 1.0 - label, -label)
+    numerator = tl.fma(factor, small, constant)
+    denominator, denominator_low = two_sum(1.0, small)
+    quotient, quotient_low = precise_ratio(numerator, denominator, denominator_low)
     return quotient + quotient_low
+
+
+@triton.jit
+def sigmoid_cross_entropy(logit, logit_low, label):
+    """Return the loss softplus(logit) - label * logit, rounded about once; the logit is logit + logit_low.
+
+    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))). For a label of 0 or 1, the part without a logarithm,
+    max(logit, 0) - label * logit, is exact. The rounding error of the logit acts on the loss through the loss's slope.
+    """
+    one_plus_exp, one_plus_exp_low = two_sum(1.0, exp_of_minus_abs(logit))
+    log, log_low = precise_log(one_plus_exp, one_plus_exp_low)
+    without_log = tl.fma(-label, logit, tl.maximum(logit, 0.0))
+    loss, loss_low = two_sum(without_log, log)
+    slope = sigmoid_minus(logit, label)
+    loss_low += log_low + logit_low * slope
+    return loss + loss_low
 
 
 @triton.jit
@@ -93,9 +117,11 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write masked loss and logit of every token of a strip, the tokens that one program handles.
+    """Write the masked loss and the logit of every token of a strip, the tokens that one program handles.
 
+    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
     Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each. BLOCK_H is a power of 2 and at least H.
+    With PAIR, the rounding errors of dense + bias are added to the logit to first order. T tokens, H hidden.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -103,24 +129,24 @@ def tail_forward_kernel(
     out_bias = tl.load(out_bias_ptr).to(tl.float32)
     for begin in range(tl.program_id(0) * BLOCK_T, num_tokens, tl.num_programs(0) * BLOCK_T):
         token = begin + tl.arange(0, BLOCK_T)
-        live = token < num_tokens
-        cell = token.to(tl.int64)[:, None] * hidden + column[None, :]
-        inside = live[:, None] & (column < hidden)[None, :]
-        dense = tl.load(dense_ptr + cell, mask=inside, other=0.0).to(tl.float32)
+        exists = token < num_tokens
+        offset = token.to(tl.int64)[:, None] * hidden + column[None, :]
+        inside = exists[:, None] & (column < hidden)[None, :]
+        # The activation of a tile of tokens [BLOCK_T, BLOCK_H], and the logits [BLOCK_T].
+        dense = tl.load(dense_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         a = dense + bias[None, :]
         erf = tl.erf(a * _ROOT_HALF)
         logit, logit_low = two_sum(tl.sum(gelu_times(a, erf, out_weight[None, :]), 1), out_bias)
         if PAIR:
             _, a_low = two_sum(dense, bias[None, :])
-            logit, logit_low = two_sum(logit, logit_low + tl.sum(a_low * gelu_slope(a, erf) * out_weight[None, :], 1))
-        label = tl.load(label_ptr + token, mask=live, other=0.0)
-        mask = tl.load(mask_ptr + token, mask=live, other=0.0)
-        # The loss is softplus(logit) - label * logit. For a label of 0 or 1, the term without logarithm is exact.
-        log, log_low = precise_log(*two_sum(1.0, exp_of_minus_abs(logit)))
-        loss, loss_low = two_sum(tl.fma(-label, logit, tl.maximum(logit, 0.0)), log)
-        loss_low += log_low + logit_low * sigmoid_minus(logit, label)
-        tl.store(loss_ptr + token, (loss + loss_low) * mask, mask=live)
-        tl.store(logits_ptr + token, logit, mask=live)
+            correction = tl.sum(a_low * gelu_slope(a, erf) * out_weight[None, :], 1)
+            logit, logit_low = two_sum(logit, logit_low + correction)
+        # The loss of each token.
+        label = tl.load(label_ptr + token, mask=exists, other=0.0)
+        mask = tl.load(mask_ptr + token, mask=exists, other=0.0)
+        loss = sigmoid_cross_entropy(logit, logit_low, label)
+        tl.store(loss_ptr + token, loss * mask, mask=exists)
+        tl.store(logits_ptr + token, logit, mask=exists)
 
 
 @triton.jit
@@ -143,7 +169,10 @@ def tail_backward_kernel(
 ):
     """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
 
-    Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each, and writes row p of the partial sums.
+    The forward pass is logit = out_weight . gelu(dense + bias) + out_bias, then the masked sigmoid cross-entropy, of
+    which `upstream_ptr` has the gradient. The activation is computed again. Program p of P handles tiles p, p + P and
+    so on (its strip), of BLOCK_T tokens each, and writes row p of the partial sums of the parameters' gradients.
+    BLOCK_H is a power of 2 and at least H. T tokens, H hidden.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -154,24 +183,27 @@ def tail_backward_kernel(
     program = tl.program_id(0)
     for begin in range(program * BLOCK_T, num_tokens, tl.num_programs(0) * BLOCK_T):
         token = begin + tl.arange(0, BLOCK_T)
-        live = token < num_tokens
-        logit = tl.load(logits_ptr + token, mask=live, other=0.0)
-        label = tl.load(label_ptr + token, mask=live, other=0.0)
-        mask = tl.load(mask_ptr + token, mask=live, other=0.0)
-        upstream = tl.load(upstream_ptr + token, mask=live, other=0.0)
+        exists = token < num_tokens
+        # The gradient of each logit; tokens that do not exist have mask 0 and therefore gradient 0.
+        logit = tl.load(logits_ptr + token, mask=exists, other=0.0)
+        label = tl.load(label_ptr + token, mask=exists, other=0.0)
+        mask = tl.load(mask_ptr + token, mask=exists, other=0.0)
+        upstream = tl.load(upstream_ptr + token, mask=exists, other=0.0)
         grad_logit = sigmoid_minus(logit, label) * (mask * upstream)
-        cell = token.to(tl.int64)[:, None] * hidden + column[None, :]
-        inside = live[:, None] & (column < hidden)[None, :]
-        a = tl.load(dense_ptr + cell, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+        # The gradient of the dense output, which is also that of dense + bias.
+        offset = token.to(tl.int64)[:, None] * hidden + column[None, :]
+        inside = exists[:, None] & (column < hidden)[None, :]
+        a = tl.load(dense_ptr + offset, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
         erf = tl.erf(a * _ROOT_HALF)
         grad_a = grad_logit[:, None] * out_weight[None, :] * gelu_slope(a, erf)
-        tl.store(grad_dense_ptr + cell, grad_a.to(grad_dense_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_dense_ptr + offset, grad_a.to(grad_dense_ptr.dtype.element_ty), mask=inside)
+        # The strip's gradients of the parameters stay in registers until the last tile.
         grad_bias += tl.sum(grad_a, 0)
         grad_out_weight += tl.sum(gelu_times(a, erf, grad_logit[:, None]), 0)
         grad_out_bias += tl.sum(grad_logit, 0)
-    own = program.to(tl.int64) * hidden + column
-    tl.store(grad_bias_ptr + own, grad_bias, mask=column < hidden)
-    tl.store(grad_out_weight_ptr + own, grad_out_weight, mask=column < hidden)
+    partial_row = program.to(tl.int64) * hidden + column
+    tl.store(grad_bias_ptr + partial_row, grad_bias, mask=column < hidden)
+    tl.store(grad_out_weight_ptr + partial_row, grad_out_weight, mask=column < hidden)
     tl.store(grad_out_bias_ptr + program, grad_out_bias)
 
 
@@ -185,8 +217,10 @@ def forward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masked loss and logit of every token, fp32 [T] each, by one launch of the Triton kernel.
 
+    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
+
     Args:
-        dense_TH: Contiguous matrix product of the dense layer, without its bias.
+        dense_TH: Contiguous matrix product of the dense layer without its bias: T tokens, H hidden.
         bias_H: Contiguous bias of the dense layer.
         out_weight_H: Contiguous weights of the output unit.
         out_bias: Bias of the output unit, one element.
@@ -194,11 +228,23 @@ def forward_pass(
         mask_T: Contiguous fp32, the weight of each token in the loss.
     """
     num_tokens, hidden = dense_TH.shape
-    loss_T, logits_T = torch.empty_like(label_T), torch.empty_like(label_T)
-    grid, blocks = _launch_shape(num_tokens, hidden)
-    inputs = (dense_TH, bias_H, out_weight_H, out_bias, label_T, mask_T)
+    loss_T = torch.empty_like(label_T)
+    logits_T = torch.empty_like(label_T)
+    num_programs, tile_options = _launch_shape(num_tokens, hidden)
+    grid: Any = (num_programs,)
     tail_forward_kernel[grid](
-        *(*inputs, loss_T, logits_T, num_tokens, hidden), PAIR=not fits_fp32(dense_TH.dtype), **blocks
+        dense_TH,
+        bias_H,
+        out_weight_H,
+        out_bias,
+        label_T,
+        mask_T,
+        loss_T,
+        logits_T,
+        num_tokens=num_tokens,
+        hidden=hidden,
+        PAIR=not fits_fp32(dense_TH.dtype),
+        **tile_options,
     )
     return loss_T, logits_T
 
@@ -212,14 +258,14 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias.
+    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch.
 
     Args:
-        dense_TH: Contiguous matrix product of the dense layer, without its bias.
+        dense_TH: Contiguous matrix product of the dense layer without its bias: T tokens, H hidden.
         bias_H: Contiguous bias of the dense layer.
         out_weight_H: Contiguous weights of the output unit.
-        label_T: Contiguous fp32, as in the forward pass.
-        mask_T: Contiguous fp32, as in the forward pass.
+        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
+        mask_T: Contiguous fp32, the weight of each token in the loss.
         logits_T: Logits that `forward_pass` returned.
         upstream_T: Contiguous fp32 gradient of each token's masked loss.
 
@@ -227,24 +273,43 @@ def backward_pass(
         The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
     """
     num_tokens, hidden = dense_TH.shape
-    grid, blocks = _launch_shape(num_tokens, hidden)
+    num_programs, tile_options = _launch_shape(num_tokens, hidden)
     grad_dense_TH = torch.empty_like(dense_TH)
-    partial_bias_PH, partial_weight_PH = torch.empty(2, *grid, hidden, device=dense_TH.device)
-    partial_out_bias_P = torch.empty(grid, device=dense_TH.device)
+    # Each program writes one row of partial sums; they are added afterwards, in a fixed order.
+    partial_bias_PH, partial_weight_PH = torch.empty(2, num_programs, hidden, device=dense_TH.device)
+    partial_out_bias_P = torch.empty(num_programs, device=dense_TH.device)
+    grid: Any = (num_programs,)
     tail_backward_kernel[grid](
-        *(dense_TH, bias_H, out_weight_H, label_T, mask_T, logits_T, upstream_T),
-        *(grad_dense_TH, partial_bias_PH, partial_weight_PH, partial_out_bias_P),
-        num_tokens,
-        hidden,
-        **blocks,
+        dense_TH,
+        bias_H,
+        out_weight_H,
+        label_T,
+        mask_T,
+        logits_T,
+        upstream_T,
+        grad_dense_TH,
+        partial_bias_PH,
+        partial_weight_PH,
+        partial_out_bias_P,
+        num_tokens=num_tokens,
+        hidden=hidden,
+        **tile_options,
     )
-    sums = (sum_of_strips(partial) for partial in (partial_bias_PH, partial_weight_PH, partial_out_bias_P))
-    return grad_dense_TH, *sums
+    grad_bias_H = sum_of_strips(partial_bias_PH)
+    grad_out_weight_H = sum_of_strips(partial_weight_PH)
+    grad_out_bias = sum_of_strips(partial_out_bias_P)
+    return grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias
 
 
-def _launch_shape(num_tokens: int, hidden: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Return how to launch the kernels: the number of programs, and the tile's shape with the launch options."""
-    width = triton.next_power_of_2(hidden)
-    height = max(1, min(_MOST_ROWS, _CELLS // width))
-    grid = (max(1, min(NUM_PROGRAMS, triton.cdiv(num_tokens, height))),)
-    return grid, {"BLOCK_T": height, "BLOCK_H": width, "num_warps": NUM_WARPS, "enable_fp_fusion": True}
+def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of programs of a launch, and the kernel arguments that set tile shape and compilation.
+
+    A tile is BLOCK_T tokens by BLOCK_H columns. BLOCK_H covers a whole token, because its columns are summed; BLOCK_T
+    fills the tile up to `_ELEMENTS_PER_TILE` elements, with at least one token.
+    """
+    block_h = triton.next_power_of_2(hidden)
+    block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
+    num_tiles = triton.cdiv(num_tokens, block_t)
+    num_programs = max(1, min(NUM_PROGRAMS, num_tiles))
+    tile_options = {"BLOCK_T": block_t, "BLOCK_H": block_h, "num_warps": NUM_WARPS, "enable_fp_fusion": True}
+    return num_programs, tile_options

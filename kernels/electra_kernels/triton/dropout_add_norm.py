@@ -46,8 +46,21 @@ def keep_scale(
 ):
     """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
 
-    The values are those of `dropout_add_norm.keep_scale`. `site_quads` is the first position of the site divided by 4,
-    and `limit` is `keyed_random.drop_threshold` as int32.
+    The values are those of `dropout_add_norm.keep_scale` in torch. An element is dropped if its 32 random bits are
+    below `limit`.
+
+    Args:
+        row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
+        token: Number of the token among all rows of this launch.
+        seed_low: Low 32 bits of the run's seed, as int32.
+        seed_high: High 32 bits of the run's seed, as int32.
+        step: Global step, as int32.
+        site_quads: First random number of the dropout site within a row, divided by 4.
+        limit: `keyed_random.drop_threshold` as int32 with the bits of its unsigned word.
+        scale: 1 / (1 - probability).
+        seq_len: Tokens of a row.
+        hidden: Columns of a token, a multiple of 4.
+        BLOCK_H: Number of factors, a power of 2 and at least `hidden`.
     """
     row = tl.load(row_ptr + token // seq_len)
     first_quad = site_quads + (token % seq_len) * (hidden // 4)
@@ -57,13 +70,15 @@ def keep_scale(
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """Return (summed - mean) / sqrt(variance), 0 outside the row, and the inverse root as a pair (high, low).
+    """Return (summed - mean) / sqrt(variance), and 1 / sqrt(variance) as a pair (high, low) whose sum is the result.
 
-    `variance` includes eps. `inside` is true for the columns below H.
+    `summed` is a vector of a token's columns, and `variance` includes eps. `inside` is true for the columns below H;
+    the result is 0 in the others.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
-    return tl.fma(centred, root, centred * root_low), root, root_low
+    normed = tl.fma(centred, root, centred * root_low)
+    return normed, root, root_low
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "site_quads", "limit", "scale", "eps"])
@@ -88,13 +103,16 @@ def norm_forward_kernel(
     DROP: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write norm, mean and variance of one token; program t handles token t.
+    """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
-    DROP is false at probability 0. BLOCK_H is a power of 2 and at least H.
+    The random bits follow from seed, step, row and `site_quads`; see `keep_scale`, which takes the same arguments.
+    `row_ptr` has the number of each row within the global batch. DROP is false at probability 0. BLOCK_H is a power of
+    2 and at least H. T = B * S tokens in B rows, H hidden.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
+    # The sum before the norm.
     x = tl.load(x_ptr + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     if DROP:
@@ -104,6 +122,7 @@ def norm_forward_kernel(
         summed = tl.fma(x, keep, residual)
     else:
         summed = x + residual
+    # LayerNorm. The columns from H on are 0 in `summed`, but not in `summed - mean`.
     mean = tl.sum(summed, 0) / hidden
     centred = tl.where(inside, summed - mean, 0.0)
     variance = tl.sum(centred * centred, 0) / hidden + eps
@@ -143,8 +162,10 @@ def norm_backward_kernel(
 ):
     """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
 
-    Program p of P handles tokens p, p + P, p + 2 P and so on. With DROP false, both inputs have the same gradient and
-    only `grad_residual_ptr` is written.
+    The inputs are `x`, which dropout applies to, and `residual`. Program p of P handles tokens p, p + P, p + 2 P and
+    so on (its strip), and writes row p of the partial sums `grad_weight_ptr` and `grad_bias_ptr`. The dropped elements
+    are drawn again, by `keep_scale`, which takes the same arguments. With DROP false, both inputs have the same
+    gradient and only `grad_residual_ptr` is written. BLOCK_H is a power of 2 and at least H. T = B * S tokens.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -152,10 +173,12 @@ def norm_backward_kernel(
     grad_weight = tl.zeros((BLOCK_H,), tl.float32)
     grad_bias = tl.zeros((BLOCK_H,), tl.float32)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        place = (column * 0 + token).to(tl.int64) * hidden + column
-        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        # 64 bits, because T * H can exceed 2**31. `column * 0 + token` is a tensor also where `token` is a Python int.
+        offset = (column * 0 + token).to(tl.int64) * hidden + column
+        # The sum before the norm, as in the forward pass.
+        grad = tl.load(grad_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if DROP:
             keep = keep_scale(
                 row_ptr, token, seed_low, seed_high, step, site_quads, limit, scale, seq_len, hidden, BLOCK_H
@@ -163,15 +186,19 @@ def norm_backward_kernel(
             summed = tl.fma(x, keep, residual)
         else:
             summed = x + residual
-        normed, root, root_low = normalised(summed, tl.load(mean_ptr + token), tl.load(variance_ptr + token), inside)
+        mean = tl.load(mean_ptr + token)
+        variance = tl.load(variance_ptr + token)
+        normed, root, root_low = normalised(summed, mean, variance, inside)
+        # Gradient of LayerNorm: (g - mean(g) - normed * mean(g * normed)) / sqrt(variance), with g = grad * weight.
         weighted = grad * weight
         mean_weighted = tl.sum(weighted, 0) / hidden
         projection = tl.sum(weighted * normed, 0) / hidden
-        grad_normed = tl.fma(-normed, projection, weighted - mean_weighted)
-        grad_summed = tl.fma(grad_normed, root, grad_normed * root_low)
-        tl.store(grad_residual_ptr + place, grad_summed.to(grad_residual_ptr.dtype.element_ty), mask=inside)
+        grad_centred = tl.fma(-normed, projection, weighted - mean_weighted)
+        grad_summed = tl.fma(grad_centred, root, grad_centred * root_low)
+        tl.store(grad_residual_ptr + offset, grad_summed.to(grad_residual_ptr.dtype.element_ty), mask=inside)
         if DROP:
-            tl.store(grad_x_ptr + place, (grad_summed * keep).to(grad_x_ptr.dtype.element_ty), mask=inside)
+            tl.store(grad_x_ptr + offset, (grad_summed * keep).to(grad_x_ptr.dtype.element_ty), mask=inside)
+        # The strip's gradients of the parameters stay in registers until the last token.
         grad_weight = tl.fma(grad, normed, grad_weight)
         grad_bias += grad
     program = tl.program_id(0).to(tl.int64)
@@ -191,7 +218,7 @@ def forward_pass(
     """Return LayerNorm(residual + dropout(x)), and mean and variance (with eps) of each token, by one launch.
 
     Args:
-        x_BSH: Contiguous output of a sub-layer; H is a multiple of 4.
+        x_BSH: Contiguous output of a sub-layer: B rows, S tokens in each, H hidden. H is a multiple of 4.
         residual_BSH: Contiguous input of the sub-layer.
         weight_H: Scale of the LayerNorm.
         bias_H: Shift of the LayerNorm.
@@ -203,13 +230,24 @@ def forward_pass(
         The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, two views of one buffer.
     """
     batch, seq_len, hidden = x_BSH.shape
+    num_tokens = batch * seq_len
     out_BSH = torch.empty_like(x_BSH)
-    mean_T, variance_T = torch.empty(2, batch * seq_len, device=x_BSH.device)
-    grid: Any = (batch * seq_len,)
+    mean_T, variance_T = torch.empty(2, num_tokens, device=x_BSH.device)
+    grid: Any = (num_tokens,)
     norm_forward_kernel[grid](
-        *(x_BSH, residual_BSH, weight_H, bias_H, row_B, out_BSH, mean_T, variance_T),
-        *(seq_len, hidden, eps, *_key_words(dropout, seq_len, hidden)),
-        **_options(dropout, hidden),
+        x_BSH,
+        residual_BSH,
+        weight_H,
+        bias_H,
+        row_B,
+        out_BSH,
+        mean_T,
+        variance_T,
+        seq_len=seq_len,
+        hidden=hidden,
+        eps=eps,
+        **_dropout_arguments(dropout, seq_len, hidden),
+        **_launch_options(hidden),
     )
     return out_BSH, mean_T, variance_T
 
@@ -224,41 +262,75 @@ def backward_pass(
     row_B: torch.Tensor,
     dropout: DropoutKey,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the norm's weight and its bias; dropped elements are drawn again.
+    """Return the gradients of x, the residual, the LayerNorm's weight and its bias, by one launch.
 
-    All tensors are contiguous. `mean_T` and `variance_T` are those of `forward_pass`. At probability 0, the gradients
-    of x and the residual are one tensor. The gradients of the parameters are fp32.
+    All tensors are contiguous: B rows, S tokens in each, T = B * S, H hidden. The dropped elements are drawn again.
+
+    Args:
+        grad_BSH: Gradient of the forward pass's result.
+        x_BSH: Output of a sub-layer, as in the forward pass.
+        residual_BSH: Input of the sub-layer, as in the forward pass.
+        mean_T: Mean of each token, from `forward_pass`.
+        variance_T: Variance of each token with eps, from `forward_pass`.
+        weight_H: Scale of the LayerNorm.
+        row_B: int64 row numbers within the global batch.
+        dropout: Probability and key.
+
+    Returns:
+        The gradients; those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.
     """
     batch, seq_len, hidden = grad_BSH.shape
-    grid: Any = (min(NUM_PROGRAMS, batch * seq_len),)
+    num_tokens = batch * seq_len
+    num_programs = min(NUM_PROGRAMS, num_tokens)
     grad_residual_BSH = torch.empty_like(grad_BSH)
     grad_x_BSH = torch.empty_like(grad_BSH) if dropout.probability else grad_residual_BSH
-    partial_weight_PH, partial_bias_PH = torch.empty(2, *grid, hidden, device=grad_BSH.device)
+    # Each program writes one row of partial sums; they are added afterwards, in a fixed order.
+    partial_weight_PH, partial_bias_PH = torch.empty(2, num_programs, hidden, device=grad_BSH.device)
+    grid: Any = (num_programs,)
     norm_backward_kernel[grid](
-        *(grad_BSH, x_BSH, residual_BSH, mean_T, variance_T, weight_H, row_B),
-        *(grad_x_BSH, grad_residual_BSH, partial_weight_PH, partial_bias_PH),
-        *(batch * seq_len, seq_len, hidden, *_key_words(dropout, seq_len, hidden)),
-        **_options(dropout, hidden),
+        grad_BSH,
+        x_BSH,
+        residual_BSH,
+        mean_T,
+        variance_T,
+        weight_H,
+        row_B,
+        grad_x_BSH,
+        grad_residual_BSH,
+        partial_weight_PH,
+        partial_bias_PH,
+        num_tokens=num_tokens,
+        seq_len=seq_len,
+        hidden=hidden,
+        **_dropout_arguments(dropout, seq_len, hidden),
+        **_launch_options(hidden),
     )
     return grad_x_BSH, grad_residual_BSH, sum_of_strips(partial_weight_PH), sum_of_strips(partial_bias_PH)
 
 
-def _key_words(dropout: DropoutKey, seq_len: int, hidden: int) -> tuple[int | float, ...]:
-    """Return the scalar arguments of both kernels that follow from the dropout key.
+def _dropout_arguments(dropout: DropoutKey, seq_len: int, hidden: int) -> dict[str, Any]:
+    """Return the arguments of both kernels that follow from the dropout key; integers as int32 words.
 
-    They are seed_low, seed_high, step, site_quads, limit and scale, in this order.
+    `site_quads` counts random numbers in fours, because one call of the generator draws four of them. A site draws one
+    number for each of the seq_len * hidden elements of a row, after those of the sites before it.
     """
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
-    words = (dropout.seed, dropout.seed >> 32, dropout.step, dropout.site * seq_len * hidden // 4)
-    return *map(as_int32, (*words, drop_threshold(dropout.probability))), 1.0 / (1.0 - dropout.probability)
+    return {
+        "seed_low": as_int32(dropout.seed),
+        "seed_high": as_int32(dropout.seed >> 32),
+        "step": as_int32(dropout.step),
+        "site_quads": as_int32(dropout.site * seq_len * hidden // 4),
+        "limit": as_int32(drop_threshold(dropout.probability)),
+        "scale": 1.0 / (1.0 - dropout.probability),
+        "DROP": dropout.probability > 0,
+    }
 
 
-def _options(dropout: DropoutKey, hidden: int) -> dict[str, Any]:
-    """Return the compile-time arguments and launch options that both kernels share."""
+def _launch_options(hidden: int) -> dict[str, Any]:
+    """Return the block width and the launch options of both kernels: one warp up to 256 columns, then `NUM_WARPS`."""
     width = triton.next_power_of_2(hidden)
     return {
-        "DROP": dropout.probability > 0,
-        "BLOCK_H": max(4, width),
+        "BLOCK_H": max(4, width),  # one random call gives four columns
         "num_warps": 1 if width <= 256 else NUM_WARPS,
         "enable_fp_fusion": True,
     }

@@ -1,5 +1,8 @@
 """Runs the masked gather's backward pass in Triton: one program per position of a row writes its gradient once.
 
+The masked gather copies the hidden states at a row's N slots (places for masked positions) out of the row. Backward
+adds the slots' gradients at their positions.
+
 Guarantee: the result is that of `masked_gather.scatter_add_reference`. Gradients are added in slot order, in fp32, so
 the result is the same in every run. No atomics and no zero fill beforehand are needed.
 
@@ -36,28 +39,37 @@ def scatter_add_kernel(
 ):
     """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
 
+    Slot n of row b points to position positions[b, n], and its gradient is row b * N + n of `grad_ptr`. The slots of a
+    position are found by comparing all N positions, and are added in slot order, one after another.
+
     Program p handles position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least as large
-    as the number of slots and the hidden size.
+    as the number of slots and the hidden size. B rows, S = seq_len positions, N = num_slots, M = B * N, H = hidden.
     """
-    place = tl.program_id(0).to(tl.int64)
-    row = place // seq_len
-    position = place % seq_len
+    flat_position = tl.program_id(0).to(tl.int64)
+    row = flat_position // seq_len
+    position = flat_position % seq_len
     slot = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_H)
-    wanted = tl.load(positions_ptr + row * num_slots + slot, mask=slot < num_slots, other=-1) == position
+    matches = tl.load(positions_ptr + row * num_slots + slot, mask=slot < num_slots, other=-1) == position
     total = tl.zeros((BLOCK_H,), tl.float32)
-    next_slot = tl.min(tl.where(wanted, slot, BLOCK_N), 0)
+    # The lowest matching slot, then the lowest one above it, and so on; BLOCK_N means that there is none.
+    next_slot = tl.min(tl.where(matches, slot, BLOCK_N), 0)
     while next_slot < num_slots:
-        grad_row = grad_ptr + (row * num_slots + next_slot) * hidden
-        total += tl.load(grad_row + column, mask=column < hidden, other=0.0).to(tl.float32)
-        next_slot = tl.min(tl.where(wanted & (slot > next_slot), slot, BLOCK_N), 0)
-    tl.store(out_ptr + place * hidden + column, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
+        slot_grad_ptr = grad_ptr + (row * num_slots + next_slot) * hidden
+        total += tl.load(slot_grad_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+        next_slot = tl.min(tl.where(matches & (slot > next_slot), slot, BLOCK_N), 0)
+    tl.store(out_ptr + flat_position * hidden + column, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
 
 
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of the masked gather, [B, S, H], by one launch of the Triton kernel.
+    """Return the gradient of the masked gather's input, [B, S, H] in the dtype of `grad_MH`, by one launch.
 
-    Arguments and result are those of `masked_gather.scatter_add_reference`; the sums are in fp32.
+    The result is that of `masked_gather.scatter_add_reference`; the sums are in fp32, in slot order.
+
+    Args:
+        grad_MH: Gradient of each slot, [B * N, H]; row b * N + n is slot n of row b.
+        positions_BN: int64 in [0, seq_len), the position that each slot points to. Slots may share a position.
+        seq_len: S, the number of positions in a row.
     """
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]

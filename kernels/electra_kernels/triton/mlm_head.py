@@ -1,13 +1,16 @@
 """Runs the row pass of the generator's head, and `sampling.sample`, in Triton: one program per row of logits.
 
+The row pass computes, from a row of logits, the cross-entropy loss, the most likely token, a sampled token and the
+gradient of the logits.
+
 Guarantee: the kernel computes `mlm_head.row_pass_reference` and `sampling.sample_reference` in fp32, with the same
 bits of noise. The results of a program do not depend on other rows, on the chunk or on the launch.
 
 How: the first pass, 2048 tokens at a time, adds the bias and computes online log-sum-exp, most likely token and Gumbel
-score. Every lane keeps its own maxima and its own sum, and they are merged once at the end, so that a block costs no
-reduction and one exponential a token. The second pass reads from L2 and writes (softmax - onehot) * weight over the
-logits. One Philox call gives the bits of the four tokens 4q .. 4q + 3, neighbours in a lane, so that loads stay 16
-bytes wide. There is no `tl.dot`.
+score. Every lane (column of the block) keeps its own maxima and its own sum, and they are merged once at the end, so
+that a block costs no reduction and one exponential a token. The second pass reads from L2 and writes
+(softmax - onehot) * weight over the logits. One Philox call gives the bits of the four tokens 4q .. 4q + 3, neighbours
+in a lane, so that loads stay 16 bytes wide. There is no `tl.dot`.
 
 Exactness, all in registers (`compensated_arithmetic.py`): the merge, the logarithm and weight / sum are sums of two
 numbers, so the loss and each gradient are rounded about once, where the plain formula rounds five times. The
@@ -54,39 +57,53 @@ _BLOCK_INTERPRETED = 32768  # the interpreter's cost is per operation, not per e
 _SERIES_BELOW: tl.constexpr = tl.constexpr(SERIES_BELOW)
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.SAMPLE))
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # below the logits; starting from -inf would give inf - inf
+_LARGEST_INT32: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_UNIT: tl.constexpr = tl.constexpr(2.0**-32)  # width of the interval of u that one value of the bits stands for
 
 
 @triton.jit
 def noise_log(x, APPROXIMATE: tl.constexpr):
-    """Return the natural logarithm of x, for noise, with an absolute error of 2e-7 or a relative error of 2.4e-7.
+    """Return the natural logarithm of x for Gumbel noise, with an absolute error of 2e-7 or a relative one of 2.4e-7.
 
-    With APPROXIMATE it takes one instruction of the GPU instead of 20. The interpreter needs APPROXIMATE false.
+    With APPROXIMATE it takes one instruction of the GPU instead of 20. Triton's interpreter cannot run inline
+    assembly, so it needs APPROXIMATE false.
     """
     if APPROXIMATE:
         log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        return 0.6931471805599453 * log2
+        return _LN_2 * log2
     return tl.log(x)
 
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Turn 32 random bits into a draw from the distribution Exp(1), which is accurate also where it is small.
+    """Turn uint32 random bits into draws from the exponential distribution Exp(1), accurate also where they are small.
 
-    The formula is that of `gumbel.gumbel_from_bits`. APPROXIMATE is as in `noise_log`.
+    A draw is -log(1 - u) with u = (bits + 1/2) / 2**32. For u < 1/32, where 1 - u would lose digits of u, it is the
+    power series u + u^2/2 + ... + u^5/5 instead. `gumbel_noise.gumbel_from_bits` has the same formula in torch.
+    APPROXIMATE selects the GPU's one-instruction logarithm.
     """
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = (bits.to(tl.float32) + 0.5) * _UNIT
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
-    one_minus_u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # The complement of the bits gives 1 - u without a subtraction, which would cancel digits where u is near 1.
+    one_minus_u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _UNIT
     return tl.where(bits < _SERIES_BELOW, series, -noise_log(one_minus_u, APPROXIMATE))
 
 
 @triton.jit
 def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return the Gumbel noise of tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
+    """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
 
-    `start` and BLOCK are multiples of 4; seed halves and step are int32. APPROXIMATE is as in `noise_log`.
+    Args:
+        seed_low: Low 32 bits of the run's seed, as int32.
+        seed_high: High 32 bits of the run's seed, as int32.
+        row: Number of the row within the global batch.
+        step: Global step, as int32.
+        start: First token id, a multiple of 4.
+        BLOCK: Number of tokens, a multiple of 4.
+        APPROXIMATE: Whether to use the GPU's one-instruction logarithm, which the interpreter lacks.
     """
     bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
@@ -94,23 +111,81 @@ def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APP
 
 @triton.jit
 def merge_best(value, index):
-    """Return the largest value over the lanes, and its index; among equal values, the lowest index."""
+    """Return the largest value over the lanes of a block, and its index; among equal values, the lowest index.
+
+    Each lane holds the largest value of its own columns, and the column's index.
+    """
     best = tl.max(value, 0)
-    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF), 0)
+    best_index = tl.min(tl.where(value == best, index, _LARGEST_INT32), 0)
+    return best, best_index
 
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias rounded to fp32, and the rounding error; without PAIR, 0 takes the place of the error."""
+    """Return logit + bias rounded to fp32, and the rounding error, so that the sum of both is exact.
+
+    Without PAIR, which suits bf16 logits, the error is taken as 0 and costs no instructions.
+    """
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
+
+
+@triton.jit
+def add_to_sums(z, z_low, index, top, top_index, total):
+    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total).
+
+    A lane's state is its largest logit so far (top), that logit's index, and the sum of exp(logit - top) over its
+    logits so far (total). One exponential per logit is enough: exp(-abs(z - top)) rescales the old sum where z is the
+    new maximum, and is the new term of the sum elsewhere. `z_low` is the rounding error of z; exp(z_low) = 1 + z_low
+    to first order.
+    """
+    is_new_top = z > top
+    decay = tl.exp(-tl.abs(z - top))
+    correction = 1.0 + z_low
+    total = tl.where(is_new_top, total * decay + correction, decay * correction + total)
+    top = tl.where(is_new_top, z, top)
+    top_index = tl.where(is_new_top, index, top_index)
+    return top, top_index, total
+
+
+@triton.jit
+def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
+    """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
+
+    `top` and `total` hold each lane's own maximum and its sum of exp(logit - top). The sums are first rescaled to the
+    maximum of the row, `row_top`. No term is above 1, so 2 * WIDTH is at least twice the sum.
+    """
+    gap, gap_low = two_sum(top, -row_top)
+    lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
+    lane_total, lane_total_low = two_sum(lane_total, lane_total_low)
+    return precise_sum(lane_total, lane_total_low, 2.0 * WIDTH)
+
+
+@triton.jit
+def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
+    """Return log(sum of exp(logit)) - logit of the true token, fp32, rounded about once.
+
+    Args:
+        row_top: Largest logit of the row.
+        row_total: Sum of exp(logit - row_top) over the row.
+        row_total_low: Rounding error of `row_total`.
+        z_target: Logit of the true token.
+        z_target_low: Rounding error of `z_target`.
+    """
+    log_total, log_total_low = precise_log(row_total, row_total_low)
+    gap, gap_low = two_sum(row_top, -z_target)
+    loss, loss_low = two_sum(gap, log_total)
+    # The small terms are added first, so that only the last addition rounds at the size of the loss.
+    loss_low += log_total_low + gap_low
+    return loss + (loss_low - z_target_low)
 
 
 @triton.jit
 def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
     """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
 
-    With scale = weight / sum of exponentials, it is the softmax times the weight. Without PAIR, `z_low` is ignored.
+    With `top` the largest logit of the row and scale = weight / sum of exp(logit - top), it is softmax * weight.
+    Without PAIR, z is exact and `z_low` is ignored.
     """
     if PAIR:
         difference, difference_low = two_sum(z, -top)
@@ -130,12 +205,12 @@ def row_kernel(
     loss_ptr,  # [M] fp32
     best_ptr,  # [M] int64
     sampled_ptr,  # [M] int64
-    stride,
+    stride,  # elements from one row of logits to the next
     seed_low,
     seed_high,
     step,
     inverse_temperature,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # logits of a row, padding included
     WITH_LOSS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     WITH_TEMPERATURE: tl.constexpr,
@@ -144,19 +219,24 @@ def row_kernel(
     BLOCK: tl.constexpr,
     APPROXIMATE: tl.constexpr,  # the GPU's one-instruction logarithm in the noise; the interpreter has no assembly
 ):
-    """Write loss, most likely token and sample of a row; program m handles row m of the chunk.
+    """Write loss, most likely token and sample of one row of logits; program m handles row m of the M rows.
 
-    With WITH_GRADIENT, the gradient of the logits overwrites the logits. With WITH_LOSS false, only the sample is
-    written, and bias, target and weight are not read.
+    Pass 1 reads the row in blocks. Each lane (a column of the block) keeps the largest logit, the sum of exponentials
+    and the best Gumbel score (logit / temperature + noise) of its own columns; the lanes are merged at the end of the
+    pass. Pass 2, with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
+
+    With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
+    the true token is not sampled. WITH_TEMPERATURE false means a temperature of 1.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
-    row = tl.load(row_ptr + m)
+    row = tl.load(row_ptr + m)  # number within the global batch, a part of the noise's key
     lane = tl.arange(0, BLOCK)
     if WITH_LOSS:
         target = tl.load(target_ptr + m).to(tl.int32)
         z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
 
+    # Pass 1: statistics and sample.
     top = tl.full((BLOCK,), _LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     top_index = tl.zeros((BLOCK,), tl.int32)
@@ -167,12 +247,7 @@ def row_kernel(
         z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf")).to(tl.float32)
         if WITH_LOSS:
             z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
-            higher = z > top
-            decay = tl.exp(-tl.abs(z - top))
-            one = 1.0 + z_low
-            total = tl.where(higher, total * decay + one, decay * one + total)
-            top = tl.where(higher, z, top)
-            top_index = tl.where(higher, index, top_index)
+            top, top_index, total = add_to_sums(z, z_low, index, top, top_index, total)
         noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
         candidate = z * inverse_temperature + noise if WITH_TEMPERATURE else z + noise
         if DISALLOW_CORRECT:
@@ -181,23 +256,24 @@ def row_kernel(
         score = tl.where(better, candidate, score)
         score_index = tl.where(better, index, score_index)
 
+    # Merge the lanes, and store the results of the row.
     _, sampled = merge_best(score, score_index)
     tl.store(sampled_ptr + m, sampled.to(tl.int64))
     if WITH_LOSS:
         row_top, best = merge_best(top, top_index)
         tl.store(best_ptr + m, best.to(tl.int64))
-        lane_total, lane_total_low = scaled_exp(*two_sum(top, -row_top), total, None)
-        row_total, row_total_low = precise_sum(*two_sum(lane_total, lane_total_low), 2.0 * WIDTH)
-        log_total, log_total_low = precise_log(row_total, row_total_low)
-        gap, gap_low = two_sum(row_top, -z_target)
-        loss, loss_low = two_sum(gap, log_total)
-        loss_low += log_total_low + gap_low
-        tl.store(loss_ptr + m, loss + (loss_low - z_target_low))
+        row_total, row_total_low = merge_sums(top, total, row_top, WIDTH)
+        loss = cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low)
+        tl.store(loss_ptr + m, loss)
+
+    # Pass 2: the gradient.
     if WITH_GRADIENT:
         # No thread may overwrite the target's logit before every thread has read it.
         tl.debug_barrier()
         weight = tl.load(weight_ptr + m)
         scale, scale_low = precise_ratio(weight, row_total, row_total_low)
+        # softmax * weight - weight, with its rounding errors: the true token's gradient is small where the row is
+        # predicted with confidence, and a plain difference would lose it.
         softmax, softmax_low = scaled_softmax(z_target, z_target_low, row_top, scale, scale_low, PAIR)
         target_gradient, target_gradient_low = two_sum(softmax, -weight)
         target_gradient += target_gradient_low + softmax_low
@@ -218,21 +294,35 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Return loss, most likely token and sample of each row of a chunk of logits, by one launch of the Triton kernel.
+    """Return loss, most likely token and sample of M rows of logits, by one launch of the Triton kernel.
 
     Arguments and result are those of `mlm_head.row_pass_reference`. With `options.with_gradient`, the gradient of the
-    logits overwrites the logits.
+    logits, (softmax - onehot) * weight, overwrites the logits.
+
+    Args:
+        logits_MV: Logits without bias, of V columns of which the last ones may be padding; adjacent columns.
+        bias_V: Bias of the tokens that exist, at most V.
+        target_M: int64 true tokens.
+        weight_M: Weight of each row in the loss.
+        row_M: int64, number of each row within the global batch.
+        options: Seed, step and switches.
     """
-    num_rows, num_absent = len(logits_MV), logits_MV.shape[1] - len(bias_V)
+    num_columns = logits_MV.shape[1]
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
-    bias_V = F.pad(bias_V, (0, num_absent), value=-torch.inf)
-    loss_M = torch.empty(num_rows, dtype=torch.float32, device=logits_MV.device)
-    best_M, sampled_M = torch.empty_like(target_M), torch.empty_like(target_M)
+    padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)
+    loss_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
+    best_M = torch.empty_like(target_M)
+    sampled_M = torch.empty_like(target_M)
     _launch(
         logits_MV,
-        (bias_V, target_M.contiguous(), weight_M.float().contiguous(), row_M.contiguous()),
-        (loss_M, best_M, sampled_M),
-        options,
+        bias_V=padded_bias_V,
+        target_M=target_M.contiguous(),
+        weight_M=weight_M.float().contiguous(),
+        row_M=row_M.contiguous(),
+        loss_M=loss_M,
+        best_M=best_M,
+        sampled_M=sampled_M,
+        options=options,
         with_loss=True,
     )
     return RowStats(loss_M.to(weight_M.dtype), best_M, sampled_M)
@@ -241,53 +331,88 @@ def row_pass(
 def sample(logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature), int64 [M], by one launch of the Triton kernel.
 
-    Arguments are those of `sampling.sample`. Logits whose rows are not contiguous are copied.
+    Arguments are those of `sampling.sample`. Logits whose columns are not adjacent in memory are copied.
     """
     if logits_MV.stride(-1) != 1:
         logits_MV = logits_MV.contiguous()
     sampled_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
-    options = RowOptions(seed, step, logits_MV.shape[1], temperature, disallow_correct=False, with_gradient=False)
-    unused = sampled_M
+    unused = sampled_M  # the kernel needs a pointer for each argument, also for those that it does not access
     _launch(
-        logits_MV, (unused, unused, unused, row_M.contiguous()), (unused, unused, sampled_M), options, with_loss=False
+        logits_MV,
+        bias_V=unused,
+        target_M=unused,
+        weight_M=unused,
+        row_M=row_M.contiguous(),
+        loss_M=unused,
+        best_M=unused,
+        sampled_M=sampled_M,
+        options=RowOptions(
+            seed=seed,
+            step=step,
+            vocab_size=logits_MV.shape[1],
+            temperature=temperature,
+            disallow_correct=False,
+            with_gradient=False,
+        ),
+        with_loss=False,
     )
     return sampled_M
 
 
 def _launch(
     logits_MV: torch.Tensor,
-    inputs: tuple[torch.Tensor, ...],
-    outputs: tuple[torch.Tensor, ...],
+    *,
+    bias_V: torch.Tensor,
+    target_M: torch.Tensor,
+    weight_M: torch.Tensor,
+    row_M: torch.Tensor,
+    loss_M: torch.Tensor,
+    best_M: torch.Tensor,
+    sampled_M: torch.Tensor,
     options: RowOptions,
     with_loss: bool,
 ) -> None:
-    """Launch the row kernel with one program per row of logits.
+    """Launch the row kernel with one program for each of the M rows of logits.
 
     Args:
         logits_MV: Logits, adjacent columns; overwritten by their gradient with `options.with_gradient`.
-        inputs: Bias (of the width of the logits), targets, weights and row numbers, all contiguous.
-        outputs: Losses, most likely tokens and samples.
+        bias_V: Contiguous bias, as wide as the logits, -inf on padding.
+        target_M: Contiguous int64 true tokens.
+        weight_M: Contiguous fp32 weight of each row.
+        row_M: Contiguous int64 row numbers within the global batch.
+        loss_M: fp32 losses, written.
+        best_M: int64 most likely tokens, written.
+        sampled_M: int64 drawn tokens, written.
         options: Seed, step and switches.
-        with_loss: Whether to compute more than the samples; without it, other inputs than the rows are not read.
+        with_loss: False to write only the samples; bias, targets and weights are then not read.
     """
+    num_rows, num_columns = logits_MV.shape
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    grid: Any = (len(logits_MV),)
+    block = BLOCK
+    if interpreted:
+        block = min(_BLOCK_INTERPRETED, triton.next_power_of_2(num_columns))
+    grid: Any = (num_rows,)
     row_kernel[grid](
         logits_MV,
-        *inputs,
-        *outputs,
-        logits_MV.stride(0),
-        as_int32(options.seed),
-        as_int32(options.seed >> 32),
-        as_int32(options.step),
-        1.0 / options.temperature,
-        WIDTH=logits_MV.shape[1],
+        bias_V,
+        target_M,
+        weight_M,
+        row_M,
+        loss_M,
+        best_M,
+        sampled_M,
+        stride=logits_MV.stride(0),
+        seed_low=as_int32(options.seed),
+        seed_high=as_int32(options.seed >> 32),
+        step=as_int32(options.step),
+        inverse_temperature=1.0 / options.temperature,
+        WIDTH=num_columns,
         WITH_LOSS=with_loss,
         WITH_GRADIENT=options.with_gradient,
         WITH_TEMPERATURE=options.temperature != 1.0,
         DISALLOW_CORRECT=options.disallow_correct,
         PAIR=not fits_fp32(logits_MV.dtype),
-        BLOCK=min(_BLOCK_INTERPRETED, triton.next_power_of_2(logits_MV.shape[1])) if interpreted else BLOCK,
+        BLOCK=block,
         APPROXIMATE=not interpreted,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,

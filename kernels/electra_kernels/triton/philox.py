@@ -1,4 +1,7 @@
-"""Draws keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`."""
+"""Draws keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`.
+
+Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -6,10 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_SIGN_BIT = 0x80000000  # of a 32-bit word
+
 
 @triton.jit
 def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
-    """Return the bits of `keyed_random.bits_grid` at BLOCK neighbouring positions of a row, as uint32 [BLOCK].
+    """Return 32 random bits for each of BLOCK neighbouring positions of a row, as uint32 [BLOCK].
+
+    They equal those of `keyed_random.bits_grid`. One call of Philox gives four numbers, those of the positions
+    4 * quad to 4 * quad + 3.
 
     Args:
         seed_low: Low 32 bits of the seed, as int32.
@@ -25,6 +33,7 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
     zero = quad * 0
     step_word = step.to(tl.uint32, bitcast=True)
     bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row.to(tl.uint32), zero + step_word, zero + purpose)
+    # tl.join adds a last axis of 2, so the joined tensor has the numbers of a quad in the order 0, 1, 2, 3.
     return tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
 
 
@@ -32,6 +41,8 @@ def as_int32(word: int) -> int:
     """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31).
 
     Triton chooses the type of an integer argument by its size; with this, every launch has the same argument type and
-    uses the same compiled kernel.
+    uses the same compiled kernel. Examples: 5 gives 5, and 2**32 - 1 gives -1.
     """
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+    low = word & 0xFFFFFFFF
+    # Flipping the top bit and subtracting its value makes numbers of 2**31 and more negative.
+    return (low ^ _SIGN_BIT) - _SIGN_BIT

@@ -1,6 +1,9 @@
 """Runs replace and label in Triton: one program per 64 positions of a row, every output written once.
 
-Guarantee: the results equal those of `replace.replace_and_label_reference` exactly, because they are integers.
+A slot is a place for one masked position of a row and its sampled token. The operation writes the samples into the
+rows and labels the positions that changed.
+
+Guarantee: the results equal those of `replace_tokens.replace_and_label_reference` exactly, because they are integers.
 
 How: a program compares its positions with the row's N slots, a [64, N] table in registers, and reduces the table to
 counts and sums.
@@ -21,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_S = 64
+BLOCK_S = 64  # positions per program
+_MIN_BLOCK_N = 16  # smallest width of the table of slots
 
 
 @triton.jit
@@ -37,34 +41,46 @@ def replace_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write corrupted ids and labels of BLOCK_S positions of one row.
+    """Write corrupted token ids, and labels (true where the id changed), of BLOCK_S positions of one row.
+
+    A slot holds a position of the row, a weight and a sampled token. A position without a slot of positive weight
+    keeps its id; the others get the floor of the mean of their slots' samples, which is the sample if there is one.
 
     Program (row, block) handles positions [block * BLOCK_S, block * BLOCK_S + BLOCK_S) of the row. BLOCK_N is a power
-    of 2 and at least the number of slots.
+    of 2 and at least the number of slots. B rows, S = seq_len positions, N = num_slots.
     """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    position = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     slot = tl.arange(0, BLOCK_N)
-    position = tl.load(positions_ptr + row * num_slots + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+    slot_position = tl.load(positions_ptr + row * num_slots + slot, mask=slot < num_slots, other=-1).to(tl.int32)
     weight = tl.load(weight_ptr + row * num_slots + slot, mask=slot < num_slots, other=0.0)
     sampled = tl.load(sampled_ptr + row * num_slots + slot, mask=slot < num_slots, other=0).to(tl.int32)
-    written = (place[:, None] == position[None, :]) & (weight > 0)[None, :]
-    count = tl.sum(written.to(tl.int32), 1)
-    total = tl.sum(tl.where(written, sampled[None, :], 0), 1)
-    ids = tl.load(ids_ptr + row * seq_len + place, mask=place < seq_len, other=0)
-    corrupted = tl.where(count > 0, (total // tl.maximum(count, 1)).to(ids.dtype), ids)
-    tl.store(corrupted_ptr + row * seq_len + place, corrupted, mask=place < seq_len)
-    tl.store(label_ptr + row * seq_len + place, corrupted != ids, mask=place < seq_len)
+    # [BLOCK_S, BLOCK_N]: whether the slot writes to the position.
+    writes = (position[:, None] == slot_position[None, :]) & (weight > 0)[None, :]
+    count = tl.sum(writes.to(tl.int32), 1)
+    total = tl.sum(tl.where(writes, sampled[None, :], 0), 1)
+    ids = tl.load(ids_ptr + row * seq_len + position, mask=position < seq_len, other=0)
+    mean = total // tl.maximum(count, 1)  # the maximum avoids a division by 0 where no slot writes
+    corrupted = tl.where(count > 0, mean.to(ids.dtype), ids)
+    tl.store(corrupted_ptr + row * seq_len + position, corrupted, mask=position < seq_len)
+    tl.store(label_ptr + row * seq_len + position, corrupted != ids, mask=position < seq_len)
 
 
 def replace_and_label(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return corrupted rows and labels, by one launch of the Triton kernel.
+    """Return the rows with sampled tokens in place, int64 [B, S], and the labels, bool [B, S], by one launch.
 
-    Arguments and results are those of `replace.replace_and_label_reference`, equal in every element.
+    The results equal those of `replace_tokens.replace_and_label_reference` in every element.
+
+    Args:
+        ids_BS: int64 token ids of B rows, S positions in each.
+        positions_BN: int64 in [0, S), the position of each of a row's N slots; several slots may share a position.
+        weight_BN: Weight of each slot; slots of weight 0 write nothing.
+        sampled_BN: int64 sampled token of each slot.
     """
-    (num_rows, seq_len), num_slots = ids_BS.shape, positions_BN.shape[1]
+    num_rows, seq_len = ids_BS.shape
+    num_slots = positions_BN.shape[1]
     corrupted_BS = torch.empty_like(ids_BS, memory_format=torch.contiguous_format)
     label_BS = torch.empty_like(corrupted_BS, dtype=torch.bool)
     grid: Any = (num_rows, triton.cdiv(seq_len, BLOCK_S))
@@ -78,7 +94,7 @@ def replace_and_label(
         seq_len,
         num_slots,
         BLOCK_S=BLOCK_S,
-        BLOCK_N=max(16, triton.next_power_of_2(num_slots)),
+        BLOCK_N=max(_MIN_BLOCK_N, triton.next_power_of_2(num_slots)),
         num_warps=4,
         enable_fp_fusion=True,
     )

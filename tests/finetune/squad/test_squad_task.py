@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from electra_dist.finetune.squad.answer_spans import best_spans
 from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.squad.squad_task import best_spans
 from electra_dist.finetune.task_heads import SpanScores
 
 

@@ -55,7 +55,7 @@ def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_imported(tiny_config
     command = [sys.executable, "-c", code, "--config", str(tiny_config())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "no GPU to check: NVML knows of none, or no nvidia-ml-py" in done.stdout
+    assert "no GPU to check: NVML finds none, or nvidia-ml-py is not installed" in done.stdout
 
 
 def test_an_unhealthy_gpu_gives_69_and_one_strike_and_a_healthy_node_adds_none(tiny_config: Callable[..., Path]):

@@ -1,0 +1,67 @@
+"""Draw the result of a fault drill: the losses of both runs with every fault marked, and the cost of each fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from electra_dist.report.curves import print_style
+from electra_dist.run.metrics_writer import read_metrics
+from launcher.chaos.drill import Hit
+
+_REFERENCE_COLOR = "#cbd5e1"
+_INTERRUPTED_COLOR = "#2563eb"
+
+
+def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
+    """Write a PNG of two diagrams over the optimizer steps: losses of both runs, and seconds lost by each fault.
+
+    Args:
+        reference: folder of the uninterrupted run.
+        interrupted: folder of the run that was hit by the faults.
+        hits: the results of the faults, in the order in which they came.
+        out: the PNG file; it is replaced if it exists.
+    """
+    with matplotlib.rc_context(print_style()):
+        figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        losses, costs = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        _draw_losses(losses, reference, interrupted, hits)
+        _draw_costs(costs, hits)
+        figure.savefig(out, dpi=160)
+
+
+def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[Hit]) -> None:
+    """Draw the loss of each step of both runs, and a vertical line at each fault."""
+    steps, losses = _losses(reference)
+    axes.plot(steps, losses, color=_REFERENCE_COLOR, linewidth=5, label="uninterrupted run")
+    steps, losses = _losses(interrupted)
+    axes.plot(steps, losses, color=_INTERRUPTED_COLOR, linewidth=1, label=f"run with {len(hits)} faults")
+    for hit in hits:
+        axes.axvline(hit.step, color="#dc2626", linewidth=0.6, linestyle=":")
+    axes.set_title(f"Training loss; a dotted line marks each of the {len(hits)} faults")
+    axes.legend(loc="upper right", frameon=False)
+
+
+def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
+    """Draw a bar for each fault: the seconds from the fault to the next new step, colored by the kind of fault."""
+    colors = matplotlib.colormaps["tab10"]
+    for color, kind in enumerate(sorted({hit.kind for hit in hits})):
+        of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
+        seconds = [hit.recovery_s or 0.0 for hit in of_kind]
+        axes.vlines([hit.step for hit in of_kind], 0, seconds, color=colors(color % 10), linewidth=3, label=kind)
+    axes.set_title("Seconds from a fault to the next new step")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
+    """Return the steps that a run logged, and the loss of each, in nats."""
+    records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
+    return [record["step"] for record in records], [record["loss"] for record in records]

@@ -1,0 +1,43 @@
+"""Lock that prevents a second supervisor of the same run on the same node."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from electra_dist.errors import UserError
+from electra_dist.run.folder import MEETING_DIR
+from electra_dist.run.node_strikes import node_name
+from electra_dist.store.atomic_files import writable
+
+
+def lock_node(run_dir: Path, node: int) -> int:
+    """Take the lock that makes this process the only supervisor of its run on this host; return its file descriptor.
+
+    The kernel releases the lock when this process ends, also after a kill. The name of the lock file contains the host
+    name, so a supervisor that is cut off from the network does not block the one that takes over its node number on
+    another host. On a file system without locks nothing is locked, and no error is raised.
+
+    Args:
+        run_dir: folder of the run; created if it is missing.
+        node: number of this node in the run, from 0; it is part of the file's name.
+
+    Raises:
+        StoreError: the run folder cannot be written.
+        UserError: another supervisor of this run holds the lock on this host.
+    """
+    path = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{path}: another supervisor of this run is active on this node; wait until it ends, or stop it with "
+            f"`touch {run_dir}/stop`"
+        ) from None
+    except OSError:  # The file system has no locks.
+        pass
+    return descriptor
