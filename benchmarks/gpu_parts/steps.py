@@ -40,7 +40,7 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 CONFIG = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-FUSIONS = ("mlm_head", "discriminator_tail", "dropout_add_norm", "masked_gather", "replace")
+FUSIONS = ("mlm_head", "discriminator_tail", "dropout_add_norm", "masked_gather", "replace_tokens")
 Rows = list[dict[str, Any]]
 RowOf = Callable[..., dict[str, Any]]
 

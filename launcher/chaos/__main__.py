@@ -6,7 +6,7 @@
 How: two runs are made under `launcher.supervise`, in the folders RUN-reference and RUN-chaos, where RUN is the run_dir
 of the config. The first run is not interrupted. The second run is hit by faults; the seed determines which fault comes
 at which step (faults.py lists the faults and how the run must react to each). If a fault ends the supervisor, the
-drill starts it again.
+drill starts it again. RUN-faults.png shows the losses of both runs with every fault marked.
 
 The drill passes if the run reacted to each fault as it must, reached its last step, and has bit for bit the losses,
 gradient norms and receipts of the reference run. Exit codes: 0 passed, 1 failed, 78 an error that you must fix.
@@ -31,6 +31,7 @@ from electra_dist.run.jsonl import Record, encode
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.metrics_writer import read_metrics
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
+from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS, SmallDisk
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
@@ -190,13 +191,17 @@ def drill(config: Config, args: argparse.Namespace) -> int:
     _print_table(hits)
     num_steps, difference = differences(run_dir, reference)
     _print_goodput(hits, reference, seconds)
+    picture = base.with_name(f"{base.name}-faults.png")
+    write_fault_plot(reference, run_dir, hits, picture)
     if difference:
         problems.append(difference)
     problems += [hit.fault for hit in hits if hit.fault]
     verdict = f"PASS: {num_steps} steps, each loss bit for bit the reference's"
     if problems:
         verdict = "FAIL: " + "; ".join(problems)
-    print(f"\nseed {args.seed}, {len(hits)} faults, {args.ranks} ranks, {seconds:.0f} s\n{verdict}")
+    print(
+        f"\nseed {args.seed}, {len(hits)} faults, {args.ranks} ranks, {seconds:.0f} s, drawn in {picture}\n{verdict}"
+    )
     return EXIT_CRASH if problems else EXIT_DONE
 
 
