@@ -10,8 +10,8 @@ It has three parts:
    also checked in the CUDA library, which is built first if nvcc is on PATH.
 2. Time (median of CUDA events, forward and backward) and peak memory above the inputs, against eager torch,
    torch.compile, and Liger and cut-cross-entropy with a separate sampler where these are installed.
-3. Training steps of the large model (`gpu_parts/steps.py`, `gpu_parts/parts.py`): several micro-batches, kernels and
-   references, eager and compiled, each fusion alone, the time by part of the step, and Hugging Face's modules.
+3. Training steps of the large model (`gpu_parts/steps.py`, `gpu_parts/breakdown.py`): several micro-batches, kernels
+   and references, eager and compiled, each fusion alone, the time by part of the step, and Hugging Face's modules.
 
 Guarantee: the script runs all parts and then exits with an error if one of our results is wrong or one of our
 operations failed. No time makes it fail. A rival that fails, or anything that does not fit into memory, is a row of
@@ -40,9 +40,9 @@ import torch
 from electra_kernels import BackendUnavailable
 from electra_kernels.backend_choice import resolve
 from electra_kernels.native import discriminator_tail
+from gpu_parts.breakdown import breakdown, time_rivals
 from gpu_parts.cases import LARGE, TOY, GpuCase, Sizes, cases, head_inputs, our_head, rival_heads
 from gpu_parts.checks import chi_square, integers, values, without_host
-from gpu_parts.parts import breakdown, time_rivals
 from gpu_parts.steps import StepBench, time_fusions, time_steps
 
 PACKAGES = ("torch", "triton", "liger_kernel", "cut_cross_entropy")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measure import REPOSITORY
-from step_parts.ways import SPECIAL
+from step_parts.variants import SPECIAL
 
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine

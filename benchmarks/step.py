@@ -36,7 +36,7 @@ from measure import (
     summary,
 )
 from step_parts.packed import compare_packing, report_packing
-from step_parts.ways import BATCH, SPECIAL, StepVariant, autocast, hugging_face, ours, synthetic_rows, take_step
+from step_parts.variants import BATCH, SPECIAL, StepVariant, autocast, hugging_face, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config

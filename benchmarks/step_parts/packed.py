@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from measure import Json, ResultLine, alternate, finish, format_summary, print_table, ratio, summary
-from step_parts.ways import BATCH, SPECIAL, ours, synthetic_rows, take_step
+from step_parts.variants import BATCH, SPECIAL, ours, synthetic_rows, take_step
 
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import read_manifest

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from electra_dist.analysis.goodput import goodput
 from electra_dist.analysis.hung_ranks import hang_limits, hung
-from electra_dist.analysis.run_state import RunEvidence, State, run_state
+from electra_dist.analysis.run_classification import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError

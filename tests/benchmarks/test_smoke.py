@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import builder
+import corpus_builder
 import loader
 import pytest
 import restart
@@ -70,18 +70,18 @@ def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
 
 def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_only: list[int] = []
-    monkeypatch.setattr(builder, "WORKERS", (1,))  # a second worker is a second start of Python
-    monkeypatch.setattr(builder, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
-    record = _run(builder, tmp_path)
+    monkeypatch.setattr(corpus_builder, "WORKERS", (1,))  # a second worker is a second start of Python
+    monkeypatch.setattr(corpus_builder, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
+    record = _run(corpus_builder, tmp_path)
     assert record["text_tokens"] > 10_000
     assert {"ours", "tokenizers"} <= record["workers"]["1"].keys()
     assert len(one_only) == 2  # the count and one timed round
 
 
 def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "build", lambda *given: 7)
+    monkeypatch.setattr(corpus_builder, "build", lambda *given: 7)
     with pytest.raises(SystemExit, match="not the same work"):
-        builder.main(["--smoke"])
+        corpus_builder.main(["--smoke"])
 
 
 @pytest.mark.multiproc

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.analysis.run_state import RunEvidence, run_state
+from electra_dist.analysis.run_classification import RunEvidence, run_state
 
 START = {"event": "start", "step": 0}
 

@@ -1,7 +1,7 @@
 """Measure the corpus builder in tokens per second and core, against the tokenizer library that it uses.
 
-    python benchmarks/builder.py                           # 10 MB of prose that the Python installation contains
-    python benchmarks/builder.py --text DIR --vocab vocab.txt
+    python benchmarks/corpus_builder.py            # 10 MB of prose that the Python installation contains
+    python benchmarks/corpus_builder.py --text DIR --vocab vocab.txt
 
 Three ways take turns, with 1 and with 2 workers, on the same documents and vocabulary:
 
@@ -183,7 +183,7 @@ def measure(text: Text, folder: Path, rounds: int) -> Json:
     if set(counts.values()) != {num_tokens}:
         sys.exit(
             f"ours finds {num_tokens} text tokens, the others {counts}: not the same work, so times cannot be "
-            "compared; give the tokenizer in benchmarks/builder.py the settings of electra_dist/tokenizer.py"
+            "compared; give the tokenizer in benchmarks/corpus_builder.py the settings of electra_dist/tokenizer.py"
         )
     found: Json = {"text_tokens": num_tokens, "text_bytes": text.num_bytes, "workers": {}}
     for workers in WORKERS:
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         print(f"{len(text.documents):,} documents, {text.num_bytes / 1e6:.1f} MB, {text.vocabulary.size:,} entries\n")
         found = measure(text, folder, 1 if arguments.smoke else arguments.rounds)
     lines = report(found)
-    return finish("builder", arguments, argv, lines, packages=installed("tokenizers", "datasets"), **found)
+    return finish("corpus_builder", arguments, argv, lines, packages=installed("tokenizers", "datasets"), **found)
 
 
 if __name__ == "__main__":
