@@ -29,7 +29,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
         function: Called without arguments; its value must be picklable.
 
     Raises:
-        UserError: `function` raised it on rank 0; every rank raises an error of the same type. Any other exception is
+        UserError: `function` raised it on rank 0; every rank raises a copy of that error. Any other exception is
             raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
     value: T | None = None
@@ -50,7 +50,7 @@ def from_rank_0(function: Callable[[], T]) -> T:
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, ordered by rank, on every rank. Collective.
 
-    It returns on no rank before every rank has called it.
+    No rank returns before all ranks have called it.
 
     Args:
         value: This rank's value; it must be picklable.

@@ -5,7 +5,7 @@ loaded. A loaded config never changes.
 
 How: `config_file.py` reads the tree from YAML, and `engine/engine.py` derives DeepSpeed's JSON from it. Each component
 receives only the section that it needs. The field descriptions are the user's manual: `electra-dist config FILE
---describe` prints them, and an error message quotes the description of the key at fault.
+--describe` prints them, and the error for an invalid or missing key quotes the key's description.
 
 Limits: this module must not import torch, because commands on a login node load a config without it.
 """
@@ -30,13 +30,16 @@ _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of thi
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, keyword arguments only, no unknown keys, no infinite or NaN numbers."""
+    """Base class of all sections of the config, a pydantic model whose values cannot be changed once it is created.
+
+    Unknown keys and infinite or NaN numbers are validation errors.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TowerConfig(Section):
-    """Shape of one transformer tower, the discriminator or the generator."""
+    """Shape of one of ELECTRA's two transformers ("towers"): the discriminator or the generator."""
 
     hidden_size: Positive = Field(description="Width of the tower: number of features of each token in every layer.")
     num_layers: Positive = Field(description="Number of transformer layers in the tower.")
@@ -47,7 +50,7 @@ class TowerConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TowerConfig:
-        """Refuse a number of heads that does not divide the width."""
+        """Raise ValueError if num_heads does not divide hidden_size; each head gets an equal part of it."""
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; change one of them"
@@ -56,7 +59,7 @@ class TowerConfig(Section):
 
 
 class ModelConfig(Section):
-    """Shapes of both towers, the weights that they share, dropout and initialisation."""
+    """Shapes of the two transformers ("towers"), the weights that they share, dropout and initialisation."""
 
     vocab_size: Positive = Field(
         default=30522,
@@ -115,7 +118,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
-        """Refuse shapes that the chosen sharing does not allow."""
+        """Raise ValueError if the towers' shapes contradict `sharing`.
+
+        With sharing `all`, both towers need the same shape. A generator_embedding_size is valid only with sharing
+        `none`.
+        """
         if self.sharing == "all" and self.generator != self.discriminator:
             raise ValueError(
                 "sharing `all` needs two towers of the same shape; set model.generator to the values of "
@@ -130,7 +137,10 @@ class ModelConfig(Section):
 
     @property
     def generator_embedding_width(self) -> int:
-        """Return the width of the embedding tables that the generator reads, in features."""
+        """Return the width of the embedding tables that the generator reads, in features.
+
+        It is generator_embedding_size where that is set, otherwise embedding_size.
+        """
         return self.generator_embedding_size or self.embedding_size
 
     @property
@@ -143,7 +153,7 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """Settings of what is learned: the pretraining objective, masking, sampling of replacements, loss weights."""
+    """Settings of what is learned: the pretraining objective, masking, sampling of replacements, and loss weights."""
 
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",
@@ -193,8 +203,8 @@ class ObjectiveConfig(Section):
     )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Weight, in the total loss, of the token predictions of the discriminator's tower; used by the "
-        "objectives replace_mlm and all_tokens_mlm only.",
+        description="Weight in the total loss of the loss with which the discriminator's tower learns to predict "
+        "tokens; used by the objectives replace_mlm and all_tokens_mlm only.",
     )
     temperature: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
@@ -213,7 +223,10 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> ObjectiveConfig:
-        """Refuse options that the chosen objective cannot use."""
+        """Raise ValueError if an option does not go with the chosen objective.
+
+        The options that only some objectives allow are a fixed generator, generator_only_steps and disallow_correct.
+        """
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"generator `{self.generator}` does not go with objective `{self.name}`; set "
@@ -258,8 +271,8 @@ class DataConfig(Section):
     )
     cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. Shards that were not used "
-        "for longest are deleted to keep it. Unset: the free space of the disk is the limit.",
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. The least recently used "
+        "shards are deleted to stay below it. Unset: the free space of the disk is the limit.",
     )
     fetch_threads: Positive = Field(
         default=8,
@@ -298,8 +311,8 @@ class TrainConfig(Section):
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),
-        description="Steps to skip, counted from 0. A skipped step uses no rows and updates nothing; all other "
-        "steps keep their rows.",
+        description="Numbers of the steps to skip, counted from 0. A skipped step updates nothing and its rows are "
+        "not used. All other steps read the same rows as they would without the skip.",
     )
     init_from: str | None = Field(
         default=None,
@@ -316,10 +329,10 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        """Replace `micro_batch: auto` by one row a pass and set `largest_micro_batch`.
+        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
 
-        One row a pass suits any number of ranks that divides the global batch, so the checks of the config hold
-        before `engine/micro_batch.py` has measured the largest size.
+        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits. 1
+        passes them for every number of ranks that divides the global batch.
         """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
@@ -327,7 +340,10 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _generator_of_something(self) -> TrainConfig:
-        """Refuse initial weights of a generator without those of a discriminator."""
+        """Raise ValueError if init_generator_from is set without init_from.
+
+        The generator's initial weights are used only together with those of a discriminator.
+        """
         if self.init_generator_from and not self.init_from:
             raise ValueError(
                 "init_generator_from needs init_from; set train.init_from to the folder of the discriminator"
@@ -335,7 +351,9 @@ class TrainConfig(Section):
         return self
 
     def micro_batches(self, num_ranks: int) -> int:
-        """Return the number of micro-batches per rank and step, or 0 if the ranks cannot share a step evenly.
+        """Return the number of micro-batches of a rank in each step: global_batch / (micro_batch * num_ranks).
+
+        It is 0 if that is not a whole number; this number of ranks then cannot run the config.
 
         Args:
             num_ranks: Number of ranks of the run, at least 1.
@@ -346,31 +364,35 @@ class TrainConfig(Section):
         return self.global_batch // rows_per_pass
 
     def possible_ranks(self) -> list[int]:
-        """Return the numbers of ranks that can share the global batch evenly, ascending."""
+        """Return the numbers of ranks that this config can run on, ascending.
+
+        They are those for which global_batch is a multiple of micro_batch * ranks.
+        """
         most_ranks = self.global_batch // self.micro_batch
         return [num_ranks for num_ranks in range(1, most_ranks + 1) if self.micro_batches(num_ranks)]
 
 
 class GuardConfig(Section):
-    """Limits beyond which a step is stopped before its optimizer update, or the run goes back to a checkpoint."""
+    """Limits beyond which a step is stopped (it updates no weights), or the run goes back to a checkpoint."""
 
     window: Annotated[int, Field(ge=2)] = Field(
         default=128,
-        description="Number of most recent accepted steps from which the mean and the standard deviation of the loss "
-        "are computed. No step counts as a spike before that many steps were accepted.",
+        description="Number of most recent accepted steps (those that updated the weights) from which the mean and "
+        "the standard deviation of the loss are computed. No step counts as a spike before that many were accepted.",
     )
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         default=6.0,
-        description="A step is stopped if its loss exceeds the window's mean by more than this many standard "
-        "deviations. 0: no step is stopped for a spike; a loss or gradient that is not finite still stops it.",
+        description="A step is a spike if its loss exceeds the window's mean by more than this many standard "
+        "deviations. It is then stopped, that is, it does not update the weights. 0: no step counts as a spike; a "
+        "step whose loss or gradient is not finite is stopped in any case.",
     )
     max_in_a_row: Positive = Field(
         default=3, description="Number of consecutive stopped steps after which the run goes back to a checkpoint."
     )
     skip_before: NonNegative = Field(
         default=16,
-        description="Number of steps before the first stopped step that are skipped as well when the run goes back "
-        "to a checkpoint. Fewer are skipped if no checkpoint is that old.",
+        description="A run that goes back to a checkpoint skips the steps that were stopped in a row, and this many "
+        "steps before the first of them. It skips fewer if even its oldest checkpoint is newer than these steps.",
     )
     max_rollbacks: NonNegative = Field(
         default=5,
@@ -466,7 +488,10 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
-        """Refuse options that need whole parameters on each rank, which ZeRO stage 3 does not keep."""
+        """Raise ValueError if early_generator or compile is on with ZeRO stage 3.
+
+        Both options need whole parameters on each rank, which stage 3 splits between the ranks.
+        """
         if self.early_generator and self.zero_stage == 3:
             raise ValueError(
                 "early_generator needs whole parameters, which zero_stage 3 splits; set engine.early_generator: false "
@@ -584,13 +609,13 @@ class ClusterConfig(Section):
 
     hang_step_factor: Annotated[float, Field(gt=1)] = Field(
         default=5.0,
-        description="A rank in a training step counts as hung if its last heartbeat is older than this factor times "
-        "its measured step time, but never before hang_step_floor_s.",
+        description="A rank in a training step counts as hung if its last heartbeat (its sign of progress) is older "
+        "than this factor times its measured step time and older than hang_step_floor_s.",
     )
     hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0,
-        description="Seconds without a heartbeat before which a rank in a training step never counts as hung, "
-        "however short its steps are.",
+        description="Least number of seconds without a heartbeat after which a rank in a training step counts as "
+        "hung. It takes the place of hang_step_factor times the step time where steps are so short that this is less.",
     )
     hang_setup_s: Annotated[float, Field(gt=0)] = Field(
         default=1800.0,
@@ -607,7 +632,8 @@ class ClusterConfig(Section):
     )
     max_fruitless_restarts: Positive = Field(
         default=3,
-        description="Number of consecutive restarts without a new checkpoint after which the run is not restarted.",
+        description="Number of restarts in a row that may end without having saved a checkpoint. After them the run "
+        "is not restarted.",
     )
     strike_expires_h: Annotated[float, Field(gt=0)] = Field(
         default=24.0,
@@ -631,7 +657,7 @@ class PlanConfig(Section):
 
 
 class Config(Section):
-    """The whole configuration of a run, as `config_file.load_config` returns it."""
+    """The whole configuration of a run, one field for each section; `config_file.load_config` reads it from YAML."""
 
     run_dir: str = Field(
         description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "
@@ -657,7 +683,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        """Refuse values that contradict those of another section."""
+        """Raise ValueError if values of two sections contradict each other.
+
+        An example is data.seq_len above model.max_positions.
+        """
         if self.data.seq_len > self.model.max_positions:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}; lower "
@@ -697,8 +726,8 @@ class Config(Section):
     def identity(self) -> dict[str, Any]:
         """Return the values that determine the results of a run, as a JSON tree.
 
-        A run refuses to resume if one of them has changed. All other values (number of ranks, micro-batch, ZeRO
-        stage, logging) may change at a restart.
+        A run cannot resume from a checkpoint if one of them has changed since. All other values (number of ranks,
+        micro-batch, ZeRO stage, logging) may change at a restart.
         """
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
@@ -713,7 +742,7 @@ class Config(Section):
         }
 
     def identity_sha256(self) -> str:
-        """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest are of another run."""
+        """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest belong to another run."""
         return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
 
 

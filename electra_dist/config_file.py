@@ -3,9 +3,9 @@
 Guarantee: every mistake in a config is a UserError of one line, which names the file (or --set), the key, the nearest
 valid key and the next step. The process then ends with exit code 78.
 
-How: layers are merged, a later one above an earlier one: the file that `extends: base.yaml` names (a path relative to
-the extending file), the config file itself, and `--set train.micro_batch=32` for each override. `sources` returns the
-layer that each value comes from.
+How: a config is merged from layers, of which a later one replaces values of an earlier one. The layers are the file
+that the config file names by `extends: base.yaml` (a path relative to the config file), the config file itself, and
+each override such as `--set train.micro_batch=32`. `sources` returns the layer that each value comes from.
 
 Limits: a base file may not extend another file, so at most two files describe a run.
 """
@@ -101,10 +101,11 @@ def dump_yaml(config: Config) -> str:
 
 
 def _layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return the layers of a config, each as its name and its tree of keys; a later layer replaces values.
+    """Return the layers of a config, each as (name, tree of keys), in the order in which they are merged.
 
-    They are the file that the config file extends, if there is one, the config file itself, and each override. The
-    name of a layer is the path of its file, or `--set`.
+    A layer replaces values of the layers before it. The layers are the file that the config file extends, if there is
+    one, the config file itself, and each override. The name of a layer is the path of its file, or `--set` for an
+    override.
     """
     layers = []
     tree = _read_yaml(path)
@@ -119,10 +120,10 @@ def _layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _read_base(path: Path) -> Tree:
-    """Return the tree of a file that another file extends.
+    """Return the tree of keys of the file `path`, which the config file names under `extends`.
 
     Raises:
-        UserError: The file cannot be read, or extends a third file.
+        UserError: The file cannot be read, or itself extends another file.
     """
     tree = _read_yaml(path)
     if "extends" in tree:
@@ -188,9 +189,10 @@ def _parse_override(text: str) -> Tree:
 
 
 def _merge(below: Tree, above: Tree) -> Tree:
-    """Return the tree `below` with the values of `above`; sections that both hold are merged key by key.
+    """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
 
-    A value of `above` replaces that of `below` also where only one of the two is a section.
+    Sections that both trees have are merged key by key. Where only one of the two values is a section, that of `above`
+    replaces the other as a whole.
     """
     merged = dict(below)
     for key, value in above.items():
@@ -204,7 +206,8 @@ def _merge(below: Tree, above: Tree) -> Tree:
 def _leaves(tree: Tree, prefix: str = "") -> list[str]:
     """Return the dotted keys of all values of a tree that are not mappings themselves.
 
-    For {"train": {"micro_batch": 32}} it is ["train.micro_batch"]. Each key is preceded by `prefix`.
+    For {"train": {"micro_batch": 32}} it is ["train.micro_batch"]. `prefix` is put before each key; calls for inner
+    mappings use it.
     """
     keys: list[str] = []
     for key, value in tree.items():
@@ -218,9 +221,12 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
     """Return one line about the first fault of a failed validation, with the number of further faults at its end.
 
+    An unknown key is reported before other faults, because a misspelt key also makes the right one missing.
+
     Args:
         error: Faults that pydantic found.
-        layers: Name and tree of each layer, the last one on top; the line begins with the layer that has the fault.
+        layers: Name and tree of each layer (file or override), a later one replacing values of earlier ones. The line
+            begins with the name of the layer that has the fault.
         root: Class that the merged layers were validated against.
     """
     faults = error.errors()
@@ -256,7 +262,7 @@ def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message for a required key that no layer holds, with the key's description."""
+    """Return the message for a required key that no file and no override sets, with the key's description."""
     advice = "add it or extend base.yaml" if root is Config else "add it"
     return f"missing key `{'.'.join(location)}`; {advice}{_meaning(root, location)}"
 
@@ -267,7 +273,7 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
     Args:
         root: Class of the whole file.
         location: Path of the key; empty when the values of several sections contradict each other.
-        faults: All faults of the key.
+        faults: All faults of the key; a key that allows several types has one fault for each type.
     """
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
@@ -280,7 +286,7 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
 
 
 def _reason(fault: ErrorDetails) -> str:
-    """Return pydantic's message about a fault, to be continued in a sentence: with a small letter at its beginning."""
+    """Return pydantic's message about a fault with a small first letter, because it continues a sentence."""
     message = fault["msg"].removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
@@ -296,10 +302,12 @@ def _key_path(fault: ErrorDetails) -> list[str]:
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the topmost layer that holds the key at `location`, or of the topmost layer if none does.
+    """Return the name of the last layer that holds the key at `location`, or of the last layer if none does.
+
+    That is the layer whose value counts, because a later layer replaces values of earlier ones.
 
     Args:
-        layers: Name and tree of each layer; the last one is on top.
+        layers: Name and tree of each layer: the extended file, the config file, and each override.
         location: Path of the key, for example ["train", "micro_batch"].
     """
     for name, tree in reversed(layers):
@@ -349,7 +357,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`.
 
-    None means that the field is a plain value.
+    A section is a class of pydantic. None is returned for a plain value, such as `int` or `float | None`.
     """
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -358,9 +366,9 @@ def _section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the description of the key at `location` as the end of a message, or "" if there is none.
+    """Return the description of the key at `location`, to be put at the end of an error message; "" if there is none.
 
-    For the path ["train", "micro_batch"] it begins with ". micro_batch: ".
+    For the path ["train", "micro_batch"] it is ". micro_batch: " and the description.
     """
     if not location:
         return ""

@@ -50,7 +50,7 @@ def _section(path: str, section: type[BaseModel]) -> str:
 
 
 def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return name and definition of the fields of a section that are plain values, and not sections themselves."""
+    """Return name and definition of those fields of a section that are plain values and not sections themselves."""
     return {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
 
 

@@ -1,7 +1,8 @@
 """Define the exit codes of a training process and the errors that users and storage cause.
 
-The supervisor and the Slurm scripts decide from the exit code of the ranks, and from the ledger of the run, whether to
-start the run again. Both import the codes from this module.
+The supervisor and the Slurm scripts decide whether to start the run again. They decide from the exit code of the ranks
+and from the run's ledger, a file in which its starts and ends are recorded. They import the codes from
+this module.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ EXIT_USER_ERROR = 78  # The configuration or the data is wrong; do not requeue.
 
 
 class UserError(Exception):
-    """An error that only the user can correct, such as a wrong configuration or missing data.
+    """Error that only the user can correct, such as a wrong configuration or missing data.
 
     The message is one line that says what is wrong, where, and what to do next. The process prints the message without
     a traceback and ends with exit code 78.
@@ -22,35 +23,35 @@ class UserError(Exception):
 
 
 class ManifestMismatch(UserError):
-    """A corpus, or a file of it, that differs from what the run or the corpus's manifest requires.
+    """Error for a corpus, or a file of it, that differs from what the run or the corpus's manifest requires.
 
     The message names the file or the corpus, the difference, and the next step. A restart does not help.
     """
 
 
 class StoreError(UserError):
-    """A path or bucket that cannot be used: missing, access refused, or not writable.
+    """Error for a path or bucket that cannot be used: missing, access refused, or not writable.
 
     The message names the URL and the next step.
     """
 
 
 class StoreMissing(StoreError):
-    """An object or file that does not exist in a store; the message names it.
+    """Error for an object or file that does not exist in a store; the message names it.
 
-    A separate class, because a caller may expect it, for example when it looks for an optional file.
+    It is a separate class because a caller may expect it, for example when it looks for an optional file.
     """
 
 
 class StoreExhausted(StoreError):
-    """An object in a store that could not be read or written correctly after all retries.
+    """Error for an object in a store that could not be read or written correctly after all retries.
 
     The message names the object, the last error and the next step.
     """
 
 
 class TornCheckpoint(Exception):
-    """A checkpoint that cannot be used: its content differs from its manifest, or it is of another run.
+    """Error for a checkpoint that cannot be used: its content differs from its manifest, or it is of another run.
 
     The message says what is wrong. The code that loads checkpoints catches this error and tries another copy or an
     earlier checkpoint.

@@ -48,7 +48,8 @@ _RECOVERY_ACTIONS = {
 class GpuSample:
     """Readings of one GPU at one moment: load, memory, power, clock, temperature and errors.
 
-    A reading is None where the device does not report it or is lost (has fallen off the bus).
+    A number is None, and `throttle` is empty, where the device does not report it, or where the GPU is lost (no longer
+    answers the driver).
     """
 
     uuid: str  # "" if it cannot be read
@@ -67,8 +68,8 @@ class GpuSample:
 class GpuHealth:
     """Readings that show whether a GPU can be trusted with a run: errors, repaired memory, links and limits.
 
-    A reading is None where the device does not report it. This class only holds readings; `launcher/preflight/`
-    decides which of them make a node unhealthy.
+    A reading that the device does not report is None; `recovery_action` and `nvlinks` are then empty. This class only
+    holds readings; `launcher/preflight/` decides which of them make a node unhealthy.
     """
 
     index: int  # number of the GPU in the driver's order
@@ -88,7 +89,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class _Device:
-    """One GPU that the driver lists, with NVML's handle of it or the reason why there is none."""
+    """One GPU that the driver lists, with its NVML handle or, where the driver refused a handle, the error."""
 
     index: int  # number of the GPU in the driver's order
     handle: Any  # NVML's handle; None if the driver refused one
@@ -102,10 +103,10 @@ class GpuProbe:
     """
 
     def __init__(self) -> None:
-        """Get a handle of every GPU; NVML must have been initialised. Callers use `open` instead.
+        """Get a handle of every GPU; call `GpuProbe.open` instead, which initialises NVML first.
 
-        A GPU that belongs to another job of this node is left out. One whose handle the driver refuses for another
-        reason, such as a lost GPU, is kept with that reason.
+        A GPU for which this process has no permission, because it belongs to another job of the node, is left out. A
+        GPU whose handle the driver refuses for another reason, such as a lost GPU, is kept with the driver's error.
         """
         self._devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -144,7 +145,11 @@ class GpuProbe:
         return [_sample(device.handle) for device in self._devices]
 
     def health(self) -> list[GpuHealth]:
-        """Return the current health of all GPUs, lost ones included, in the driver's order."""
+        """Return the current health of all GPUs in the driver's order.
+
+        Lost GPUs, which no longer answer the driver, are included; their `lost` has the driver's error. GPUs of other
+        jobs are left out.
+        """
         return [_health(device) for device in self._devices]
 
     def close(self) -> None:
@@ -189,7 +194,11 @@ def _throttle_reasons(handle: Any) -> tuple[str, ...]:
 
 
 def _health(device: _Device) -> GpuHealth:
-    """Return the current health of one GPU; if it is lost, `lost` has the driver's error and the rest is unknown."""
+    """Return the current health of one GPU.
+
+    If the GPU is lost (no longer answers the driver), `lost` has the driver's error and the other readings are
+    unknown.
+    """
     handle = device.handle
     retired_pages = _query("nvmlDeviceGetRetiredPages", handle, pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)
     remapping = _query("nvmlDeviceGetRemappedRows", handle)
@@ -214,9 +223,10 @@ def _health(device: _Device) -> GpuHealth:
 
 
 def _lost_error(handle: Any) -> str:
-    """Return the driver's error if this GPU is lost (off the bus) or must be reset, otherwise "".
+    """Return the driver's error if this GPU no longer answers (lost) or must be reset, otherwise "".
 
-    A query of the memory shows it. Other errors of that query are ignored.
+    The error comes from a query of the GPU's memory, made only for this purpose. Other errors of the query give "",
+    too.
     """
     try:
         pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -231,15 +241,17 @@ def _uncorrected_errors(handle: Any, counter: int) -> int | None:
 
     Args:
         handle: NVML's handle of the GPU.
-        counter: NVML_VOLATILE_ECC counts since the driver was loaded, NVML_AGGREGATE_ECC in the life of the device.
+        counter: NVML_VOLATILE_ECC for the errors since the driver was loaded, NVML_AGGREGATE_ECC for those in the life
+            of the device.
     """
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
 def _recovery_action(handle: Any) -> str:
-    """Return the action that the driver asks for in order to recover this GPU, or "" if it asks for none.
+    """Return how the driver wants this GPU to be recovered, such as "reboot the system", or "" if it asks for nothing.
 
-    NVML offers this as a field value and not as a function. Drivers before R570 lack it, which also gives "".
+    Drivers before R570 do not report it, which also gives "". NVML has no function for it; it is read as a field
+    value.
     """
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
@@ -267,12 +279,15 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call a function of NVML and return its result, or None if the device, the driver or the library lacks it.
+    """Call a function of NVML and return its result, or None if there is none.
+
+    There is none where pynvml lacks the function, where the call raises NVMLError, for example because the device does
+    not report the quantity, and for a lost GPU.
 
     Args:
         function: Name of the function in pynvml.
-        *args: Arguments of the function. Where the first one, the handle of a GPU, is None, the GPU is lost, and the
-            result is None.
+        *args: Arguments of the function, as a rule with the handle of a GPU first. None as the first argument stands
+            for a lost GPU.
     """
     nvml_function = getattr(pynvml, function, None)
     is_lost = len(args) > 0 and args[0] is None

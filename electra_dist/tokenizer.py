@@ -1,14 +1,14 @@
 """Read WordPiece vocabularies and encode text as token ids.
 
 Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text holds. The characters `[SEP]` in a
-text become the word-pieces of `[`, `sep` and `]`: the tokenizer has no special tokens that it could match, and BERT's
-pre-tokenizer cuts at brackets, so no word can equal a special token. An unknown word becomes [UNK], as in BERT.
+text become the word-pieces of `[`, `sep` and `]`, because BERT's pre-tokenizer cuts at brackets and the encoder knows
+no special tokens. An unknown word becomes [UNK], as in BERT.
 
 How: the encoder is Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece; words of more than 100
-characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. A space always ends a word,
-and BERT's treatment of a character never depends on text beyond a space. The ids of a line are therefore those of its
-space-separated words. Words repeat, so a dictionary keeps the ids of known words, and the library encodes new ones
-only.
+characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. BERT ends a word at every
+space and encodes each word independently of the others. The ids of a line are therefore the ids of its space-separated
+words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded before, and the
+library encodes new ones only.
 
 Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
 most 100 MB.
@@ -84,7 +84,7 @@ class Vocabulary:
 
     @property
     def text(self) -> str:
-        """Return the text of the vocab.txt, one token per line, as it is stored beside a corpus."""
+        """Return the text of the vocab.txt, one token per line, as it is stored in the folder of a corpus."""
         return "\n".join(self.tokens) + "\n"
 
     @property
@@ -109,7 +109,10 @@ class Vocabulary:
 
 
 class WordPieceTokenizer:
-    """Encoder of text lines to WordPiece ids. It caches the ids of words it has seen, and is not thread-safe."""
+    """Encoder of text lines to WordPiece ids, as BERT encodes them, without special tokens.
+
+    It caches the ids of words that it has encoded, and is not thread-safe.
+    """
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
         """Build the tokenizer; it does not read or write files.
@@ -132,8 +135,8 @@ class WordPieceTokenizer:
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives [].
 
-        A space always ends a word, so the ids of a line are those of its words, one after another. Only words that no
-        earlier call has encoded are passed to the library; the others are looked up.
+        A space always ends a word, so the ids of a line are those of its words, one after another. Words that an
+        earlier call has encoded are looked up in a cache, and only new ones are passed to the `tokenizers` library.
         """
         words_of_lines = [line.split(" ") for line in lines]
         all_words = set(itertools.chain.from_iterable(words_of_lines))
@@ -154,16 +157,17 @@ class WordPieceTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
 
-        The ids equal `encode([text])[0]`. Known words are not used, so this is slower than `encode`.
+        The ids equal `encode([text])[0]`. The cache of words is not used, because it has no offsets, so this is slower
+        than `encode`.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def _limit_memory(self, new_words: list[str]) -> None:
-        """Forget all known words if there are too many, and forget very long words, which rarely repeat.
+        """Empty the cache of words if it has too many, and remove very long words from it, which rarely repeat.
 
         Args:
-            new_words: the words that the newest call of `encode` has added.
+            new_words: the words that the newest call of `encode` has added; only these can be too long.
         """
         if len(self._known) > _MAX_KNOWN_WORDS:
             self._known.clear()

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool) -> int:
-    """Train on this rank; at the end rank 0 writes report.html, also if training failed with an exception.
+    """Train on this rank; at the end rank 0 writes report.html, also if training failed.
 
     Args:
         config: the resolved config of the run.

@@ -42,8 +42,9 @@ _PROGRESS_EVENTS = ("checkpoint", "stop", "done", "crash", "unhealthy", "rollbac
 class Goodput:
     """Account of a run's wall-clock time: the seconds that were spent on each activity.
 
-    The fields `queue` to `down` add up to the time from the first submission to the last event. The docstring of this
-    module defines each of them.
+    The fields `queue` to `down` do not overlap, and add up to the time from the first Slurm submission to the last
+    event of the ledger. Without Slurm the account begins with the first process. `useful` are steps that were kept,
+    `lost` are steps that were repeated after a restart, and `down` is all time that no other field covers.
     """
 
     queue: float = 0.0
@@ -93,9 +94,10 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run's ranks, as the ledger records it: when it began and ended, and how its seconds were spent.
+    """One start of a run's ranks (the launch of their processes), as the ledger ledger.jsonl records it.
 
-    Points in time are Unix seconds.
+    It holds when the start began and ended, and how many seconds it spent on each activity. Points in time are Unix
+    seconds.
     """
 
     began: float  # start of the process
@@ -108,7 +110,10 @@ class RunStart:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of optimizer steps whose seconds `spent` contains."""
+        """Return how many optimizer steps this start made until its times (`spent`) were last recorded.
+
+        Steps after its newest ledger event are therefore not included.
+        """
         return max(0, self.last_step - self.first_step)
 
     @property
@@ -126,7 +131,10 @@ class RunStart:
 
     @property
     def steps_s(self) -> float:
-        """Return the seconds of all steps of this start, without compilation and without waiting for rows."""
+        """Return the seconds of all steps of this start, without compilation and without waiting for rows.
+
+        If the first step took longer than the mean of the others, the difference is `compile_s` and not in the result.
+        """
         all_steps_s = self.spent.get("first", 0.0) + self.spent.get("step", 0.0)
         data_s = self.spent.get("data", 0.0)
         return max(0.0, all_steps_s - data_s - self.compile_s)
@@ -171,7 +179,8 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
 
     A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
     start are all kept. For example, if a start makes 120 steps and is killed, and the next one resumes at step 100,
-    then 100 steps are kept and 20 are repeated.
+    then 100 steps are kept and 20 are repeated. The time of steps that a killed start made after its last ledger event
+    is estimated from the mean step time.
 
     Args:
         starts: all starts of the run, oldest first.
@@ -206,12 +215,13 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
     """Return the line that a start of the ranks prints: its step, the checkpoint's age, steps lost, and goodput.
 
-    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". The first start of a run has lost
-    nothing, so its line ends before the steps lost.
+    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". Steps lost are those that the run
+    made after the restored checkpoint and must repeat. The first start of a run prints its step only, for example
+    "start at step 0".
 
     Args:
-        ledger: events up to the start or resume event of this start; that event must be included.
-        jobs: records of slurm/jobs.jsonl.
+        ledger: events up to the event "start" or "resume" of this start; that event must be included.
+        jobs: records of slurm/jobs.jsonl; empty without Slurm.
     """
     start_events = [event for event in ledger if event["event"] in STARTS]
     newest_start = start_events[-1]
@@ -247,7 +257,8 @@ def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
 def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
     """Return every start of the ranks that the ledger records, oldest first.
 
-    A start is an event "start" or "resume" and the events of the same attempt up to the next one.
+    Each start has a number, the attempt, which its events contain. A start consists of an event "start" or "resume"
+    and of the events with the same attempt up to the next event "start" or "resume".
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -261,7 +272,9 @@ def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
 
 
 def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
-    """Return one start of the ranks, from its events.
+    """Return one start of the ranks (the launch of their processes), from its events in the ledger.
+
+    The process began earlier than its first event by the seconds of the setup (import, build, restore).
 
     Args:
         start_event: its event "start" or "resume", which is written after the setup.
@@ -282,34 +295,36 @@ def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
 
 
 def _start_indexes(ledger: Sequence[Record]) -> list[int]:
-    """Return the index in `ledger` of each event that begins a start of the ranks ("start" or "resume")."""
+    """Return the indexes in `ledger` of the events "start" and "resume"; each of them begins a start of the ranks."""
     return [index for index, event in enumerate(ledger) if event["event"] in STARTS]
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
-    """Return the events of one start of the ranks, without its start event.
+    """Return the ledger events of one start of the ranks, without the event "start" or "resume" that begins it.
 
-    Events with the number of another attempt are left out: an earlier start that was cut off from the network may
-    write them late.
+    Each start has a number, its attempt. Events with the number of another attempt are left out: an earlier start that
+    was cut off from the network may write them late.
 
     Args:
         ledger: all events, oldest first.
-        index: index of the start event in `ledger`.
-        next_index: index of the next start event, or the length of `ledger`.
+        index: index in `ledger` of the event that begins this start.
+        next_index: index of the event that begins the next start, or the length of `ledger`.
     """
     attempt = ledger[index].get("attempt")
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
 
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
-    """Return the seconds that a start of the ranks spent on each activity, from its setup to its newest progress.
+    """Return the seconds that a start of the ranks spent on each activity, from its first step to its newest progress.
 
-    They are those that the newest event records as `spent_s`. If it does not, they are estimated from the times of the
-    events: stalls as recorded, all other time as steps.
+    The newest progress event records them as `spent_s`. If it has no `spent_s`, as in an older ledger, they are
+    estimated: pauses for checkpoints are taken from the events, and all other time since the start event counts as
+    steps. The result is empty if no event records progress.
 
     Args:
         start_event: its event "start" or "resume".
-        progress: its later events that record steps, such as checkpoints, oldest first; may be empty.
+        progress: its later events that record how many steps are done, such as checkpoints, oldest first; may be
+            empty.
     """
     newest = progress[-1] if progress else start_event
     if "spent_s" in newest:
@@ -322,7 +337,13 @@ def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, fl
 
 
 def seconds_per_step(starts: Sequence[RunStart]) -> float:
-    """Return the mean seconds of a step over all starts, without compilation and waits; 0 before the first step."""
+    """Return the mean seconds of a step over all steps of all starts; 0 before the first step.
+
+    Compilation in the first step of a start, waiting for rows, checkpoints and evaluations are not included.
+
+    Args:
+        starts: the starts of a run's ranks, see `starts_of`.
+    """
     num_steps = sum(start.num_steps for start in starts)
     if num_steps == 0:
         return 0.0
@@ -332,10 +353,11 @@ def seconds_per_step(starts: Sequence[RunStart]) -> float:
 def _queue_and_boot_of_starts(
     ledger: Sequence[Record], jobs: Sequence[Record], starts: Sequence[RunStart]
 ) -> list[tuple[float, float]]:
-    """Return the seconds (queue, boot) of each start of the ranks, as `_queue_and_boot` computes them.
+    """Return, for each start of the ranks, the seconds that it waited for nodes and then booted: (queue, boot).
 
-    A job's "begin" record holds the number of ledger events at that time. The job belongs to the first start event
-    that was written after it.
+    Each job's "begin" record in jobs.jsonl holds the number of events that the ledger had when the job began. The job
+    led to the first start whose start event was written to the ledger after those events. For example, a job that
+    began when the ledger had 7 events led to the start whose event is the next "start" or "resume" from index 7 on.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -357,13 +379,16 @@ def _queue_and_boot_of_starts(
 def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
     """Return how long one start of the ranks waited for nodes, and how long it then booted: (queue, boot) in seconds.
 
-    `queue` is the time in which its Slurm jobs waited for nodes; `boot` is the time from the last job's start to the
-    process. Several jobs may begin before one start, if all but the last ended before they started the ranks.
+    Usually one Slurm job leads to one start of the ranks: `queue` is the time from its submission until Slurm starts
+    it, and `boot` is the time from then until the Python process begins. Several jobs come before one start if the
+    earlier ones ended before their ranks started. `queue` is then the sum over these jobs, and `boot` is that of the
+    last job.
 
     Args:
         begins: "begin" records of these jobs in slurm/jobs.jsonl, oldest first; without any the result is (0, 0).
-        previous_end: Unix time of the last event of the start before; -infinity for the first start.
-        process_began: Unix time at which the process of this start began.
+        previous_end: Unix time of the last event of the previous start, before which no waiting is counted; -infinity
+            for the first start.
+        process_began: Unix time at which the Python process of this start began.
     """
     queue_s = 0.0
     boot_s = 0.0
@@ -378,7 +403,11 @@ def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began
 
 
 def _first_submission(jobs: Sequence[Record]) -> float:
-    """Return the Unix time at which the first job was submitted; infinity if none is known."""
+    """Return the Unix time at which the first Slurm job of the run was submitted; infinity if no record has that time.
+
+    Args:
+        jobs: records of slurm/jobs.jsonl; those of the kind "begin" hold the time of submission.
+    """
     submissions = [_seconds(job.get("submitted")) for job in jobs if job["event"] == "begin"]
     known_submissions = [submitted for submitted in submissions if submitted is not None]
     return min(known_submissions, default=math.inf)
@@ -395,10 +424,10 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def _time(event: Record) -> float:
-    """Return the time of a ledger event or job record in Unix seconds."""
+    """Return the time at which a ledger event or a job record was written, in Unix seconds."""
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
 def _seconds(time: str | None) -> float | None:
-    """Convert an ISO 8601 time to Unix seconds; None stays None."""
+    """Convert an ISO 8601 time to Unix seconds; return None if the time is None, which means not recorded."""
     return None if time is None else datetime.fromisoformat(time).timestamp()

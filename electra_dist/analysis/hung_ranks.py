@@ -1,9 +1,10 @@
 """Detect hung ranks: a rank is hung if its last heartbeat is older than the limit of the phase that it is in.
 
-The phases are setup, step, checkpoint, eval and done; each heartbeat contains the phase.
+A heartbeat is a small record that each rank writes at every step and at every change of its phase. It contains the
+phase: setup, step, checkpoint, eval or done.
 
 Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is a multiple of the rank's
-own, learned step time; the other phases have fixed limits in seconds.
+own step time, which is measured during the run; the other phases have fixed limits in seconds.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class HangLimits:
     def of(self, beat: Beat) -> float:
         """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done.
 
-        In a step the limit is a multiple of the rank's own step time. The first steps have the limit of the setup,
-        because their time is not learned yet.
+        The phase in the heartbeat decides. In a step the limit is a multiple of the rank's own step time, but at least
+        `step_floor_s`. While the step time is not known, because the run has just begun, the limit of the setup
+        applies.
 
         Args:
             beat: the newest heartbeat of the rank.
@@ -48,10 +50,11 @@ class HangLimits:
         return self.setup_s
 
     def of_its_collective(self, beat: Beat) -> float:
-        """Return the seconds that a collective may take, as far as the rank that sent `beat` can know.
+        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks.
 
-        This is the limit of the rank's phase, except in the first step after a checkpoint or an evaluation: another
-        rank may still be in that phase, so the longest of the three limits applies.
+        This is the limit of the rank's phase, with one exception. In the first step after a checkpoint or an
+        evaluation, other ranks may still be in that phase while this rank waits for them in the collective. The
+        longest of the limits for a step, a checkpoint and an evaluation then applies.
 
         Args:
             beat: the newest heartbeat of the rank.
@@ -62,7 +65,10 @@ class HangLimits:
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits that the keys `hang_...` in the `cluster` section of the config set, in seconds."""
+    """Return the limits of silence that the keys `hang_...` in the `cluster` section of the config set.
+
+    All of them are in seconds, except `hang_step_factor`, which is a multiple of the step time.
+    """
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -74,7 +80,10 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """A rank that sent no heartbeat for longer than the limit of its phase."""
+    """A silent rank: its newest phase and step, how long it has sent no heartbeat, and how long it may send none.
+
+    `hung` returns only ranks whose silence `quiet_s` exceeds their limit `limit_s`.
+    """
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
@@ -95,11 +104,10 @@ def hung(
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
-    The other hung ranks usually wait for the culprit in a collective.
-
-    In the first step after a checkpoint or an evaluation, a rank waits in its first collective for ranks that are
-    still in that phase (for example for rank 0 while it writes a checkpoint). As long as one of them is, the limit of
-    that phase applies to the waiting rank, too.
+    The other hung ranks usually wait for the culprit in a collective. A rank that entered the phase "step" after a
+    checkpoint or an evaluation may wait in its first collective for ranks that are still in that phase, for example
+    for rank 0 while it writes a checkpoint. As long as one of them is, the limit of that phase applies to the waiting
+    rank, too.
 
     Args:
         heartbeats: newest heartbeat of each rank to judge.
@@ -108,7 +116,7 @@ def hung(
         started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
         everyone: reads the heartbeats of the ranks of all nodes; called only if a rank exceeds its limit in the first
-            step after a checkpoint or an evaluation. The default returns none.
+            step after a change of phase. The default returns none.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     silences = [_silence(beat, now, limits, everyone) for beat in beat_of_rank.values()]
@@ -124,8 +132,9 @@ def hung(
 def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], Iterable[Beat]]) -> Hung:
     """Return how long a rank has been silent, and its limit, whether or not the limit is exceeded.
 
-    In the first step after a checkpoint or an evaluation, the silence counts from the moment at which the last rank
-    changed its phase, and ranks that are still in that phase raise the limit.
+    If the rank exceeds its limit in the first step after a change of phase, it may wait for other ranks in a
+    collective. The silence is then counted from the newest change of phase of any rank. If ranks are still in a
+    checkpoint or an evaluation, the limit is raised to that of their phase.
 
     Args:
         beat: the newest heartbeat of the rank.
@@ -153,5 +162,8 @@ def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], 
 
 
 def _is_first_of_step_phase(beat: Beat) -> bool:
-    """Return whether a heartbeat is the first one that its rank sent after it entered the phase "step"."""
+    """Return whether a heartbeat is the one that its rank sent when it entered the phase "step".
+
+    If it is the newest heartbeat, the rank has not completed a step since it left its previous phase.
+    """
     return beat.phase == "step" and beat.time == beat.phase_since

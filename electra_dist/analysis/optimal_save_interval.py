@@ -1,9 +1,10 @@
-"""Choose the interval between checkpoints by the formula of Young and Daly, from the run's own ledger.
+"""Choose the interval between checkpoints by the formula of Young and Daly, from the events in the run's own ledger.
 
-A save stalls the loop, and an interruption loses half an interval on average. The interval
-sqrt(2 x stall x time between interruptions) loses the least time. Both quantities are measured in the run itself: the
-stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The stall includes
-waits for a slow store, so that an interval shorter than the time of a save grows automatically.
+A save pauses training (the stall), and an interruption loses half an interval of work on average. The interval sqrt(2
+x stall x time between interruptions) loses the least time to both. The two quantities are measured in the run itself:
+the stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The stall
+includes the time in which a save waits for the previous one. If the interval is shorter than the time that a slow
+store needs for a save, the stall therefore grows, and with it the interval.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the number of steps between checkpoints that `checkpoint.every_steps: auto` stands for.
+    """Return the number of optimizer steps between checkpoints that `checkpoint.every_steps: auto` stands for.
 
-    It loses the least time to saves and interruptions, by the formula of Young and Daly with the times that this run
-    has measured. The result lies between 10 steps and as many as take an hour. It is 100 until a save has been
-    measured.
+    The formula of Young and Daly gives the interval that loses the least time to saves and interruptions together; the
+    times in it are measured in this run. The result is at least 10 steps and at most as many as take an hour. It is
+    100 until the first save has been measured.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -49,7 +50,8 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
 def interruptions(ledger: Sequence[Record]) -> int:
     """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes.
 
-    Stops on request and rollbacks are not counted. A start without any recorded end counts as killed.
+    Stops on request and returns to an earlier checkpoint after divergence (rollbacks) are not counted. A start whose
+    end is not in the ledger counts as killed, once a later start follows it.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -69,7 +71,8 @@ def interruptions(ledger: Sequence[Record]) -> int:
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
     """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes).
 
-    One day and one interruption are added as a first guess, so that the result is defined before the first real one.
+    It is (running time + 1 day) / (number of interruptions + 1). The added day and interruption are a first guess: a
+    run without any interruption so far gets a finite result, and they matter less the longer the run lasts.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -82,8 +85,8 @@ def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
 def measured_stall_s(ledger: Sequence[Record]) -> float | None:
     """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one.
 
-    A checkpoint stops training while the state is copied (`stall_s`), and while the previous save is still being
-    written (`wait_s`).
+    A checkpoint stops training while the state is copied (`stall_s` of its ledger event), and before that while the
+    previous checkpoint is still being written (`wait_s`). The two are added.
 
     Args:
         ledger: events of ledger.jsonl, oldest first.
@@ -98,14 +101,15 @@ def measured_stall_s(ledger: Sequence[Record]) -> float | None:
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
     """Return the steps between checkpoints that lose the least time: sqrt(2 x stall x time between interruptions).
 
-    Longer intervals lose more work at an interruption (half an interval on average), shorter ones stop training more
-    often. Source: Young 1974, Daly 2006, first order.
+    The formula gives seconds, which are divided by the seconds of a step and rounded. Longer intervals lose more work
+    at an interruption (half an interval on average), shorter ones stop training more often. Source: Young 1974, Daly
+    2006, first order.
 
     Args:
         stall_s: seconds for which one save stops training.
         interruption_s: mean seconds between interruptions.
         step_s: seconds of a step; if it is not positive, `most` is returned.
-        least: lower limit in steps; also guards against a stall measured as 0.
+        least: lower limit in steps; it also applies if the stall was measured as 0.
         most: upper limit in steps.
     """
     if step_s <= 0:

@@ -1,7 +1,7 @@
 """Measure how well the discriminator separates replaced from original tokens: ROC-AUC, accuracy, precision, recall.
 
 Guarantee: the AUC is the exact probability that a random replaced token scores higher than a random original one,
-where a tie counts one half (the Mann-Whitney statistic; no thresholds, no bins), so it equals scikit-learn's
+where a tie counts one half (the Mann-Whitney statistic). Scores are not put into bins, so it equals scikit-learn's
 `roc_auc_score`.
 
 Cost: one sort; 1 M tokens take about 0.1 s.
@@ -20,7 +20,11 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Quality of the discriminator's scores on labelled tokens: ROC-AUC, and how good the decision "score > 0" is."""
+    """Quality of the discriminator's scores: ROC-AUC, and accuracy, precision and recall of the decision "score > 0".
+
+    A positive is a token that was replaced. The AUC is NaN if all tokens are of one class. Precision is 0 if no token
+    is predicted positive, and recall is 0 if no token is positive.
+    """
 
     auc: float  # NaN if one of the two classes is empty
     accuracy: float
@@ -69,7 +73,7 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
     """Return the ROC-AUC of the logits, and accuracy, precision and recall of the decision "positive if logit > 0".
 
     Args:
-        logits: scores of the tokens, [N].
+        logits: scores of the tokens, [N]; larger means more likely replaced.
         labels: [N]; true or non-zero means positive (a replaced token).
 
     Raises:

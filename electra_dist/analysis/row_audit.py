@@ -1,17 +1,19 @@
 """Audit which corpus rows a run was trained on, from its records; used by the command `electra-dist verify RUN`.
 
-Guarantee: a receipt is the number of rows that a run has used and a digest of their ids. The run records one, together
-with the step, in every training record of metrics.jsonl and in every checkpoint; such a record is called a mark. The
-receipt of each mark is compared with the one that the run's row order gives after that many steps, over all restarts
-and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark is wrong,
-the audit reports the first range of steps that deviates. If in this range one row is missing, one is too many, or one
-replaces another, it also names these rows.
+Guarantee: a receipt is the number of rows that a run has used so far, and the sum of the hashes of their ids. The run
+records its receipt in metrics.jsonl and in every checkpoint. A mark is one recorded receipt together with its step.
+The receipt of each mark is compared with the one that the run's row order gives after that many steps, over all
+restarts and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark is
+wrong, the audit reports the first range of steps that deviates. If in this range one row is missing, one is too many,
+or one replaces another, it also names these rows.
 
-How: the receipts of whole epochs and of whole shuffle windows are sums over their shards, because a receipt does not
-depend on the order of the rows. Only in a window that is used in part, the rows are located one by one. Above
-`_ALL_MARKS_ROWS` rows only evenly spaced marks are checked, and the first wrong mark is found by bisection.
+How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
+group of shards whose rows are shuffled together), are therefore sums of the receipts of their shards. Only in a window
+that is used in part, the rows are looked up one by one. If a run used more than `_ALL_MARKS_ROWS` rows, only evenly
+spaced marks are checked, and the first wrong mark is found by bisection.
 
-Cost: 3 us a row that is located: seconds for a run of millions of rows, some minutes for ELECTRA-Large's 819 million.
+Cost: 3 us for each row that is looked up: seconds for a run of millions of rows, some minutes for ELECTRA-Large's 819
+million.
 
 Limits: it proves which rows were used, not what was computed from them.
 """
@@ -37,8 +39,9 @@ _NUM_MARKS = 200  # marks that are checked in a longer run
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """Receipt that a run recorded after `step` steps: the number of rows used and a digest of their ids.
+    """Receipt that a run recorded after `step` optimizer steps, and the place where it is recorded.
 
+    A receipt is the number of rows that the run has used since its first step, and the sum of the hashes of their ids.
     Marks sort by step.
     """
 
@@ -49,7 +52,11 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """First range of steps, [first_step, end_step), in which the run did not use the rows that the order gives."""
+    """First range of optimizer steps in which a run did not use the rows that its row order gives.
+
+    The steps are first_step to end_step - 1. The receipt (number and digest of the rows used so far) that the run
+    recorded at `first_step` is right, and the next one, recorded at `end_step`, is wrong.
+    """
 
     first_step: int
     end_step: int
@@ -59,7 +66,10 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """Result of an audit of the rows that a run used; the run is good if `deviation` is None."""
+    """Result of an audit of the rows that a run used: how many receipts were checked, and the first deviation.
+
+    A receipt is a recorded number and digest of the rows used so far. The run is good if `deviation` is None.
+    """
 
     num_marks: int  # marks that were checked
     last: Mark | None  # None if the run has no mark
@@ -69,20 +79,23 @@ class AuditResult:
 class Expected:
     """Calculator of the receipt that a run must have after a number of steps, from the run's row order.
 
-    A receipt is the number of the rows used and a digest of their ids. The result of the newest query is kept, so that
-    queries in ascending order of steps cost only the rows between them.
+    A receipt is the number of the rows used so far and the sum of the hashes of their ids. The newest result is kept:
+    a query for a later step starts from it and costs only the rows in between, and a query for an earlier step starts
+    at row 0.
     """
 
     def __init__(
         self, order: RowOrder, rows_per_shard: Sequence[int], global_batch: int, skipped: Iterable[int]
     ) -> None:
-        """Compute the receipt of each whole shard and of a whole epoch, from which `after` builds its results.
+        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch.
+
+        `after` builds its results from them. Cost: every row id of the corpus is hashed once.
 
         Args:
-            order: the order of rows of the run.
+            order: the order in which the run uses the rows of the corpus.
             rows_per_shard: rows of each shard, in the order of the corpus manifest.
-            global_batch: rows of a step.
-            skipped: steps that made no update; their rows do not count.
+            global_batch: rows of an optimizer step, over all ranks.
+            skipped: steps that the run skipped, which made no update; their rows do not count.
         """
         self.order = order
         self.global_batch = global_batch
@@ -93,9 +106,9 @@ class Expected:
         self._newest_query = (0, Receipt())  # position, receipt of all rows before it
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt of the rows of steps 0 to `step` - 1, without the rows of skipped steps.
+        """Return the receipt (number and digest) of the rows of steps 0 to `step` - 1, without those of skipped steps.
 
-        Cost: least if the steps of successive calls ascend, because then only the rows in between are added.
+        Cost: call it with ascending steps, because then only the rows since the previous call are added.
         """
         receipt = self._receipt_before(step * self.global_batch)
         for skipped_step in self.skipped:
@@ -110,9 +123,10 @@ class Expected:
     def _receipt_before(self, position: int) -> Receipt:
         """Return the receipt of the first `position` rows of the row order, those of skipped steps included.
 
-        A receipt is a sum over rows in any order. It is therefore put together from the known sums of whole epochs,
-        then of whole shuffle windows; only the rows of a part of a window are located one by one. The computation
-        continues from the result of the newest query, unless that was for a later position.
+        A receipt is a count and a sum of hashes, so it can be added up from parts in any order: first the whole
+        epochs, then the whole shuffle windows (groups of shards whose rows are shuffled together), whose receipts are
+        known. Only the rows of a window that ends after `position` are looked up one by one. The computation continues
+        from the result of the newest query, unless that was for a later position.
         """
         reached, receipt = self._newest_query  # `receipt` is always that of the first `reached` rows
         if position < reached:
@@ -141,13 +155,16 @@ class Expected:
         return receipt
 
     def _row_ids_at(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the ids of the rows at positions [first, end) of the run's row order, [end - first]."""
+        """Return the ids of the rows at positions [first, end) of the run's row order, int64 [end - first].
+
+        Positions count the rows that the run uses, from 0 at its first step, over all epochs.
+        """
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
 
 
 def _no_progress(num_checked: int, num_to_check: int) -> None:
-    """Ignore the progress of an audit; the default of `verify`."""
+    """Do nothing; the default of the argument `advance` of `verify`, for callers that show no progress."""
 
 
 def verify(
@@ -158,14 +175,15 @@ def verify(
 ) -> AuditResult:
     """Check the receipts that a run recorded, in the order of their steps, up to the first wrong one.
 
-    Of more than 20 million rows, 200 evenly spaced receipts are checked instead of all.
+    A receipt is the number of rows used so far and a digest of their ids. If the run used more than 20 million rows,
+    200 evenly spaced receipts are checked instead of all. If one of these is wrong, the first wrong receipt since the
+    last right one is found by bisection.
 
     Args:
-        marks: the recorded receipts (number of rows used, and a digest of their ids) with their steps, sorted by
-            step; may be empty.
+        marks: the recorded receipts with their steps, sorted by step; may be empty.
         expected: calculator of the receipts that the run must have.
-        corpus: manifest of the corpus, from which a deviation takes the names of rows.
-        advance: called with (receipts checked, receipts to check) after every good receipt.
+        corpus: manifest of the corpus; it gives the names of wrong rows for the description.
+        advance: called with (receipts checked, receipts to check) after every right receipt.
 
     Returns:
         The result; its `deviation` describes the first range of steps whose rows are wrong, or is None.
@@ -187,18 +205,24 @@ def verify(
 
 
 def _is_good(mark: Mark, expected: Expected) -> bool:
-    """Return whether a recorded receipt equals the one that the row order gives after that many steps."""
+    """Return whether a recorded receipt (number and digest of the rows used) is the one that the row order gives.
+
+    Args:
+        mark: the recorded receipt, with the number of steps after which it was recorded.
+        expected: calculator of the receipt that the run must have after that many steps.
+    """
     return mark.receipt == expected.after(mark.step)
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the recorded receipts to check: all, or 200 evenly spaced ones above 20 million rows.
+    """Return the indexes of the recorded receipts to check: all, or 200 evenly spaced ones of a long run.
 
-    The first and the last receipt are always among them.
+    A mark is a receipt that the run recorded (number of rows used so far, and a digest of their ids), with its step. A
+    run is long if it used more than 20 million rows. The first and the last mark are always checked.
 
     Args:
-        marks: the recorded receipts with their steps, sorted by step.
-        global_batch: rows of a step.
+        marks: the recorded receipts, sorted by step.
+        global_batch: rows of a step, from which the number of rows used is computed.
     """
     if not marks:
         return []
@@ -212,8 +236,8 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
     """Find a wrong receipt whose predecessor is right, by bisection between a right and a wrong one; return its index.
 
-    A receipt counts all rows up to its step. Once one is wrong, the later ones are wrong, too, unless a second error
-    cancels the first; without such an error the result is the first wrong receipt.
+    A receipt is the number and digest of all rows used up to its step. Once one is wrong, the later ones are wrong,
+    too, unless a second error cancels the first; without that coincidence the result is the first wrong receipt.
 
     Args:
         marks: the recorded receipts with their steps, sorted by step.
@@ -231,13 +255,16 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
-    """Describe how the rows that were used between two recorded receipts differ from those that the order gives.
+    """Describe how the rows that a run used between two recorded receipts differ from those that its row order gives.
+
+    A receipt is the number and digest of all rows used up to its step. The difference of two receipts is therefore the
+    receipt of the rows that were used between them.
 
     Args:
         good: the last right receipt, with its step.
         bad: the next receipt, which is wrong.
         expected: calculator of the receipts that the run must have.
-        corpus: manifest of the corpus, which gives rows their names.
+        corpus: manifest of the corpus; it gives the names of rows.
     """
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
@@ -259,13 +286,14 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
     """Describe in words which rows a run used too many or too few, by their names if there is at most one of each.
 
-    A row's hash is a bijection of its id (data/row_receipt.py), so the digest of a single row identifies the row.
+    The digest in a receipt is the sum of the hashes of row ids. Different ids have different hashes, so the digest of
+    a single row identifies this row. Of several wrong rows only the number is known.
 
     Args:
-        surplus: receipt of the rows that were used minus that of the rows that were due.
+        surplus: receipt (count and digest) of the rows that were used minus that of the rows that were due.
         due: ids of the rows that were due, [k].
         num_rows: rows of the corpus.
-        corpus: manifest of the corpus, which gives rows their names.
+        corpus: manifest of the corpus; it gives the names of rows.
     """
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
@@ -292,8 +320,11 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
     """Return the id of the one row that was due and not used; None if no single row explains the receipt.
 
+    The receipt of a missing row has the digest -hash(id), modulo 2**64, so the row is found by its hash among those
+    due.
+
     Args:
-        surplus: receipt of the rows that were used minus that of the rows that were due: -1 row.
+        surplus: receipt of the rows that were used minus that of the rows that were due; its count is -1.
         due: ids of the rows that were due, [k].
     """
     missing_hash = np.uint64((Receipt() - surplus).digest)
@@ -306,12 +337,12 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
     """Return (id of the missing row, id of the row used in its place); None if no such pair explains the receipt.
 
-    If one row replaces another, the digest of the surplus is hash(extra) - hash(missing), modulo 2**64. Each row that
-    was due is tried as the missing one: hash(missing) + digest is then the hash of the extra row, which must be the
-    hash of some row of the corpus.
+    The digest in a receipt is the sum of the hashes of row ids. If one row replaces another, the digest of `surplus`
+    is hash(extra) - hash(missing), modulo 2**64. Each row that was due is tried as the missing one: hash(missing) plus
+    the digest is then the hash of the extra row, which must be the hash of some row of the corpus.
 
     Args:
-        surplus: receipt of the rows that were used minus that of the rows that were due: 0 rows.
+        surplus: receipt of the rows that were used minus that of the rows that were due; its count is 0.
         due: ids of the rows that were due, [k].
         num_rows: rows of the corpus.
     """

@@ -1,14 +1,16 @@
-"""Save checkpoints in the background: a training step waits only for a copy to host memory; a thread writes it.
+"""Save checkpoints in the background: training waits only for a copy to host memory, which a thread then writes.
 
-Guarantee: if any process is killed at any moment, the newest committed checkpoint of every target (a store that
-receives all checkpoints) is whole (`commit.py`). Each rank writes its file once, then uploads it to the other
-targets. `on_commit` is called after the last target has the checkpoint.
+Guarantee: if any process is killed at any moment, the newest committed checkpoint in every target is complete. A
+target is a store (a folder or a bucket) that receives every checkpoint. Each rank writes the file with its part of the
+state once, then uploads that file to the other targets. `CheckpointWriter.on_commit` is called when all targets have
+the checkpoint.
 
-Cost: one fp32 copy of the rank's state in host memory, pinned and reused. `reserve` touches its pages before the first
-save; `benchmarks/checkpoint.py` measures the stall. At most one save is in flight; a second one waits for it, and
-reports how long it waited.
+Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. `reserve`
+allocates it before the first save. `benchmarks/checkpoint.py` measures how long a save holds up training. At most one
+save is in flight: the next one waits for it, and reports how long it waited.
 
-Limits: a target that cannot be written ends the run, because a copy that is silently missing protects nobody.
+Limits: a target that cannot be written ends the run. To go on would leave the user with fewer copies than the config
+asks for, without notice.
 """
 
 from __future__ import annotations
@@ -32,30 +34,35 @@ from electra_dist.store.local_store import LocalStore
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTiming:
-    """How long one save held up the training loop, in seconds."""
+    """How long one save held up the training loop, in seconds.
+
+    The two parts are the wait for the previous save to finish, and the copy of the state to host memory.
+    """
 
     wait_s: float  # until the previous save was finished
     stall_s: float  # for the copy to host memory
 
 
 class CheckpointWriter:
-    """Background writer of checkpoints: a save copies the state to host memory, and a thread writes it to the stores.
+    """Writer of checkpoints: `save` copies the training state to host memory, and a thread stores the copy.
 
-    Every rank has one writer for its own part of the training state. Not thread-safe: all methods are for the training
-    thread. Call `close` at the end, which waits for the last save.
+    Every rank has one writer, which stores the part of the training state that this rank holds. The methods take no
+    locks, so call all of them from the training thread. Call `close` at the end of the run; it waits for the last
+    save.
     """
 
     def __init__(
         self, targets: Sequence[Store], staging: Path, rank: int, attempt: int, policy: CheckpointConfig
     ) -> None:
-        """Create the writer, and delete the files of earlier attempts from `staging`.
+        """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
 
         Args:
             targets: the stores that every checkpoint is written to.
-            staging: local folder for files on their way to the targets, if no target is a local folder.
-            rank: number of this process in the run; rank 0 also commits and deletes checkpoints.
-            attempt: number of this start of the run, from `begin_attempt`.
-            policy: which checkpoints rank 0 keeps after each commit.
+            staging: local folder in which a file is written before its upload; used only if no target is a local
+                folder.
+            rank: number of this process in the run; rank 0 also commits checkpoints and deletes old ones.
+            attempt: number of this start of the run, from `begin_attempt`; every restart has a higher one.
+            policy: the section `checkpoint` of the config, which decides what rank 0 keeps after each commit.
         """
         self._targets = targets
         self._staging = LocalStore(staging)
@@ -72,10 +79,11 @@ class CheckpointWriter:
                 self._staging.delete(key)
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
-        """Allocate the host buffer for these fragments and touch its pages, so that the first save is not slower.
+        """Allocate the host buffer for `fragments` and write zeros to it, so that the first save is not slower.
 
-        Does nothing if the buffer has the right size already. Call it while no save is in flight. The buffer takes 12
-        bytes for each element: three fp32 values.
+        The operating system provides a memory page only when it is first written, which would slow the first save. The
+        buffer takes 12 bytes for each parameter element: its fp32 master weight and two fp32 moments. If it has the
+        right size already, nothing is done. Call it while no save is in flight.
 
         Args:
             fragments: the ranges of parameters that this rank saves; only their sizes matter.
@@ -88,17 +96,18 @@ class CheckpointWriter:
         self._buffer.fill_(0)  # the operating system provides a page when it is first written
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
-        """Copy the fragments to host memory and start writing them in the background.
+        """Copy this rank's part of the training state to host memory, and start writing it in the background.
 
-        Every rank calls it at the same step. It first waits for the previous save. The caller may change the fragments
-        as soon as it returns; the checkpoint exists later, when `on_commit` is called.
+        Every rank calls it at the same step. It first waits for the previous save of this rank. When it returns, the
+        caller may change the fragments, but the checkpoint does not exist yet: it does when `on_commit` is called on
+        rank 0.
 
         Args:
             state: the part of the checkpoint that is not tensors, equal on all ranks.
             fragments: the ranges of parameters that this rank saves, with views of their values on any device.
 
         Returns:
-            How long the call waited for the previous save, and how long it copied.
+            The seconds that the call waited for the previous save, and the seconds that the copy took.
 
         Raises:
             Exception: whatever the previous save raised in its thread, for example StoreError or Fenced.
@@ -116,8 +125,8 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
 
-        An error is raised once. If there was none, rank 0 has committed the checkpoint. On another
-        rank it only means that the rank's own file is stored.
+        The same error is not raised again by the next call. If there was no error, then on rank 0 all targets have the
+        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet.
         """
         if self._thread is not None:
             self._thread.join()
@@ -133,10 +142,10 @@ class CheckpointWriter:
         self._buffer = None
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments into the host buffer and return them as tensors of it, which the thread writes.
+        """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as tensors.
 
-        First come the master weights of all fragments, then their first moments, then their second moments. It returns
-        when the copies are complete, so the fragments may then change.
+        First come the master weights of all fragments, then all first moments, then all second moments; the thread
+        writes them to the file in this order. When it returns, the caller may change the fragments.
         """
         self.reserve(fragments)
         assert self._buffer is not None
@@ -154,9 +163,9 @@ class CheckpointWriter:
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Write this rank's file; on rank 0 also commit the checkpoint. This is what the writing thread runs.
+        """Run one save in the writing thread: store this rank's file and, on rank 0, commit the checkpoint.
 
-        Nothing is raised in the thread: an error is stored, and `wait` raises it in the training thread.
+        An error is not raised in the thread. It is kept, and `wait` raises it in the training thread.
         """
         try:
             begin = time.perf_counter()
@@ -169,12 +178,13 @@ class CheckpointWriter:
     def _commit_everywhere(self, state: RunState, timing: SaveTiming, begin: float) -> None:
         """Commit the checkpoint on every target, call `on_commit`, then delete old checkpoints. Rank 0 only.
 
-        Nothing is deleted on any target before all targets have the new checkpoint.
+        No old checkpoint is deleted before all targets have the new one.
 
         Args:
-            state: run state of the checkpoint.
-            timing: passed to `on_commit`.
-            begin: reading of `time.perf_counter` at which the thread began this save.
+            state: the part of the checkpoint that is not tensors, such as its step.
+            timing: how long this save held up training; passed to `on_commit`.
+            begin: value of `time.perf_counter()` when the thread began this save; `on_commit` receives the seconds
+                since.
         """
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         for target in self._targets:
@@ -184,10 +194,11 @@ class CheckpointWriter:
             retain(target, self._policy, state.attempt, losses)
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's tensor file and its manifest entry in every target.
+        """Store this rank's tensor file in every target, and then the file's manifest entry (its size and digests).
 
-        The file is written once: to the first target that is a local folder or, if there is none, to the staging
-        folder. From there it is uploaded to the other targets.
+        The tensor file is written only once: into the first target that is a local folder or, if no target is one,
+        into the staging folder. From there it is uploaded to the other targets. A file in the staging folder is
+        deleted afterwards.
         """
         folder = folder_name(state.step, state.attempt)
         key = f"{folder}/rank-{self._rank:05d}.safetensors"

@@ -1,18 +1,20 @@
-"""Define the manifest of a checkpoint, a JSON document written last: a checkpoint exists exactly if its manifest does.
+"""Define the manifest of a checkpoint, a JSON file that is written last: without a manifest there is no checkpoint.
 
-Guarantee: every byte of a checkpoint is covered by a digest. A tensor file consists of a header (length and digest are
-in the manifest) and, without a gap up to the end of the file, tensors (offset and digest are in the manifest). The
-manifest contains its own digest, and is accepted only in the exact bytes that `Manifest.dump` writes.
+Guarantee: every byte of a checkpoint is covered by a SHA-256 digest. A tensor file consists of a header, whose length
+and digest are in the manifest, and of tensors, whose offsets and digests are in the manifest; they leave no gap up to
+the end of the file. The manifest contains its own digest. It is accepted only in the exact bytes that `Manifest.dump`
+writes.
 
-How: the layout below a target is
-    attempts/0003.json                  identity of the run; one file for each start of it
-    step-00000400-a0003/                steps done, attempt that wrote it (an attempt writes only to its own folders)
+How: every start of a run has a number, its "attempt". A store that receives checkpoints holds these files:
+    attempts/0003.json                  written by start 3 of the run; contains the identity of the run
+    step-00000400-a0003/                checkpoint after 400 steps by start 3; no other start writes to this folder
         rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
         rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
-        manifest.json                   the commit: conditional create, by rank 0, after all entries were there
+        manifest.json                   the commit: created by rank 0, only if absent, after all entries were there
         manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
 
-Cost: 150 bytes for each tensor. ZeRO-3 has ranks x parameters x 3 tensors: 23 MB for ELECTRA-Large on 64 ranks.
+Cost: 150 bytes of manifest for each tensor. At ZeRO stage 3 every rank stores 3 tensors (master weight and two
+moments) for each parameter: 23 MB of manifest for ELECTRA-Large on 64 ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class _Frozen(BaseModel):
 
 
 class TensorEntry(_Frozen):
-    """Manifest entry of one fp32 tensor in a rank's file: elements [start, start + numel) of a flattened parameter."""
+    """Manifest entry of one fp32 tensor in a rank's file: what it holds, where it begins in the file, and its digest.
+
+    The tensor holds elements [start, start + numel) of a flattened parameter, or of one of its optimizer moments.
+    """
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -62,7 +67,10 @@ class TensorEntry(_Frozen):
 
 
 class FileEntry(_Frozen):
-    """Manifest entry of one rank's safetensors file: a header, then `tensors` without a gap up to its end."""
+    """Manifest entry of one rank's safetensors file: its size, its header's digest, and an entry for each tensor.
+
+    In the file, the tensors follow the header without a gap, up to the end.
+    """
 
     name: str  # file name, such as rank-00003.safetensors
     size_bytes: int  # of the whole file
@@ -71,9 +79,9 @@ class FileEntry(_Frozen):
     tensors: tuple[TensorEntry, ...]  # in the order of the file
 
     def check_layout(self) -> None:
-        """Verify that header and tensors cover every byte of this rank's file exactly once.
+        """Verify that the header and the tensors of this entry cover every byte of the file exactly once.
 
-        Only the numbers in this entry are compared; the tensor file is not read.
+        Only the sizes and offsets in this entry are compared; the tensor file is not read.
 
         Raises:
             TornCheckpoint: there is a gap or an overlap, or the tensors do not end where the file ends.
@@ -94,9 +102,10 @@ class FileEntry(_Frozen):
 
 
 class RunState(_Frozen):
-    """Part of a checkpoint that is not tensors: identity of the run, its progress, and the rows that it trained on.
+    """Part of a checkpoint that is not tensors: identity of the run, its progress, and a digest of its training rows.
 
-    It is stored in the manifest. A load compares identity, corpus, parameter shapes and skipped steps with the run.
+    It is stored in the manifest. A run loads a checkpoint only if its own identity, corpus, parameter shapes, shared
+    parameters and skipped steps are those recorded here (`check_belongs`).
     """
 
     step: int  # steps done or skipped; the next one has this number
@@ -131,14 +140,16 @@ class Manifest(_Frozen):
     def dump(self) -> bytes:
         """Return the manifest as bytes: canonical JSON (keys sorted, no spaces) that ends with a newline.
 
-        The key `sha256` holds the digest of the manifest without that key. A loss that is not finite becomes null.
+        The key `sha256` holds the digest of the same JSON without that key. A loss that is not finite becomes null.
         """
         tree = json.loads(self.model_dump_json())  # through JSON text, which turns a NaN into null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Return the manifest in the bytes that `dump` wrote; verify its digest and that it covers every parameter.
+        """Return the manifest that `data` contains, after verifying it; `data` must be exactly what `dump` wrote.
+
+        Verified are the digest in the key `sha256`, and that every element of every parameter is listed exactly once.
 
         Raises:
             TornCheckpoint: a byte was changed, the format is not known, or a part of a parameter is not covered.
@@ -168,7 +179,8 @@ class Manifest(_Frozen):
     def check_coverage(self) -> None:
         """Verify that the manifest lists every element of every parameter, and of both its moments, exactly once.
 
-        Every byte of each tensor file must also be covered by exactly one digest. The tensor files are not read.
+        It also verifies that header and tensors cover every byte of each tensor file exactly once. Only numbers in the
+        manifest are compared; the tensor files are not read.
 
         Raises:
             TornCheckpoint: names the first file or parameter for which this does not hold.
@@ -217,15 +229,16 @@ def folder_name(step: int, attempt: int) -> str:
 
     Args:
         step: number of steps after which the checkpoint was taken.
-        attempt: number of the start of the run that writes it, from 1.
+        attempt: number of the start of the run that writes it: 1 for the first start, one more for each restart.
     """
     return f"step-{step:08d}-a{attempt:04d}"
 
 
 def parse_folder(folder: str) -> tuple[int, int] | None:
-    """Return (step, number of the start that wrote it) from a checkpoint folder's name; None for any other name.
+    """Return (step, attempt) from the name of a checkpoint folder; None for any other name.
 
-    For example, step-00000400-a0003 gives (400, 3).
+    The attempt is the number of the start of the run that wrote the folder. For example, step-00000400-a0003 was
+    written after 400 steps by start 3, and gives (400, 3).
     """
     match = _FOLDER.fullmatch(folder)
     if match is None:
@@ -234,10 +247,10 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 
 
 def committed(store: Store) -> list[tuple[int, int, str]]:
-    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted, the newest last.
+    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted by step, the newest last.
 
     A checkpoint is committed if its folder holds a manifest. The attempt is the number of the start of the run that
-    wrote it. Costs one listing; no manifest is read, so a damaged checkpoint is included.
+    wrote it. Costs one listing; no manifest is read, so the list may contain damaged checkpoints.
     """
     checkpoints = []
     for key in store.list("step-"):
@@ -251,24 +264,29 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 def read_manifest(store: Store, folder: str) -> Manifest:
     """Read the manifest of a committed checkpoint and verify it; the tensor files are not read.
 
-    A manifest that does not parse is read again, up to `READINGS` times, because a bit may be flipped in transit.
+    A manifest that fails the verification is read again, up to `READINGS` times in all, because a bit may have been
+    flipped on the way from the store.
 
     Raises:
-        TornCheckpoint: the manifest is damaged, or is that of another folder.
+        TornCheckpoint: the manifest is damaged, or it is for another step or attempt than its folder's name.
         StoreMissing: there is no manifest.
         StoreError: the store cannot be read.
     """
     manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(
-            f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, attempt "
-            f"{manifest.state.attempt}"
+            f"{folder}/{MANIFEST} is that of another checkpoint: step {manifest.state.step}, written by "
+            f"start {manifest.state.attempt} of the run"
         )
     return manifest
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read and parse a manifest, up to `READINGS` times; raise the TornCheckpoint of the last reading if all fail."""
+    """Read a manifest until a reading passes all checks of `Manifest.parse`, at most `READINGS` times.
+
+    Raises:
+        TornCheckpoint: no reading passed; this is the error of the last one.
+    """
     for _ in range(READINGS - 1):
         try:
             return Manifest.parse(store.read(key))
@@ -280,7 +298,7 @@ def _read_until_it_parses(store: Store, key: str) -> Manifest:
 def set_aside(store: Store, folder: str, reason: str) -> None:
     """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it.
 
-    The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from another target.
+    The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from a good copy.
 
     Args:
         store: the store that holds the checkpoint.
@@ -298,5 +316,5 @@ def set_aside(store: Store, folder: str, reason: str) -> None:
 
 
 def _sha256(tree: dict[str, object]) -> str:
-    """Return the SHA-256 of a JSON tree in its canonical form, as hexadecimal."""
+    """Return the SHA-256, in hexadecimal, of a JSON value that is written with sorted keys and without spaces."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Open the stores that a run writes its checkpoints to. Every one of these targets receives all checkpoints."""
+"""Open the stores ("targets") that a run writes its checkpoints to; each of them receives every checkpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from electra_dist.store.open_store import open_store
 
 
 def open_targets(config: Config) -> list[Store]:
-    """Open the stores that every checkpoint is written to, the preferred one for loading first.
+    """Open the stores that every checkpoint is written to, in the order in which a load tries them.
 
-    Their URLs are in `checkpoint.targets`; without it, the only store is the folder `checkpoints` in the run folder.
-    Nothing is read or written until a store is first used.
+    Their URLs are in `checkpoint.targets`; if that is not set, the only store is the folder `checkpoints` in the run
+    folder. Nothing is read or written until a store is first used.
 
     Args:
         config: the run's config; its section `checkpoint` names the stores and the S3 endpoint.

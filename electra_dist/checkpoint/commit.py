@@ -1,19 +1,20 @@
 """Commit checkpoints to a store so that a kill at any moment leaves only whole ones, and delete old ones safely.
 
-Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files; an older one that
-still runs raises `Fenced` as soon as it notices. Each rank stores a tensor file and a JSON entry that describes it;
-then rank 0 commits the checkpoint by one conditional create of its manifest, which contains all entries. Deletion
-removes the manifest before the tensor files, so a kill in between leaves unused files ("leftovers") and never a
-manifest whose files are missing.
+Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files. An older attempt
+whose processes still run raises `Fenced` at its next check for a newer number. Each rank stores a tensor file and a
+JSON entry with the file's digests. Then rank 0 commits the checkpoint by creating its manifest, which contains all
+entries; the store creates it only if it is absent. Deletion removes the manifest before the tensor files. A kill in
+between leaves unused files ("leftovers"), and never a manifest whose files are missing.
 
 How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
-older attempt that survives behind a cut network link looks for newer numbers before its commit, and again before it
-deletes anything. If it commits after the first of these checks, the new attempt may already have deleted some files of
-that checkpoint. The next load then finds it damaged and takes an older one; none of the older ones was deleted for it.
+older attempt may still run, for example behind a cut network link. It checks for newer numbers before its commit, and
+again before it deletes anything. If the new attempt begins just after the first of these checks, it may delete files
+of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
+one, which still exists because the second check prevented its deletion.
 
-Cost: a commit takes W + 4 store requests at W ranks; a start takes 5.
+Cost: a commit takes W + 4 store requests at W ranks; the start of a run takes 5.
 
-Limits: `submit` is for every rank. All other functions are for rank 0, or for a command outside the run.
+Limits: every rank calls `submit`. Only rank 0, or a command outside the run, calls the other functions.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Fenced(RuntimeError):
 def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
     """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted.
 
-    Rank 0 calls it once per start. The number is taken by a conditional create of `attempts/NNNN.json` on every
-    target, so that two starts at the same time never get the same number.
+    Rank 0 calls it once per start. To take a number is to create `attempts/NNNN.json` on every target. A store creates
+    such a file only if it is absent, so two starts at the same time never get the same number.
 
     Args:
         targets: all stores that the run writes its checkpoints to.
@@ -91,27 +92,31 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
-    """Try to create the file of an attempt number on every target, and return whether this call created all of them.
+    """Try to create the file of an attempt number on every target; return whether this call created all of them.
 
-    It stops at the first target on which another start has already created the file. Files that it created before
-    stay, so that the number remains unused.
+    It stops at the first target that has the file already, because another start of the run took the number there. The
+    files that it created on earlier targets stay, and the caller tries the next number.
     """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of a run (its "attempt") that a target records; 0 before the first."""
+    """Return the number of the newest start of the run (its "attempt") in a target; 0 before the first start.
+
+    It is the highest number of the files `attempts/NNNN.json`, of which every start creates one. Costs one listing.
+    """
     numbers = [int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)]  # attempts/0003.json -> 3
     return max(numbers, default=0)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
+    """Return the keys of a target's files that no checkpoint needs ("leftovers"), sorted; nothing is deleted.
 
-    These are the ranks' JSON entries of checkpoints that are committed or were set aside as damaged, and all files of
-    checkpoint folders without a manifest that starts of the run before number `attempt` wrote. A folder without a
-    manifest of `attempt` itself or of a later start is never included, because its writer may still be running.
+    There are two kinds. The first are the files rank-NNNNN.json of checkpoints that are committed or set aside as
+    damaged, because their manifests contain the same entries. The second are all files of a folder without a manifest,
+    if a start of the run before number `attempt` wrote it. Folders of start `attempt` or of a later one are left out:
+    a process may still be writing to them.
 
     Args:
         target: the store to list.
@@ -131,14 +136,16 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the files that no checkpoint needs (`leftovers`), and the unfinished uploads of older starts of the run.
+    """Delete a target's files that no checkpoint needs (`leftovers`), and unfinished uploads of earlier starts.
+
+    Every start of the run has a number, its attempt; a file is of the start that is named in its folder.
 
     Args:
         target: the store to clean.
-        attempt: number of a start of the run; what this start or a later one has not committed yet stays.
+        attempt: number of a start of the run; files that this start or a later one has not committed yet are kept.
 
     Returns:
-        The deleted keys, sorted. Unfinished uploads have no key and are not in the list.
+        The keys of the deleted files, sorted. Unfinished uploads have no key, so they are not listed.
     """
     leftover_keys = leftovers(target, attempt)
     for key in leftover_keys:
@@ -150,8 +157,8 @@ def sweep(target: Store, attempt: int) -> list[str]:
 def is_older(key: str, attempt: int) -> bool:
     """Return whether a key is in a checkpoint folder that a start of the run before number `attempt` wrote.
 
-    For example, step-00000400-a0003/rank-00000.json is older than attempt 4. False for a key outside any checkpoint
-    folder.
+    For example, step-00000400-a0003/rank-00000.json was written by start 3, so it is older than attempt 4. False for a
+    key outside any checkpoint folder.
     """
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
@@ -162,9 +169,9 @@ def is_older(key: str, attempt: int) -> bool:
 
 
 def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
-    """Store the manifest entry of a rank's tensor file as an object of its own, from which rank 0 reads it.
+    """Store the manifest entry of a rank's tensor file as FOLDER/rank-NNNNN.json, which rank 0 reads to commit.
 
-    Every rank calls it once its tensor file is complete in the target. The object has the SHA-256 of the entry on its
+    Every rank calls it after its tensor file is complete in the target. The object has the SHA-256 of the entry on its
     first line, then the entry as JSON, so that rank 0 notices a damaged read. Rank 0 deletes it after the commit.
 
     Args:
@@ -179,10 +186,10 @@ def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
 
 
 def commit(target: Store, state: RunState, saved_at: str) -> None:
-    """Commit a checkpoint on one target: collect the file entries of all ranks, then create the manifest. Rank 0 only.
+    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
 
-    The checkpoint exists from the moment at which the manifest is created. The ranks' entries, which `submit` stored,
-    are deleted afterwards.
+    The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank
+    stored with `submit`, are deleted.
 
     Args:
         target: the store; every rank has written its tensor file to it, or is about to.
@@ -190,8 +197,9 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
 
     Raises:
-        Fenced: a newer start of the run exists, or the manifest was there already.
-        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S`.
+        Fenced: a newer start of the run exists, or another process has created this manifest. If the newer start began
+            during the commit, the checkpoint exists although the error is raised.
+        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S` seconds.
         StoreError: an entry cannot be read.
         TornCheckpoint: the entries do not cover every parameter exactly once.
     """
@@ -213,10 +221,14 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise `Fenced` if a newer start of the run exists than number `attempt`, which is the caller's.
+    """Raise `Fenced` if a newer start of the run than the caller's has taken a number in a target.
 
-    Call it before every commit and every deletion: two processes of one run must not change the same store. Costs one
-    listing.
+    Call it before every commit and every deletion, so that a start that was replaced stops changing the store. Costs
+    one listing.
+
+    Args:
+        target: a store of the run.
+        attempt: number of the caller's own start of the run.
     """
     newest = newest_attempt(target)
     if newest > attempt:
@@ -236,8 +248,8 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
         target: the store to delete from.
         policy: the section `checkpoint` of the config, which sets what is kept.
         attempt: number of the caller's start of the run.
-        losses: cache of held-out losses by folder, None where there is no loss. Missing folders are read from their
-            manifests and added, but only if the policy has `keep_best`.
+        losses: cache from checkpoint folder to evaluation loss on held-out rows, None where a checkpoint has none. A
+            loss that is not in it is read from the manifest and added, but only if the policy has `keep_best`.
 
     Raises:
         Fenced: a newer start of the run exists; nothing was deleted.
@@ -256,7 +268,7 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
 
 
 def _held_out_loss(target: Store, folder: str) -> float | None:
-    """Return the loss of replaced-token detection on held-out rows that a checkpoint records.
+    """Return the evaluation loss in a checkpoint's manifest: replaced-token detection on rows held out from training.
 
     None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
     """
@@ -267,7 +279,7 @@ def _held_out_loss(target: Store, folder: str) -> float | None:
 
 
 def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
-    """Poll a checkpoint's folder until all `keys` are in it, first often and then once per second.
+    """List a checkpoint's folder again and again until all `keys` are in it; the pause grows from 0.02 s to 1 s.
 
     Raises:
         TimeoutError: a key is missing after `ENTRY_TIMEOUT_S` seconds; the message names the first one.
@@ -289,7 +301,9 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
 
 
 def _read_entry(target: Store, key: str) -> FileEntry:
-    """Read the manifest entry that a rank stored with `submit`, up to `READINGS` times until its digest matches.
+    """Read the manifest entry of a rank's file, which the rank stored with `submit`, and verify its digest.
+
+    An entry that does not match the digest stored with it is read again, up to `READINGS` times in all.
 
     Raises:
         StoreError: no reading matched the digest, or the object cannot be read.
@@ -305,15 +319,15 @@ def _read_entry(target: Store, key: str) -> FileEntry:
 
 
 def _is_entry(name: str) -> bool:
-    """Return whether a file name in a checkpoint's folder is that of a rank's manifest entry, rank-NNNNN.json."""
+    """Return whether a file name is rank-NNNNN.json, the name of the file that holds a rank's manifest entry."""
     return name.startswith("rank-") and name.endswith(".json")
 
 
 def _entry_key(folder: str, rank: int) -> str:
-    """Return the key of the file that holds a rank's entry for the manifest: FOLDER/rank-NNNNN.json."""
+    """Return the key of the file in which a rank stores its entry for the manifest: FOLDER/rank-NNNNN.json."""
     return f"{folder}/rank-{rank:05d}.json"
 
 
 def _attempt_key(attempt: int) -> str:
-    """Return the key of the file whose existence means that an attempt number is taken: attempts/NNNN.json."""
+    """Return the key of the file that a start of the run creates to take an attempt number: attempts/NNNN.json."""
     return f"{_ATTEMPTS}{attempt:04d}.json"

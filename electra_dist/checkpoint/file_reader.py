@@ -1,11 +1,12 @@
 """Read parts of a checkpoint's files; check each tensor against its digest before a byte of it is used.
 
-Guarantee: callers receive exactly the bytes that the manifest describes. Every byte of a file is verified: its size
-and header by `file_faults`, the rest as tensors, which have no gaps (`Manifest.check_coverage`). A range that does not
-match its digest is read again, up to `READINGS` times, so that a bit flipped in transit costs no good checkpoint.
+Guarantee: callers receive exactly the bytes that the manifest describes. A file's size and header are verified by
+`file_faults`. All of its other bytes are in tensors (`Manifest.check_coverage`), each of which has a digest. A header
+or a tensor that does not match its digest is read again, up to `READINGS` times, so that a bit that was flipped on the
+way from the store does not count as damage of the checkpoint.
 
-Cost: tensors that are neighbours in a file are read in one request of up to `REQUEST_BYTES`, with `THREADS` requests
-at a time, so a rank holds at most 256 MB; sha256 does 1.5 GB/s on a core.
+Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
+requests at a time, so a rank holds at most 256 MB. SHA-256 does 1.5 GB/s on a core.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ THREADS = 4  # requests at a time
 
 @dataclass(frozen=True)
 class Request:
-    """Tensors that follow one another in one file and are read by one request to the store."""
+    """One read from a store: tensors of one file that follow one another without a gap, so that one call suffices."""
 
     file: str  # file name in the checkpoint's folder
     tensors: tuple[TensorEntry, ...]  # at least one, in the order of the file
@@ -42,10 +43,10 @@ class Request:
 
 
 def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda tensor: True) -> Iterator[Request]:
-    """Group the wanted tensors of a file into as few read requests as possible, in the order of the file.
+    """Group the wanted tensors of a file into as few reads as possible, in the order of the file.
 
-    The tensors of one request follow one another in the file and have at most `REQUEST_BYTES` together. A tensor that
-    is larger gets a request of its own.
+    A `Request` holds tensors that follow one another in the file and have at most `REQUEST_BYTES` together. A single
+    tensor that is larger than that gets a request of its own.
 
     Args:
         file: manifest entry of the file.
@@ -69,12 +70,14 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
 
 
 def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
-    """Check the size and the header of a tensor file against its manifest entry; the tensors are not read.
+    """Compare the size and the header of a tensor file with its manifest entry; the tensors are not read.
 
-    A faulty header is read again, up to `READINGS` times, because a bit may be flipped in transit.
+    If they do not agree, both are read again, up to `READINGS` times in all, because a bit may have been flipped on
+    the way from the store.
 
     Returns:
-        One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
+        One line for each fault of the last reading, empty for a good file; exactly `[missing(file.name)]` if there is
+            no such file.
 
     Raises:
         StoreError: the store cannot be read.
@@ -83,7 +86,9 @@ def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
 
 
 def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
-    """Check the size and the header of a tensor file once, without reading again after a fault.
+    """Make one reading of a tensor file's size and header, and compare them with the file's manifest entry.
+
+    `file_faults` calls this function again if it returns faults.
 
     Returns:
         One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
@@ -104,17 +109,20 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
 def read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Read the tensors of a request, verify them, and pass the good ones to `use`.
+    """Read the tensors of a request, compare each with its digest, and pass those that match to `use`.
+
+    After a fault the whole request is read again, up to `READINGS` times in all.
 
     Args:
         store: the store to read from.
         folder: the checkpoint's folder in the store.
-        request: the tensors to read.
-        use: receives a tensor's entry and its bytes (little-endian fp32). It may be called several times for the same
-            tensor, because the whole request is read again after a fault.
+        request: neighbouring tensors of one file, which one read covers.
+        use: called with the manifest entry and the bytes (little-endian fp32) of a tensor. After a fault it is called
+            again for tensors of the request that it has received before.
 
     Returns:
-        One line for each tensor that never matched its digest, empty if all are good.
+        One line for each tensor that did not match its digest at the last reading, empty if all are good. A missing
+            file is one fault.
 
     Raises:
         StoreError: the store cannot be read.
@@ -125,7 +133,15 @@ def read_tensors(
 def _read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Read and verify the tensors of a request once, without reading again after a fault.
+    """Make one reading of a request: pass each tensor that matches its digest to `use`, return the others as faults.
+
+    `read_tensors` calls this function again if it returns faults.
+
+    Args:
+        store: the store to read from.
+        folder: the checkpoint's folder in the store.
+        request: neighbouring tensors of one file, which one read covers.
+        use: called with the manifest entry and the bytes (little-endian fp32) of a tensor.
 
     Returns:
         One line for each tensor that does not match its digest; a missing file is one fault.
@@ -152,15 +168,15 @@ def fill(
 ) -> list[str]:
     """Fill ranges of parameters ("fragments") from a checkpoint; each tensor is verified before it is used.
 
-    The ranges in the checkpoint's files may be cut differently; only tensors that share elements with a fragment are
-    read. Reads with `THREADS` threads. Not collective.
+    The checkpoint may cut the parameters into other ranges than `fragments`. Only stored tensors that share elements
+    with a fragment are read, by `THREADS` threads. Not collective.
 
     Args:
         store: the store to read from.
         folder: the checkpoint's folder in the store.
         manifest: the checkpoint's manifest, from `read_manifest`.
         fragments: ranges of parameters, with the tensors on any device that receive them.
-        check: files of the checkpoint whose size and header are checked, too.
+        check: manifest entries of the files whose size and header are also compared; each rank passes its share.
 
     Returns:
         One line for each fault, empty if all is good. With faults the fragments are partly overwritten.
@@ -174,11 +190,11 @@ def fill(
         needed_requests.extend(requests(file, destinations.need))
 
     def check_file(file: FileEntry) -> list[str]:
-        """Return the faults in the size and the header of one file."""
+        """Return the faults in the size and the header of one file; a missing file is one fault."""
         return file_faults(store, folder, file)
 
     def read_request(request: Request) -> list[str]:
-        """Copy the tensors of one request into the fragments; return the faults of those that are damaged."""
+        """Copy the intact tensors of one request into the fragments; return a line of text for each damaged one."""
         return read_tensors(store, folder, request, destinations.copy)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -190,22 +206,23 @@ def fill(
 class _Destinations:
     """Ranges of parameters ("fragments") that a load fills, with a lookup of those that a stored tensor overlaps.
 
-    Safe to use from several threads: the lookup does not change, and no two stored tensors hold the same elements.
+    Several threads may use it at once: the lookup does not change, and no element is in two stored tensors, so that no
+    two threads write to the same element.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
-        """Group the fragments by kind (master weight or moment) and parameter."""
+        """Group the fragments by parameter and by kind, which is master weight, first moment or second moment."""
         self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
         for fragment in fragments:
             for kind in fragment.views:
                 self._fragments[kind, fragment.name].append(fragment)
 
     def need(self, tensor: TensorEntry) -> bool:
-        """Return whether at least one fragment shares elements with a stored tensor, so that it must be read."""
+        """Return whether a stored tensor must be read, because at least one fragment shares elements with it."""
         return len(self._overlapping(tensor)) > 0
 
     def copy(self, tensor: TensorEntry, data: memoryview) -> None:
-        """Copy the elements that a stored tensor shares with fragments into the views of these.
+        """Copy a stored tensor into the views of the fragments, as far as they share elements with it.
 
         Args:
             tensor: manifest entry of the tensor.
@@ -220,7 +237,10 @@ class _Destinations:
             view.copy_(values[begin - tensor.start : end - tensor.start])
 
     def _overlapping(self, tensor: TensorEntry) -> list[Fragment]:
-        """Return the fragments of the same kind and parameter that share elements with a stored tensor."""
+        """Return the fragments that overlap a stored tensor: same kind, same parameter, at least one shared element.
+
+        A kind is master weight, first moment or second moment.
+        """
         tensor_end = tensor.start + tensor.numel
         overlapping = []
         for fragment in self._fragments.get((tensor.kind, tensor.name), []):
@@ -238,7 +258,7 @@ def verify(
     Args:
         store: the store that holds the checkpoint.
         folder: the checkpoint's folder in the store.
-        advance: called with the bytes read since its last call, from several threads.
+        advance: called with the number of bytes read since its last call, to show progress; from several threads.
 
     Returns:
         The manifest, None if it is damaged or missing; and one line for each fault, empty for a good checkpoint.
@@ -265,7 +285,7 @@ def verify_file(
         store: the store that holds the checkpoint.
         folder: the checkpoint's folder in the store.
         file: manifest entry of the file.
-        advance: called with the bytes read since its last call, from several threads.
+        advance: called with the number of bytes read since its last call, to show progress; from several threads.
 
     Returns:
         One line for each fault, empty for a good file. A missing file is one fault.
@@ -275,7 +295,7 @@ def verify_file(
     """
 
     def verify_request(request: Request) -> list[str]:
-        """Return the faults of the tensors in one request, and report its bytes as read."""
+        """Return the faults of the tensors in one request, and pass the request's size in bytes to `advance`."""
         request_faults = read_tensors(store, folder, request, lambda tensor, data: None)
         advance(request.size_bytes)
         return request_faults
@@ -290,18 +310,18 @@ def verify_file(
 
 
 def missing(file: str) -> str:
-    """Return the line of text that reports a file as missing.
+    """Return the fault that reports a file as missing, "FILE is missing".
 
-    A caller compares with it to distinguish a missing file from a damaged one.
+    A caller compares faults with it to distinguish a missing file from a damaged one.
     """
     return f"{file} is missing"
 
 
 def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
-    """Call `read`, which reads once and returns the faults, until there are none; return the faults of the last call.
+    """Call `read` until it returns no faults, at most `READINGS` times; return the faults of the last call.
 
-    It is called at most `READINGS` times. A bit that was flipped in transit is good at the next reading, whereas
-    damage in the store stays.
+    `read` makes one reading and returns its faults. A bit that was flipped on the way from the store is right again at
+    the next reading, whereas damage in the store stays.
     """
     for _ in range(READINGS):
         faults = read()
@@ -311,10 +331,11 @@ def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
 
 
 def _read(store: Store, key: str, start: int, length: int) -> memoryview:
-    """Read bytes [start, start + length) of an object that a manifest lists; fewer if the object ends before.
+    """Read bytes [start, start + length) of an object that a manifest lists; return fewer if the object is shorter.
 
     Raises:
-        StoreMissing: the object does not exist. This is checked once more when all retries of the store have failed.
+        StoreMissing: the object does not exist. If the store has failed at all its retries, one more request asks
+            whether the object exists, and this error is raised if it does not.
         StoreError: the store cannot be read.
     """
     try:

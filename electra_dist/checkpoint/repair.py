@@ -1,9 +1,9 @@
 """List and repair checkpoints from outside a run, for the commands of `electra-dist checkpoint`.
 
-Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. A
-copy is taken only from a good checkpoint in another target. A checkpoint that cannot be restored is set aside (its
-manifest is renamed, so that no load takes it), not deleted. Unfinished files are deleted, except those of the newest
-start of the run, which may still be running.
+Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. Data
+are copied only from a good copy of the same checkpoint in another store. A checkpoint that cannot be restored is set
+aside (its manifest is renamed, so that no load takes it), not deleted. Unfinished files are deleted, except those of
+the newest start of the run, which may still be running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ Status = Literal["committed", "damaged", "set aside", "leftover"]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder in a store and its status, determined without reading the tensor files."""
+    """A checkpoint folder that was found in a store, and its status: committed, damaged, set aside or leftover.
+
+    The status is determined from the file names and the manifest. The tensor files are not read, so a checkpoint with
+    the status "committed" may have damaged tensors.
+    """
 
     target: Store  # the store
     folder: str  # name of the folder in the store
@@ -50,7 +54,7 @@ class Found:
 
 
 def survey(target: Store) -> list[Found]:
-    """List every checkpoint folder of a store, oldest first, whatever its status.
+    """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
 
     Costs one listing, and one request for each folder that has a manifest or was set aside.
 
@@ -74,6 +78,9 @@ def survey(target: Store) -> list[Found]:
 
 def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str]) -> Found:
     """Determine the status of a checkpoint folder from the names of its files and from its manifest.
+
+    It is "committed" with a good manifest, "damaged" with a bad one, "set aside" if the manifest was renamed because
+    of damage, and "leftover" without a manifest.
 
     Args:
         target: the store that holds the folder.
@@ -110,14 +117,14 @@ def repair(
     """Repair the checkpoints of all targets, and yield one line of text for each change.
 
     A checkpoint that is damaged, or was set aside as damaged, is restored from another target or donor that has a good
-    copy. If there is no good copy, a damaged one is set aside: its manifest is renamed, so that no load takes it. Then
-    files that no checkpoint needs are deleted. The work is done while the caller iterates.
+    copy of it. If no store has one, a damaged checkpoint is set aside: its manifest is renamed, so that no load takes
+    it. Then files that no checkpoint needs are deleted. The work is done while the caller iterates.
 
     Args:
         targets: the stores to repair.
         donors: further stores to copy from; they are not changed.
         dry_run: change nothing; the lines then report what would be done.
-        advance: called with the bytes verified since its last call, from several threads.
+        advance: called with the number of bytes verified since its last call, from several threads.
 
     Raises:
         StoreError: a store cannot be read or written, or a checkpoint is still damaged after it was restored.
@@ -135,15 +142,16 @@ def repair(
 def _repair_checkpoint(
     found: Found, other_stores: Sequence[Store], dry_run: bool, advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Verify one checkpoint; if it is damaged, restore it from a store with a good copy; without a copy, set it aside.
+    """Verify one checkpoint; if it is damaged, restore it from a good copy or, if there is none, set it aside.
 
-    Yields one line of text for each change.
+    To set a checkpoint aside is to rename its manifest, so that no load takes it. Yields one line of text for each
+    change.
 
     Args:
         found: the checkpoint and its status; a folder without a manifest is left as it is.
         other_stores: stores that may hold a copy of it.
         dry_run: change nothing; the lines then report what would be done.
-        advance: called with the bytes verified since its last call, from several threads.
+        advance: called with the number of bytes verified since its last call, from several threads.
     """
     if found.status == "leftover":
         return
@@ -169,7 +177,7 @@ def _repair_checkpoint(
 
 
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
-    """Return whether a store has the checkpoint of this folder name and every byte of it is good. Reads all of it."""
+    """Return whether a store has a checkpoint in this folder and every byte of it is good. Reads all of it."""
     manifest, faults = verify(target, folder, advance)
     return manifest is not None and not faults
 
@@ -178,7 +186,7 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
     """Restore a damaged checkpoint from a donor, a store with a good copy; yield one line of text for each file.
 
     Only damaged files are copied. The manifest is written last, so that a checkpoint that was set aside exists again
-    only when all of its files are good.
+    only when all of its files are good. At the end every byte is verified again.
 
     Args:
         found: the damaged checkpoint.
@@ -216,7 +224,10 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
 
 
 def _copy(source: Store, destination: Store, key: str) -> None:
-    """Copy an object from one store to another, through a temporary file if the source is not a local folder."""
+    """Copy an object to the same key of another store.
+
+    If the source is not a local folder, the object is first fetched into a temporary file.
+    """
     path = source.local_path(key)
     if path is not None:
         destination.upload(path, key)

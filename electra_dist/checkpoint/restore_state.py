@@ -1,15 +1,15 @@
 """Load the newest committed checkpoint that is good, at any world size and any ZeRO stage.
 
-Guarantee: each rank reads only the ranges that it holds and verifies them while it reads, so that all ranks together
-have verified every byte before training goes on. A checkpoint that is torn, has flipped bits, is too short or comes
-from another run is reported and set aside (renamed, not deleted). The same checkpoint in another target is tried next,
-then the next older one. All ranks take the same one. No pickle is read from a checkpoint.
+Guarantee: each rank reads only the ranges of parameters that it holds, and verifies them while it reads. Together the
+ranks have verified every byte before training goes on. A checkpoint that is damaged, incomplete or of another run is
+reported and set aside (renamed, not deleted). The next one to be tried is its copy in another target (a store that
+receives every checkpoint), then the next older one. All ranks load the same checkpoint. No pickle is read.
 
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
 
-Cost: at stages 1 to 3 the ranks together read the checkpoint once (a tensor of which two ranks hold parts, twice); at
-stage 0 every rank reads all of it.
+Cost: at stages 1 to 3 the ranks together read the checkpoint once, except that each rank that holds a part of a stored
+tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIELDS_OF_A_RUN = {
 
 
 class _Candidate(NamedTuple):
-    """A committed checkpoint that might be loaded; it is not verified yet."""
+    """A committed checkpoint in one store that a load may try; nothing of it has been verified yet."""
 
     step: int
     attempt: int  # number of the start of the run that wrote it
@@ -45,12 +45,19 @@ class _Candidate(NamedTuple):
     folder: str
 
     def is_copy_of(self, candidate: _Candidate) -> bool:
-        """Return whether two candidates are the same checkpoint, possibly in two stores."""
+        """Return whether two candidates are the same checkpoint, possibly in two stores: same step and same attempt.
+
+        The attempt is the number of the start of the run that wrote the checkpoint.
+        """
         return self.step == candidate.step and self.attempt == candidate.attempt
 
 
 class _Fault(NamedTuple):
-    """Reason why a rank cannot use a checkpoint."""
+    """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable.
+
+    It proves that if a file is damaged or missing, or if the checkpoint is of another run. It does not if the store
+    cannot be read: the checkpoint may then be good.
+    """
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
@@ -61,7 +68,8 @@ def load_newest(
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into this rank's part of the training state. Collective.
 
-    Damaged checkpoints are set aside: their manifest is renamed, so that no later load takes them.
+    A checkpoint that is damaged or of another run is set aside: its manifest is renamed, so that no later load takes
+    it. Then its copy in another store is tried, or the next older checkpoint. All ranks load the same one.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
@@ -70,11 +78,11 @@ def load_newest(
 
     Returns:
         The state of the loaded checkpoint, None if there is no good one; and one line for each checkpoint that was set
-        aside. If the state is None and there are lines, the fragments are partly overwritten: the caller must
-        initialise them again.
+            aside. If the state is None and there are lines, the fragments are partly overwritten: the caller must
+            initialise them again.
 
     Raises:
-        StoreError: a checkpoint cannot be read, and no other target has it.
+        StoreError: a checkpoint cannot be read, and no other target has it. No older one is loaded, to lose no steps.
     """
     damaged: list[tuple[int, str]] = []  # step of each checkpoint that was set aside, and the line about it
     unreadable: _Candidate | None = None
@@ -105,14 +113,16 @@ def load_newest(
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """Read the whole fp32 master weights of the newest good checkpoint, verified. Needs no process group.
 
-    Export, fine-tuning and `train.init_from` use it. Nothing is set aside and nothing is written.
+    Export, fine-tuning and `train.init_from` use it. Nothing is written: a damaged checkpoint is passed over, not set
+    aside.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
-        step: take only a checkpoint after this many steps; None: the newest good one.
+        step: number of steps after which the checkpoint was taken; None: the newest good one.
 
     Returns:
-        The checkpoint's state; parameter name -> fp32 CPU tensor; one line for each newer checkpoint that is damaged.
+        The checkpoint's run state; the weights, from parameter name to whole fp32 CPU tensor; and one line for each
+            damaged checkpoint that was tried before.
 
     Raises:
         UserError: there is no checkpoint, or none is good.
@@ -133,11 +143,13 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
-    """Return the error of `assemble`: no store has a good checkpoint, or none after `step` steps (None: any).
+    """Return the error of `assemble` if no store has a good checkpoint, or none that was taken after `step` steps.
+
+    The message and its next step depend on whether there was a damaged checkpoint, or none at all.
 
     Args:
         targets: the stores that were searched.
-        step: the step that was asked for, or None.
+        step: the step that was asked for; None if any would do.
         damaged: one line for each checkpoint that was rejected as damaged.
     """
     urls = " and ".join(target.url for target in targets)
@@ -179,7 +191,10 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
 
 
 def check_belongs(found: RunState, expected: RunState) -> None:
-    """Refuse a checkpoint that another run wrote, or that skipped other steps than the run skips now.
+    """Raise if another run wrote the checkpoint, or if it skipped other steps than the run skips now.
+
+    A skipped step makes no update; the config (`train.skip_steps`) and skipped_steps.json in the run folder name them.
+    Steps that the run skips after the checkpoint's step are not compared.
 
     Args:
         found: state of the checkpoint.
@@ -201,9 +216,10 @@ def check_belongs(found: RunState, expected: RunState) -> None:
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, sorted: the newest step first, then the newest attempt.
+    """Return the committed checkpoints of all targets, sorted: the highest step first, then the highest attempt.
 
-    Copies of the same checkpoint come in the order of the targets. Nothing is verified.
+    The attempt is the number of the start of the run that wrote the checkpoint. Copies of the same checkpoint come in
+    the order of the targets. Nothing is verified.
     """
     candidates = []
     for target_index, target in enumerate(targets):
@@ -217,7 +233,7 @@ def _read_own_part(
 ) -> tuple[RunState | None, _Fault | None]:
     """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
 
-    Each rank also checks the sizes and headers of its share of the checkpoint's files.
+    Each of W ranks also checks the size and the header of every W-th file of the checkpoint.
 
     Args:
         target: the store that holds the checkpoint.
@@ -249,7 +265,9 @@ def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
 
 
 def _note_without_replacement(line: str) -> str:
-    """Return the log line about a damaged checkpoint if no good one is left, with what the user may do.
+    """Return the log line about a damaged checkpoint when no good one is left and training starts at step 0.
+
+    It also names the command that restores the checkpoint, if the user has a copy of it elsewhere.
 
     Args:
         line: which checkpoint is damaged and why.
@@ -261,7 +279,10 @@ def _note_without_replacement(line: str) -> str:
 
 
 def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:
-    """Return the log line about a damaged checkpoint, with what is used in its place and what the user may do.
+    """Return the log line about a damaged checkpoint when another one was loaded: which one, and what the user may do.
+
+    If the loaded one is a copy of the same step, no step is lost; otherwise the line names the steps that are
+    repeated.
 
     Args:
         line: which checkpoint is damaged and why.

@@ -10,7 +10,10 @@ from electra_dist.config import CheckpointConfig
 
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
-    """Facts about a committed checkpoint that decide whether it is kept. Sorts by step, then by attempt."""
+    """Facts about a committed checkpoint that decide whether it is kept. Instances sort by step, then by attempt.
+
+    The attempt is the number of the start of the run that wrote the checkpoint.
+    """
 
     step: int
     attempt: int  # number of the start of the run that wrote it
@@ -22,8 +25,8 @@ def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig)
     """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted.
 
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
-    `keep_steps` names its step, or if it is one of the `keep_best` with the lowest held-out loss (of equal losses the
-    newer one). The newest checkpoint is always kept, whatever the policy is.
+    `keep_steps` names its step, or if it is one of the `keep_best` with the lowest evaluation loss on held-out rows
+    (of equal losses the newer one). The newest checkpoint is always kept, whatever the policy is.
 
     Args:
         checkpoints: all committed checkpoints of one store, in any order.
@@ -40,7 +43,10 @@ def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig)
 
 
 def _best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints that have a held-out loss, the lowest loss first; of equal losses the newest first."""
+    """Return the checkpoints with an evaluation loss, the lowest loss first; of equal losses the newest first.
+
+    Checkpoints at whose step there was no evaluation are left out.
+    """
     losses = {
         checkpoint: checkpoint.eval_rtd_loss for checkpoint in checkpoints if checkpoint.eval_rtd_loss is not None
     }

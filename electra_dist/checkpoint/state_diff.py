@@ -18,7 +18,11 @@ from electra_dist.store.interface import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Result of comparing one parameter and its optimizer moments in two checkpoints."""
+    """Result of comparing one parameter and its optimizer moments in two checkpoints.
+
+    It has the largest absolute difference of the master weights and of each moment, and whether all are equal bit for
+    bit.
+    """
 
     name: str  # of the parameter
     largest: dict[Kind, float]  # kind -> largest absolute difference; NaN if either side has a NaN
@@ -57,8 +61,8 @@ class Side:
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
     """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
 
-    Besides the progress of the run these fields include world size, ZeRO stage and versions, which may differ between
-    equal weights.
+    A run state is the part of a checkpoint that is not tensors. World size, ZeRO stage and package versions are among
+    its fields; they may differ although all weights are equal.
     """
     return [
         (field, getattr(a, field), getattr(b, field))
@@ -68,13 +72,14 @@ def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
 
 
 def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
-    """Compare every parameter that both checkpoints have in the same shape, in the order of `a`.
+    """Compare every parameter that both checkpoints have in the same shape, and yield the results in the order of `a`.
 
-    Parameters that only one side has, or has in another shape, are left out. Memory: one parameter of each side at a
-    time.
+    Parameters that only one side has, or has in another shape, are left out. At any time one parameter of each side,
+    with its two moments, is in memory.
 
     Raises:
         TornCheckpoint: a parameter of either side is damaged.
+        StoreError: a checkpoint cannot be read.
     """
     for name, shape in a.manifest.state.shapes.items():
         if b.manifest.state.shapes.get(name) != shape:

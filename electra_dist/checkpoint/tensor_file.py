@@ -1,11 +1,12 @@
 """Write a safetensors file in one pass: each tensor is streamed and hashed at once, without a second copy in memory.
 
-The format is that of the safetensors library (8-byte little-endian header length, JSON header, raw little-endian
-data), and that library can read the files. Its own writer is not used, because it copies the tensors, and the file
-would have to be read again for the digests.
+How: the format is that of the safetensors library (8-byte little-endian header length, JSON header, raw little-endian
+data), which can read the files. The library's own writer is not used, because it copies the tensors, and because the
+file would have to be read again to compute the digests.
 
-How: a tensor of more than `PIECE` elements is stored in pieces with a digest each. A rank must hash all that it reads;
-with pieces, a rank that needs a part of a tensor does not read much more than that part.
+A tensor of more than `PIECE` elements is stored in pieces, each with its own digest. A digest can only be checked over
+the whole range that it covers. With pieces, a rank that needs a part of a tensor reads and hashes little more than
+that part.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """Part of a parameter, with its moments, that a rank holds: elements [start, start + numel), flattened.
+    """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
 
-    It gives access to live training state: writing to its views changes the parameter or its moments.
+    `views` are the same range of its fp32 master weight and moments. They alias the tensors that they were made from,
+    such as the training state, so writing to a view changes these.
     """
 
     name: str  # of the parameter
@@ -42,7 +44,10 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments."""
+    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments.
+
+    `kind` is master weight, first moment or second moment.
+    """
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -52,8 +57,8 @@ class Tensor:
     def pieces(self) -> list[Tensor]:
         """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory.
 
-        Each piece is stored with a digest of its own, so that a rank that needs a part of the tensor reads little more
-        than that part.
+        Each piece is stored with a digest of its own. A rank that needs a part of the tensor can then read and verify
+        little more than that part.
         """
         return [
             Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
@@ -109,7 +114,7 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
 
 
 def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
-    """Write bytes in chunks that are hashed while they are in the processor's cache; return their SHA-256."""
+    """Write bytes to a file and return their SHA-256; each chunk is hashed while it is in the CPU cache."""
     digest = hashlib.sha256()
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
@@ -121,8 +126,9 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
 def _header(pieces: Sequence[Tensor]) -> bytes:
     """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with spaces.
 
-    A tensor is named `KIND|PARAMETER|START`. The JSON is padded to a multiple of 8 bytes, as the format asks, so that
-    the data after it is aligned.
+    A piece of a tensor is named `KIND|PARAMETER|START`: master or a moment, the parameter, and its first element. The
+    padding makes the length of the JSON a multiple of 8 bytes, as the format asks, so that the data after it are
+    aligned.
     """
     table: dict[str, object] = {}
     offset = 0  # of a tensor's data, counted from the end of the header

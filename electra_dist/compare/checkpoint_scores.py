@@ -1,9 +1,9 @@
 """Scores checkpoints, and keeps each score in a JSON file of its own, so that nothing is scored twice.
 
-Guarantee: a score is stored with the digest of everything that it depends on, and is used only under the same one: the
-identity of the run, the corpus, the step, and the data and settings of the task. Another config, other data or another
-limit gives another score, which is never confused with this one. The encoder that is scored is the one that the run is
-made for: the large tower, with the pretraining head that the objective gives it.
+Guarantee: a score is stored with a digest of everything that it depends on: the config of the run, the corpus, the
+step, and the data and settings of the task. A stored score is used only if its digest is the current one; after a
+change of any of these, the checkpoint is scored again. The encoder that is scored is the one for which the run is made
+(in ELECTRA the discriminator, not the generator), with its pretraining head.
 
 Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depending on the task).
 """
@@ -38,7 +38,11 @@ _NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so old
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Score of one checkpoint on one task, or on minimal pairs; the fields are the keys of its JSON file."""
+    """Score of one checkpoint on one task, or on minimal pairs; the fields are the keys of its JSON file.
+
+    The score is a fraction: the result of a linear probe, the median over the seeds of fine-tuning, or the accuracy on
+    minimal pairs. It is None if every fine-tuning run diverged.
+    """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int  # seed of the pretraining run
@@ -52,7 +56,11 @@ class Score:
 
 
 class Measure(abc.ABC):
-    """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences."""
+    """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences.
+
+    Each measure is one column in the tables of a comparison. `digest` covers its data and settings, so that stored
+    scores are not used after a change of these.
+    """
 
     name: str  # title of the column in the table of scores
     metric: str  # name of the score, such as "accuracy"
@@ -61,22 +69,27 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Score an encoder.
+        """Score an encoder in the way of this measure, for example by fine-tuning it on a task.
 
         Args:
             encoder: the pretrained weights; they are not changed.
-            progress: called while the score is computed.
+            progress: called with (activity, parts done, parts in total) while the score is computed.
 
         Returns:
-            (score, failures): the score as a fraction, None if there is none, and one line for each failure.
+            (score, failures): the score as a fraction, or None if no training gave one, and one line for each training
+            that counts as failed.
 
         Raises:
-            UserError: the encoder cannot be scored in this way.
+            UserError: the encoder cannot be scored in this way, for example because it lacks the head that this needs.
         """
 
 
 class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts, by a linear probe or by fine-tuning."""
+    """Measure of how well an encoder solves a task on texts.
+
+    The encoder is either frozen, and a linear model (probe) is trained on its states, or fine-tuned with one or
+    several seeds.
+    """
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
         """Store a task and the way in which encoders are scored on it.
@@ -85,7 +98,7 @@ class TaskMeasure(Measure):
             name: name of the entry in the comparison's `tasks`.
             task: the task with its data.
             entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
-            settings: settings of the probe's examples or of fine-tuning.
+            settings: settings of fine-tuning; a probe uses only those that shape its examples.
         """
         self.name = name
         self.metric = task.metric
@@ -105,7 +118,8 @@ class TaskMeasure(Measure):
             progress: called while the encoder is trained or computes features.
 
         Returns:
-            (score, failures): the score as a fraction, None if all seeds diverged, and why seeds count as failed.
+            (score, failures): the score as a fraction, None if all seeds diverged, and one line for each seed that
+            counts as failed because its loss diverged or all its predictions are equal.
         """
         device = device_of_choice()
         if self._entry.how == "probe":
@@ -120,17 +134,20 @@ class TaskMeasure(Measure):
 
 
 class PairsMeasure(Measure):
-    """Measure of how often an encoder, without training, prefers the grammatical sentence of a minimal pair."""
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a minimal pair.
+
+    A minimal pair is two sentences that differ in one word, which makes one of them ungrammatical.
+    """
 
     name = MINIMAL_PAIRS
     metric = "accuracy"
     digest = f"{MINIMAL_PAIRS} {_NUM_PAIRS}"
 
     def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Return the accuracy over the pairs of all phenomena, as a fraction, and no failures.
+        """Return the share of all pairs whose grammatical sentence scores higher, and an empty tuple of failures.
 
         Raises:
-            UserError: the encoder has no pretraining head, or its vocabulary has no pairs.
+            UserError: the encoder has no pretraining head, or its vocabulary lacks the words to form any pair.
         """
         scores = score_minimal_pairs(encoder, _NUM_PAIRS, device_of_choice(), progress)
         accuracy_of = {score.phenomenon: score.accuracy for score in scores}
@@ -138,13 +155,16 @@ class PairsMeasure(Measure):
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
-    """Read the data of all tasks of a comparison, and return everything on which its encoders are scored.
+    """Read the data of all tasks of a comparison, and return the ways to score its encoders.
+
+    These are the tasks in the order of the config, then minimal pairs if `minimal_pairs` is set.
 
     Args:
         compare: the config of the comparison.
         file: the file from which it was read, for error messages.
         glue: folder of the GLUE tasks; None if every task has its own `data`.
-        cell: any run of the comparison; the width and the positions of its encoder determine the default settings.
+        cell: any run of the comparison. Its encoder's hidden size and number of positions, from which the default
+            settings follow, stand for those of all runs.
 
     Raises:
         UserError: data are missing or not valid; the message names the task and the file.
@@ -170,21 +190,24 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
 
 
 def with_prefix(progress: Progress, prefix: str) -> Progress:
-    """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`."""
+    """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`.
+
+    The prefix shows which run or task a report is about: with "rte: ", the activity "predict" becomes "rte: predict".
+    """
 
     def report(activity: str, done: int, total: int) -> None:
-        """Report progress with the prefix before the name of the activity."""
+        """Call the original callback with the prefix before the name of the activity."""
         progress(f"{prefix}{activity}", done, total)
 
     return report
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
-    """Read the data of a task: one of GLUE if its name is known, otherwise a custom task with columns of its own.
+    """Read the data of a task: a GLUE task if its name is one of GLUE's, otherwise a custom task.
 
     Args:
         name: name of the entry in the comparison's `tasks`; also that of the task if the entry has no key `task`.
-        entry: where the data are, and the columns of a custom task.
+        entry: the task's entry in the comparison's config: where the data are, and the columns of a custom task.
         glue: folder of the GLUE tasks, used if the entry has no key `data`; may be None.
 
     Raises:
@@ -216,40 +239,46 @@ def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
 class Scores:
     """Store of a comparison's scores: a folder with one JSON file for each checkpoint and task.
 
-    A file is used only if it was computed from the same config, corpus and data; otherwise it is replaced.
+    A stored score is used only if the config of the run, the corpus, the data and the settings are those from which it
+    was computed. Otherwise it counts as missing, and the next score replaces its file.
     """
 
     def __init__(self, folder: Path, vocab_file: Path, fingerprint: str) -> None:
-        """Use a folder as the store; it is created with the first score.
+        """Use a folder as the store of scores; it is created when the first score is written.
 
         Args:
             folder: folder of the scores.
             vocab_file: vocabulary of the corpus, with which encoders are loaded.
-            fingerprint: fingerprint of the corpus, part of the identity of every score.
+            fingerprint: digest of the corpus's content; scores from another corpus count as missing.
         """
         self._folder = folder
         self._vocab_file = vocab_file
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no score yet.
+        """Return those of `measures`, the ways to score an encoder, for which a checkpoint has no valid score yet.
+
+        A score from another config, corpus or data is not valid.
 
         Args:
-            entry: name of the run's entry, or "random" for the initial weights.
-            cell: the run.
+            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
+            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
             measures: the ways to score it.
         """
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
-        """Return the score of a checkpoint, or None if it does not exist or depends on another config or other data.
+        """Return the score of a checkpoint, or None if there is no valid one.
+
+        A stored score is valid if the config of the run, the corpus and the task's data and settings have not changed
+        since it was computed.
 
         Args:
-            entry: name of the run's entry, or "random" for the initial weights.
-            cell: the run.
+            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
+            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
-            measure: the way in which it was scored.
+            measure: the way of scoring, such as a task.
 
         Raises:
             ValueError: the file of the score is not valid JSON; delete it, and the checkpoint is scored again.
@@ -267,17 +296,18 @@ class Scores:
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
         """Score a checkpoint in several ways, and write each score as soon as it is complete.
 
-        An interrupt thus loses one score at most. Existing scores are computed again and replaced.
+        An interrupt thus loses at most the score in progress. Existing scores are computed again and replaced.
 
         Args:
-            entry: name of the run's entry, or "random" for the initial weights.
-            cell: the run.
+            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
+            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
             measures: the ways to score it.
-            progress: called while scores are computed.
+            progress: called with (activity, parts done, parts in total) while scores are computed; the activity starts
+                with the name of the task.
 
         Raises:
-            UserError: the checkpoint cannot be read, or the encoder cannot be scored.
+            UserError: the checkpoint cannot be read, or the encoder cannot be scored in one of the ways.
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
@@ -304,11 +334,18 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of the JSON file of a score, as in FOLDER/rtd-seed1/step-00000500-rte.json."""
+        """Return the path of a score's JSON file, such as FOLDER/rtd-seed1/step-00000500-rte.json.
+
+        It consists of objective (or "random"), seed, step and measure. The config is not part of it, so a score after
+        a change of the config replaces the earlier one.
+        """
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task."""
+        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task.
+
+        A stored score with another digest was computed from something else, and is not used.
+        """
         return _digest(
             {
                 "run": cell.config.identity_sha256(),
@@ -320,5 +357,5 @@ class Scores:
 
 
 def _digest(tree: dict[str, Any]) -> str:
-    """Return the sha256 of nested dicts and lists, written as canonical JSON, as hexadecimal digits."""
+    """Return the sha256, in hexadecimal, of nested dicts and lists; equal contents give equal digests."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,13 +1,16 @@
-"""Makes a whole comparison, from its first run to its picture; started again after an interrupt, it continues.
+"""Makes a comparison of pretraining objectives, from the first run to the picture, and resumes an interrupted one.
 
 Guarantee: configs, corpus and tasks are checked completely before the first run starts. A run that fails, or a
-checkpoint that cannot be scored, does not stop the rest: it is listed in all results, and the next start tries it
-again. Table and picture are written after each run, from the scores that exist by then.
+checkpoint that cannot be scored, does not stop the rest: it is listed among the failures in all results, and is tried
+again when the comparison is started again. Table and picture are written after each run, from the scores that exist by
+then.
 
-How: the order is seed by seed. For each seed, the initial weights are scored first; then, for every objective, the run
-is made and its checkpoints are scored, while up to `parallel - 1` of the next runs train beside it.
+How: all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
+scored first. Then, for every objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of
+the next runs train at the same time.
 
-Cost: that of the runs and scores; a start with nothing left to do takes the seconds of reading the tasks.
+Cost: that of the runs and scores. If all of them exist, a start takes only the time to check the inputs and to read
+the tasks' data.
 
 Limits: one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the first device
 while runs train.
@@ -46,10 +49,16 @@ Note = Callable[[str], None]  # called with one line of text for the user
 
 
 class Comparison:
-    """A comparison whose config, corpus and tasks are opened and checked; `run` makes the runs and scores them."""
+    """Comparison of pretraining objectives whose config, corpus and tasks have been opened and checked.
+
+    `run` makes the pretraining runs, scores their checkpoints and writes the results; both skip what an earlier,
+    interrupted call has finished.
+    """
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
-        """Check everything, and write the vocabulary and the configs of the runs to the output folder.
+        """Check config, corpus and tasks, then write the vocabulary and the configs of the runs to the output folder.
+
+        Nothing is written if a check fails.
 
         Args:
             compare: the config of the comparison.
@@ -82,9 +91,13 @@ class Comparison:
     def run(self, progress: Progress, note: Note) -> bool:
         """Make the runs and the scores that are missing, and write the results after each run.
 
+        A run that fails does not stop the others; `failures` lists it.
+
         Args:
-            progress: called while a run trains and while a checkpoint is scored.
-            note: called with one line after each run.
+            progress: called with (activity, parts done, parts in total) while a run trains and while a checkpoint is
+                scored.
+            note: called with one line of text for the user after each run: the number of steps, or why it is not
+                finished.
 
         Returns:
             Whether every run is finished and every checkpoint could be scored.
@@ -116,13 +129,13 @@ class Comparison:
         return not self._failures
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint in every way in which it has no score yet; record a failure if it cannot be scored.
+        """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored.
 
-        Some tasks are scored for the initial and the last weights only (`at: ends` in the config).
+        Tasks with `at: ends` in the config are scored for the initial and the last weights only.
 
         Args:
-            entry: name of the objective's entry, or `RANDOM` for the initial weights.
-            cell: the run.
+            entry: name of the objective, or `RANDOM` for the initial weights.
+            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
             progress: called while the checkpoint is scored.
         """
@@ -140,7 +153,7 @@ class Comparison:
     def scores(self) -> list[Score]:
         """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.
 
-        A score that depends on another config or on other data is left out.
+        A stored score that was computed with another config, corpus or data is left out.
         """
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name
@@ -160,10 +173,11 @@ class Comparison:
         return scores
 
     def failures(self) -> list[Failure]:
-        """Return everything that has failed.
+        """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
 
-        First come runs that did not finish and checkpoints that could not be scored since this start, then seeds of
-        fine-tuning that diverged or learnt nothing, which are stored with the scores.
+        First come runs that did not finish and checkpoints that could not be scored; only those of this process are
+        known. Then come seeds of fine-tuning that diverged or predicted the same for every example, which are stored
+        with the scores.
         """
         return [*self._failures.values(), *score_failures(self.scores())]
 
@@ -212,12 +226,12 @@ class Comparison:
 
     @property
     def _title(self) -> str:
-        """Title of the comparison's table and Markdown page."""
+        """Title of the comparison's table and Markdown page: the name of its config file and what is compared."""
         return f"{self._file.stem}: objectives at equal FLOPs"
 
     @property
     def _command(self) -> str:
-        """Shell command that makes or continues this comparison, with quotes where a path needs them."""
+        """Shell command that starts or resumes this comparison; paths are quoted where the shell needs it."""
         command = f"electra-dist compare {shlex.quote(str(self._file))}"
         if self._glue:
             command += f" --glue {shlex.quote(str(self._glue))}"
@@ -226,13 +240,17 @@ class Comparison:
     def _rows(self) -> list[ScoreRow]:
         """Return the rows of the table, one for each objective and number of steps, from the scores that exist.
 
-        Only tasks that are scored at all checkpoints count in the average; the others (`at: ends`) have gaps.
+        The initial weights have one row, with step 0. Only tasks that are scored at all checkpoints count in the
+        average: a task with `at: ends` has scores only in the rows of the initial and the last weights.
         """
         is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
         return summarize_rows(self.scores(), is_averaged)
 
     def _describe_run(self, cell: Cell) -> dict[str, object]:
-        """Return the entry of a run in the list `runs` of compare.json: its folder, steps, FLOPs and parameters."""
+        """Return the entry of a run in the list `runs` of compare.json: folder, steps, FLOPs and parameters.
+
+        Steps and FLOPs are those of the whole run, also if it is not finished.
+        """
         num_steps = cell.marks[-1]
         return {
             "objective": cell.entry,
@@ -245,6 +263,6 @@ class Comparison:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Write a whole file at once, so that readers see either the old content or the new one."""
+    """Write a whole file in place of an existing one; readers see either the old content or the new one."""
     with replacing(path) as file:
         file.write(data)

@@ -1,7 +1,7 @@
-"""Defines the config of a comparison of objectives: a YAML file that names the config of an ordinary run.
+"""Defines the config of a comparison of pretraining objectives, a YAML file that names a base config.
 
-That run is the base: every run of the comparison has its settings, and differs in the objective, the seed and the
-number of steps.
+The base config is that of an ordinary run. Every run of the comparison has its settings, and differs from it in the
+objective (with the changes that belong to the objective), the seed and the number of steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Entry(Section):
-    """One objective of a comparison, with changes to the base config.
+    """One objective of a comparison, with changes to the config that all runs share (the base config).
 
     In the YAML file, a bare name such as `rtd` is short for {name: rtd, objective: rtd}.
     """
@@ -39,7 +39,9 @@ class Entry(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, value: Any) -> Any:
-        """Expand a bare name to {name: NAME}, and use the name as the objective if none is given.
+        """Expand a bare name such as `rtd` to {name: rtd, objective: rtd}, before the fields are validated.
+
+        An entry with a name and without an objective gets its name as the objective.
 
         Anything that is not a name or a mapping is returned as it is; pydantic then reports it.
         """
@@ -51,7 +53,11 @@ class Entry(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, value: str) -> str:
-        """Return the name of an objective; raise ValueError if there is no objective of this name."""
+        """Return the value of `objective`, the name of a pretraining objective, unchanged.
+
+        Raises:
+            ValueError: there is no objective of this name; the message lists the names.
+        """
         if value not in OBJECTIVES:
             raise ValueError(f"no such objective; set one of {', '.join(OBJECTIVES)}")
         return value
@@ -59,9 +65,13 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Raise ValueError for a key that must be the same in all runs of a comparison, and for any key below it.
+        """Return the changes of an objective unchanged if they touch no key that the comparison itself controls.
 
-        `data` is such a key, and `data.seq_len` is a key below it (see `RESERVED`).
+        These keys (`RESERVED`) must be equal in all runs, or are set by the comparison, as the seed and the number of
+        steps.
+
+        Raises:
+            ValueError: a key is one of them, such as `data`, or is below one, such as `data.seq_len`.
         """
         for key in value:
             for reserved_key in RESERVED:
@@ -74,7 +84,10 @@ class Entry(Section):
 
 
 class TaskEntry(Section):
-    """One task on which encoders are scored: a task of GLUE, or a custom task with its own columns."""
+    """One task on which encoders are scored, and how: by a linear probe or by fine-tuning, at which checkpoints.
+
+    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns.
+    """
 
     task: str | None = Field(
         default=None,
@@ -118,7 +131,11 @@ class TaskEntry(Section):
 
 
 class CompareConfig(Section):
-    """Config of a comparison: the objectives, the budget in FLOPs, and the tasks that score the checkpoints."""
+    """Config of a comparison: the objectives, the budget in training FLOPs, and the tasks that score the checkpoints.
+
+    Every objective is run once with each seed and gets the same budget, which is given as `steps` of the first
+    objective or as `flops`.
+    """
 
     base: str = Field(
         description="config file of an ordinary run, with all settings that the runs share; a relative "

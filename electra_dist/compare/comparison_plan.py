@@ -1,10 +1,11 @@
 """Plans a comparison: determines its runs, which have equal training FLOPs and one complete config each.
 
-Guarantee: the budget is the number of training FLOPs of the first objective's `steps` (or `flops`), by the count that
-MFU uses (model/flops.py). Every run has the number of steps whose FLOPs are nearest to the budget, so no run is
-further from it than half a step. Warm-up is the same share of the steps in every run as in the base config, and the
-decay ends with the last step. For one seed, all objectives read the same rows and start with the same weights in the
-parts that they have in common. Nothing is written; the base config is the only file that is read.
+Guarantee: the budget is a number of training FLOPs: `flops` of the comparison's config, or the FLOPs of `steps` steps
+of the first objective. model/flops.py counts them, as for MFU. Every run has the number of steps whose FLOPs are
+nearest to the budget, so it differs from the budget by at most the FLOPs of half a step. Warm-up is the same share of
+the steps in every run as in the base config, and the decay ends with the last step. For one seed, all objectives read
+the same rows and start with the same weights in the parts that they have in common. Nothing is written; the base
+config is the only file that is read.
 
 Limits: the count contains matrix products of full rows; look-ups, evaluation and tokenizing are not counted.
 """
@@ -25,7 +26,11 @@ from electra_dist.model.flops import run_flops, steps_of_flops
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of a comparison: an objective and a seed, with its complete config."""
+    """One run of a comparison: an objective and a seed, with its complete config.
+
+    `marks` are the steps whose checkpoints are kept and scored, in ascending order; the last one is the last step of
+    the run.
+    """
 
     entry: str  # name of the objective's entry
     seed: int
@@ -34,16 +39,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Return the name of the run and of its folder, as in `rtd-seed1`."""
+        """Return the name of the run and of its folder: objective and seed, as in `rtd-seed1`."""
         return _run_name(self.entry, self.seed)
 
     @property
     def file(self) -> Path:
-        """Return the path of the run's config as YAML, beside the run's folder."""
+        """Return the path of the run's config as YAML: the run's folder with the suffix ".yaml"."""
         return Path(f"{self.config.run_dir}.yaml")
 
     def flops(self, step: int) -> float:
-        """Return the training FLOPs of the run's first `step` optimizer steps, on all ranks together."""
+        """Return the FLOPs of the run's first `step` optimizer steps, on all ranks together; 0 for step 0."""
         return run_flops(self.config, step)
 
 
@@ -52,14 +57,14 @@ class Plan:
     """All runs of a comparison, in the order in which they are made.
 
     All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
-    after each seed.
+    as soon as one seed is complete. Each run has the same training FLOPs, `budget_flops`, up to half a step.
     """
 
     budget_flops: float  # training FLOPs of every run, up to half a step
     cells: tuple[Cell, ...]
 
     def of(self, entry: str) -> list[Cell]:
-        """Return the runs of one objective, in the order of the seeds."""
+        """Return the runs of the objective that has the name `entry` in the config, in the order of the seeds."""
         return [cell for cell in self.cells if cell.entry == entry]
 
 
@@ -68,11 +73,11 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
     Args:
         compare: the config of the comparison.
-        file: the file from which it was read; the base config is relative to its folder.
+        file: the file from which it was read; a relative path of the base config starts at its folder.
 
     Raises:
-        UserError: the base config or an entry's `set` is not valid, or the budget is too small for distinct
-            checkpoints at `evaluate_at`; the message names file and key.
+        UserError: the base config or an objective's `set` is not valid, or a run has so few steps that two shares of
+            `evaluate_at` give the same checkpoint. The message names the file and the objective.
     """
     base = file.parent / compare.base
     # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
@@ -105,7 +110,7 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
-    """Return the steps of a run at which its checkpoints are scored, one for each share of `evaluate_at`.
+    """Return the steps of a run whose checkpoints are scored, one for each share of `evaluate_at`.
 
     With 1,000 steps and the shares 0.25, 0.5 and 1.0, these are the steps 250, 500 and 1,000.
 
@@ -128,21 +133,21 @@ def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: i
 
 
 def _run_name(entry: str, seed: int) -> str:
-    """Return the name of the run of one objective with one seed, as in `rtd-seed1`."""
+    """Return the name of the run of one objective with one seed, as in `rtd-seed1`; its folder has the same name."""
     return f"{entry}-seed{seed}"
 
 
 def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) -> Config:
-    """Load the base config with the changes of an entry and, applied last, the dotted keys of one run.
+    """Load the base config with the changes of one objective and, applied last, the settings of one run.
 
     Args:
         file: the config of the comparison, for error messages.
         base: the config file of an ordinary run, whose settings all runs share.
-        entry: an objective of the comparison, with its changes to the base config.
-        run_keys: dotted key -> value, such as {"train.num_steps": 1000}.
+        entry: the objective, with its changes to the base config.
+        run_keys: settings of one run as dotted key -> value, such as {"train.num_steps": 1000}; may be empty.
 
     Raises:
-        UserError: the base config or a change is not valid; the message names the comparison's file and the entry.
+        UserError: the base config or a change is not valid; the message names the comparison's file and the objective.
     """
     overrides = [_override("objective.name", entry.objective)]
     overrides += [_override(key, value) for key, value in entry.set.items()]

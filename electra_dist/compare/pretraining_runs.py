@@ -1,11 +1,13 @@
-"""Makes the pretraining runs of a comparison, each by an ordinary supervisor in a process of its own.
+"""Makes the pretraining runs of a comparison, each with a supervisor process of its own, as an ordinary run has.
 
-Guarantee: a run that crashes does not end any other run. Whether a run is finished is decided by its own checkpoints,
-never by an exit code alone. A run that an interrupted comparison left running is waited for, not started twice. An
-interrupt is passed on to the ranks, which save a checkpoint and end; the next start continues from it.
+Guarantee: a run that crashes does not end any other run. A run counts as finished if the checkpoint of its last step
+is complete, whatever its exit code. If an earlier comparison was killed and its run still trains, this run is waited
+for, not started twice. After Ctrl-C, the ranks of the runs save a checkpoint and end; the next start continues from
+it.
 
-How: `python -m launcher.supervise` with the YAML file of the run, a command that a user can run as well. Its output is
-appended to RUN.log. Progress is read from the heartbeats of the run.
+How: a run is started by `python -m launcher.supervise`, which starts the ranks and watches them, with the YAML file of
+the run. A user can run the same command. Its output is appended to RUN.log. Progress is read from the heartbeat files,
+in which the ranks record their step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _POLL_S = 0.5  # seconds between checks of a run
 
 
 def saved_steps(cell: Cell) -> set[int]:
-    """Return the steps of the complete checkpoints of a run; an unfinished checkpoint does not count."""
+    """Return the steps of the complete checkpoints of a run, on all its checkpoint stores together.
+
+    A checkpoint whose writing has not finished does not count.
+    """
     steps = set()
     for target in open_targets(cell.config):
         for step, _, _ in committed(target):
@@ -40,8 +45,8 @@ def saved_steps(cell: Cell) -> set[int]:
 class Pretrainings:
     """Pool of the runs of a comparison, of which a limited number train at the same time.
 
-    Use it as a context manager, and call `result` for the runs in order. A run starts when its result, or that of one
-    of the `parallel - 1` runs before it, is requested.
+    Use it as a context manager, and call `result` for the runs in order. A call of `result` starts its run and the
+    next `parallel - 1` runs, unless they have been started before.
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
@@ -49,7 +54,7 @@ class Pretrainings:
 
         Args:
             cells: all runs, in the order in which their results will be requested.
-            ranks: ranks of each run.
+            ranks: ranks (processes, one per GPU) of each run.
             parallel: number of runs that may train at the same time.
         """
         self._cells = cells
@@ -66,20 +71,20 @@ class Pretrainings:
     def __exit__(self, *error: object) -> None:
         """Stop all runs that are still training, and wait until their ranks have saved a checkpoint and ended.
 
-        Runs that wait for their turn are not started.
+        Runs that were requested but have not started yet are not started. No exception is suppressed.
         """
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Wait for a run to end, while the runs after it train at the same time, up to `parallel` in all.
+        """Wait for a run to end; it and the runs after it, `parallel` in all, are started if they are not running yet.
 
         Args:
-            cell: one of the runs of the pool; it is started if it is not running yet.
+            cell: one of the runs of the pool.
             progress: called every half second with ("pretraining", steps done, steps in total).
 
         Returns:
-            Why the run is not finished, in one line; empty if it is.
+            An empty string if the run is finished, otherwise the reason in one line.
         """
         first = self._cells.index(cell)
         due_cells = self._cells[first : first + self._parallel]  # this run, and those that may train beside it
@@ -93,7 +98,11 @@ class Pretrainings:
         return run.result()
 
     def _pause(self) -> None:
-        """Sleep between two checks of a run; raise `_StoppedError` as soon as the pool of runs is closed."""
+        """Sleep for half a second between two checks of a run.
+
+        Raises:
+            _StoppedError: the pool of runs is closed, so the caller must end its run; the sleep is cut short.
+        """
         if self._stop.wait(_POLL_S):
             raise _StoppedError
 
@@ -101,17 +110,18 @@ class Pretrainings:
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     """Start or continue a run, and wait until it ends; a finished run is not started again.
 
-    If processes of the run are already at work on this machine, they are waited for, and a start follows only if they
-    end without finishing the run. The run is started at most once per call.
+    If an earlier comparison has started the run and its processes still train on this machine, the function waits for
+    them, and starts the run only if they end before its last step. It starts the run at most once per call.
 
     Args:
         cell: the run.
-        ranks: ranks of the run.
-        pause: called between checks of the run. If it raises, the run saves a checkpoint and ends, and the exception
-            passes on.
+        ranks: ranks (processes, one per GPU) of the run.
+        pause: sleeps for a moment; called between checks of the run. If it raises, the run that this call started
+            receives SIGTERM, saves a checkpoint and ends, and the exception passes on.
 
     Returns:
-        Why the run is not finished, in one line; empty if it is.
+        An empty string if the run is finished, which is when the checkpoint of its last step is complete; otherwise
+        the reason in one line.
     """
     last_step = cell.marks[-1]
     # The value of an environment variable by which the run's processes on this machine are found.
@@ -133,11 +143,14 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
 
 
 class _StoppedError(Exception):
-    """Error: the comparison was interrupted, so its runs must be stopped."""
+    """Error: the pool of runs was closed, for example by Ctrl-C, so the runs that still train must be stopped.
+
+    It is raised between two checks of a run, in the thread that waits for the run.
+    """
 
 
 def _current_step(cell: Cell) -> int:
-    """Return the optimizer step that rank 0 of a run reports in its heartbeat file; 0 if there is none yet."""
+    """Return the optimizer step that rank 0 of a run has recorded in its heartbeat file; 0 if it has none yet."""
     for beat in read_heartbeats(Path(cell.config.run_dir)):
         if beat.rank == 0:
             return beat.step
@@ -145,15 +158,15 @@ def _current_step(cell: Cell) -> int:
 
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-    """Start the supervisor of a run, wait for it and return its exit code.
+    """Start the supervisor process of a run, which starts and watches the ranks; return its exit code when it ends.
 
-    The supervisor's output is appended to the run's log.
+    The output of supervisor and ranks is appended to the run's log. Ctrl-C in the terminal does not reach them.
 
     Args:
         cell: the run.
         ranks: ranks of the run, all on this machine.
-        pause: called between checks of the supervisor. If it raises, the supervisor receives SIGTERM, and the
-            exception passes on after the supervisor has ended.
+        pause: sleeps for a moment; called between checks of the supervisor. If it raises, the supervisor receives
+            SIGTERM, lets the ranks save a checkpoint and ends; then the exception passes on.
     """
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
@@ -171,14 +184,14 @@ def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
 
 
 def _log_file(cell: Cell) -> Path:
-    """Return the path of the log with the output of a run's supervisor and ranks, beside the run's folder."""
+    """Return the path of the log of a run's supervisor and ranks, the run's folder with the suffix ".log"."""
     return Path(f"{cell.config.run_dir}.log")
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of a log that starts with "error: ", or its last line if there is no such line.
+    """Return the last line of a log that starts with "error: ", or its last line if no line starts so.
 
-    Blank lines do not count; a log without any other line gives "the log is empty".
+    Blank lines do not count. If the log has no other lines, the result is "the log is empty".
     """
     last_line = "the log is empty"
     last_error = ""

@@ -1,7 +1,7 @@
 """Draws the scores of a comparison against training FLOPs as a PNG, one panel per task and one for their average.
 
 How: each objective has one color. Thin lines are single seeds, thick lines their median. A dashed line marks the
-median of the initial weights, where all objectives start.
+median score of the encoder's initial weights, which are the same for all objectives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
     """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
 
     Args:
-        rows: scores of each objective after some number of steps; there may be none yet.
+        rows: scores, one row for each objective and number of steps; there may be none yet.
         titles: task -> title of its panel, in the order of the panels; at least one.
         path: the PNG file; an existing file is replaced at once, so readers never see half a picture.
     """
@@ -64,7 +64,7 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
     Args:
         metrics: task -> name of its metric, in the order of the panels.
-        rows: scores of each objective after some number of steps.
+        rows: scores, one row for each objective and number of steps.
 
     Returns:
         Task -> title, such as "rte (accuracy)"; the average is the last one.
@@ -80,8 +80,8 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
 
     Args:
         axes: the empty panel.
-        rows: scores of each objective (`entry`) after some number of steps; those of the initial weights have the
-            entry `RANDOM`.
+        rows: scores, one row for each objective and number of steps. The row of the initial weights has `RANDOM` in
+            place of the objective's name.
         task: name of the task, or `AVERAGE`.
     """
     # The initial weights are a dashed line across the panel, to which the scores of training can be compared.
@@ -111,8 +111,8 @@ def _draw_objective(axes: Axes, rows: Sequence[ScoreRow], task: str, color: str)
     Args:
         axes: the panel of the task.
         rows: scores of the objective, one row for each number of steps, ascending; at least one row.
-        task: name of the task, or `AVERAGE`. Without scores on it, the objective has an empty line, so that it is in
-            the legend.
+        task: name of the task, or `AVERAGE`. If the objective has no scores on it, its line is empty, but the legend
+            shows the objective.
         color: color of all lines.
     """
     scored_rows = [row for row in rows if task in row.columns]

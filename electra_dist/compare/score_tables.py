@@ -1,11 +1,11 @@
 """Makes tables of a comparison's scores: medians over seeds with their spread, and failures.
 
-Guarantee: if seeds are missing, a score is shown with the number of seeds that it is computed from, and each missing
-or failed seed is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is
-listed.
+Guarantee: if a score is computed from fewer seeds than the comparison has, it is shown with their number, and each
+failure is listed with its reason. A degenerate result (all predictions equal) counts with its score, and is listed,
+too.
 
-The average of an encoder is the mean over the minimal pairs and all tasks that are scored at all checkpoints. It
-exists for encoders that have all of these scores.
+The average of a checkpoint is the mean of its scores on minimal pairs and on the tasks that are scored at all
+checkpoints. A checkpoint that lacks one of these scores has no average.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ AVERAGE = "average"  # name of the last column
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Record of a run or a checkpoint without a result, or of a task on which a model learnt nothing."""
+    """Record of a run that did not finish, a checkpoint that could not be scored, or a failed seed of fine-tuning.
+
+    `seed` is that of the pretraining run; `what` describes in one line what has failed and why.
+    """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int
@@ -33,7 +36,10 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions."""
+    """Cell of the table: the scores of one objective after some number of steps on one task, as fractions.
+
+    It has the score of each seed of pretraining, and the median, the lowest and the highest of these.
+    """
 
     median: float
     low: float
@@ -43,7 +49,10 @@ class ScoreSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """Row of the table: one objective after some number of steps, or the initial weights."""
+    """Row of the table: one objective after some number of steps, or the initial weights, which have step 0.
+
+    `columns` maps each task, and `AVERAGE`, to the scores of all seeds; a task without any score is left out.
+    """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     step: int
@@ -55,12 +64,12 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[S
     """Group scores into the rows of the table: one for each objective and number of steps.
 
     Objectives are in the order in which they first occur in the scores; the rows of an objective are ordered by step.
-    A row summarizes, for each task, the scores of all seeds.
+    A row has, for each task, the median and the range of the scores of all seeds.
 
     Args:
         scores: all scores of the comparison.
-        tasks: task -> whether it counts in the average, in the order of the columns. With less than two tasks that
-            count, there is no average.
+        tasks: task -> whether it counts in the average, in the order of the columns. If fewer than two tasks count,
+            there is no average.
     """
     scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
     for score in scores:
@@ -77,12 +86,14 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[S
 
 
 def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -> dict[str, ScoreSummary]:
-    """Return task, or `AVERAGE` -> summary over the seeds, for one row; a task without any score is left out.
+    """Return the columns of one row: task, or `AVERAGE` -> summary of its scores over the seeds.
+
+    A task without any score is left out.
 
     Args:
         row_scores: the scores of one objective after one number of steps.
-        tasks: task -> whether it counts in the average, in the order of the columns. With less than two tasks that
-            count, there is no average.
+        tasks: task -> whether it counts in the average, in the order of the columns. If fewer than two tasks count,
+            there is no average.
     """
     by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
     averaged_tasks = [task for task, is_averaged in tasks.items() if is_averaged]
@@ -110,7 +121,7 @@ def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table
     Args:
         title: shown above the table.
         rows: rows of the table, one for each objective and number of steps.
-        num_seeds: seeds of the comparison; a cell with fewer shows their number.
+        num_seeds: number of the comparison's seeds; a cell with scores from fewer seeds shows how many.
     """
     columns = _columns(rows)
     table = Table("objective", "steps", "FLOPs", *columns, title=title)
@@ -128,7 +139,7 @@ def markdown(
         title: heading of the page.
         rows: rows of the table, one for each objective and number of steps.
         failures: runs, checkpoints and tasks that have failed, listed below the table.
-        num_seeds: seeds of the comparison; a cell with fewer shows their number.
+        num_seeds: number of the comparison's seeds; a cell with scores from fewer seeds shows how many.
         notes: lines between the heading and the table.
     """
     columns = _columns(rows)
@@ -148,15 +159,18 @@ def markdown(
 
 
 def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
-    """Return seed -> score on one task; seeds without a score, because fine-tuning diverged, are left out.
+    """Return seed of pretraining -> score on one task; seeds without a score are left out.
 
-    `scores` are those of one objective after one number of steps, on all tasks.
+    `scores` are those of one objective after one number of steps, on all tasks. A score is None if all fine-tuning
+    runs on the checkpoint diverged.
     """
     return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return seed -> mean score over the tasks, for the seeds that have a score on every task, ascending.
+    """Return seed -> mean score over the tasks, in ascending order of the seeds.
+
+    Seeds that lack a score on one of the tasks are left out.
 
     `by_task` has one mapping, seed -> score, for each of at least one task.
     """
@@ -175,7 +189,7 @@ def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    """Return the names of the table's columns, those that at least one row has, with the average last."""
+    """Return the names of the table's columns, each of which at least one row has, with the average last."""
     names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
     if AVERAGE in names:
         names.remove(AVERAGE)
@@ -186,7 +200,7 @@ def _columns(rows: Sequence[ScoreRow]) -> list[str]:
 def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
     """Return the texts of the cells of a row: objective, steps, FLOPs, then the scores of each of `columns`.
 
-    `num_seeds` is the number of seeds of the comparison; a score from fewer seeds shows their number.
+    `num_seeds` is the number of seeds of the comparison; a cell with scores from fewer seeds shows how many.
     """
     name = "random initialisation" if row.entry == RANDOM else row.entry
     scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]

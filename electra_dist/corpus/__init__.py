@@ -1,1 +1,1 @@
-"""Offline corpus builder: text files to WordPiece rows to WebDataset shards."""
+"""Offline corpus builder: it turns text files into rows of WordPiece ids, in WebDataset shards (tar files)."""

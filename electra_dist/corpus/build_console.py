@@ -16,13 +16,16 @@ _LINE_EVERY_S = 10.0
 
 
 class BuildConsole:
-    """Display of the progress of a corpus build. Use it as a context manager, which starts and stops the bar."""
+    """Display of the progress of a corpus build: a bar on a terminal, otherwise a line of text every ten seconds.
+
+    Use it as a context manager, which starts and stops the bar.
+    """
 
     def __init__(self, total_bytes: int, console: Console | None = None) -> None:
         """Prepare the display; nothing is printed yet.
 
         Args:
-            total_bytes: size of all input files, as they are on disk; progress is measured against it.
+            total_bytes: size of all input files, as they are on disk; bytes read divided by this size is the progress.
             console: where to print; the default is stdout.
         """
         self._console = console or Console()
@@ -59,22 +62,24 @@ class BuildConsole:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def resume_at(self, bytes_done: int) -> None:
-        """Restart the clock of a resumed build after it has skipped the input of finished shards.
+        """Restart the clock of a resumed build once it has read past the input that finished shards were built from.
+
+        The remaining time is then estimated from the bytes that follow, because a resumed build only reads the earlier
+        bytes and makes no rows from them, which is faster.
 
         Args:
-            bytes_done: input bytes read so far. They are left out of the estimate of the remaining time, because
-                skipping input is faster than building rows from it.
+            bytes_done: input bytes read so far.
         """
         self._resumed_bytes = bytes_done
         self._started = time.monotonic()
 
     def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
-        """Show the progress after another chunk of documents has been turned into rows.
+        """Show the progress after the rows of another chunk (a group of consecutive documents) have been built.
 
         On a terminal the bar is updated; otherwise a line is printed, at most every ten seconds.
 
         Args:
-            bytes_done: input bytes read in all.
+            bytes_done: input bytes read since the first file, those of finished shards included.
             num_documents: documents of this chunk; they are added to the count.
             num_tokens: text tokens of this chunk; they are added to the count.
         """
@@ -98,10 +103,12 @@ class BuildConsole:
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
     """Return the table that a build prints at its end: documents by outcome, then text, tokens, rows and padding.
 
+    The outcomes are used, held out, and each kind of skipped document that occurred.
+
     Args:
         totals: counts of the training corpus, the key `totals` of its corpus.json.
         heldout: the same counts of the held-out corpus; None if there is none.
-        seq_len: tokens of a row, from which the share of padding is computed.
+        seq_len: ids of a row, from which the share of padding is computed.
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
@@ -122,11 +129,14 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
     """Add the size of one corpus to the table: its text, tokens, examples, rows and share of padding.
 
+    An example is [CLS] A [SEP] B [SEP]; a row has `seq_len` ids and holds one example or several. The share of padding
+    is the share of a row's ids that are [PAD].
+
     Args:
         table: the table, of two columns.
         prefix: begins the label of each added row, for example "held-out ".
         totals: counts of the corpus, the key `totals` of its corpus.json.
-        seq_len: tokens of a row.
+        seq_len: ids of a row.
     """
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places

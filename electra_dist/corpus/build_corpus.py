@@ -1,14 +1,15 @@
 """Build a training corpus from text files: shards of token rows, vocab.txt and the manifest corpus.json.
 
-Guarantee: the corpus is a function of the inputs (contents and names), the vocabulary, the parameters and the seed. It
-is the same, byte for byte, for any number of workers and of interruptions. corpus.json is written last: a folder
+Guarantee: the inputs (contents and names), the vocabulary, the parameters and the seed determine every byte of the
+corpus. The number of workers and interruptions of the build change nothing. corpus.json is written last: a folder
 without it holds no finished corpus. Every document that was read is counted once: as used, held out or skipped. A
 corpus that is already finished is not changed.
 
-How: the main process reads the documents and cuts their stream into chunks; workers turn chunks into rows
-(`chunk_processor.py`). The chunks, taken in order, fill a shard until it reaches its size. The shard is written
-first, then a record that it is finished (`finished_shards.py`). A build that resumes reads up to the first unfinished
-shard without tokenizing. Held-out documents become a corpus of their own in OUTPUT/heldout.
+How: the main process reads the documents and cuts their stream into chunks, which are groups of consecutive documents;
+worker processes turn chunks into rows of token ids (`chunk_processor.py`). The rows of the chunks, taken in order,
+fill a shard until it reaches its size. The shard is written first, then a record that it is finished
+(`finished_shards.py`). A build that resumes reads the inputs again, but does not tokenize what is in finished shards.
+Held-out documents become a corpus of their own in OUTPUT/heldout.
 
 Cost: 0.6 to 1 million tokens per second and worker; 250 MB of memory per worker, 400 MB in the main process.
 """
@@ -72,7 +73,8 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
     Raises:
         UserError: `seq_len` is too short, no document is usable, an input cannot be read to its end, or a worker was
             killed.
-        ManifestMismatch: the output holds a corpus of other inputs or parameters, or inputs changed during the build.
+        ManifestMismatch: the output holds a corpus of other inputs or parameters, or the text that finished shards
+            were built from has changed since.
         StoreError: the output cannot be read or written.
     """
     if request.seq_len < MIN_SEQ_LEN:
@@ -83,9 +85,10 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 
 
 class _Build:
-    """State of one call of `build_corpus`.
+    """State of one call of `build_corpus`, with one method for each stage of the build.
 
-    It holds the request, the stores of the training and the held-out corpus, and the record of finished shards.
+    It holds the request, the stores of the training and the held-out corpus, and the records of the shards that are
+    finished, from which a killed build resumes.
     """
 
     def __init__(self, request: BuildRequest, console: BuildConsole) -> None:
@@ -129,10 +132,11 @@ class _Build:
         return BuildResult(manifest=manifest, heldout=heldout, was_there=False, resumed_shards=len(resumed))
 
     def _build_remaining_shards(self, finished: Sequence[FinishedShard]) -> list[FinishedShard]:
-        """Build all shards of the corpus that are not finished, and return their records, in order.
+        """Build the shards that are not finished; return the records of these new shards, in order.
 
         Args:
-            finished: records of the shards that earlier calls have built, in order from shard 0.
+            finished: records of the shards that earlier calls have built, in order from shard 0; empty for a new
+                build.
         """
         chunks = self._unfinished_chunks(finished)
         results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
@@ -143,13 +147,14 @@ class _Build:
     def _unfinished_chunks(self, finished: Sequence[FinishedShard]) -> Iterator[Chunk]:
         """Yield the chunks of documents that follow the last finished shard, each with its random seeds.
 
-        A chunk is a group of consecutive documents of the inputs, the unit of work of a worker process.
+        A chunk is a group of consecutive documents of the inputs, the unit of work of a worker process. A new build
+        writes its parameters and vocab.txt to the output before it yields the first chunk.
 
         Args:
             finished: records of the finished shards, in order; empty for a new build.
 
         Raises:
-            ManifestMismatch: the text of finished shards has changed.
+            ManifestMismatch: the text from which finished shards were built has changed.
         """
         request = self._request
         stream = DocumentStream(request.inputs, request.text_field)
@@ -174,10 +179,10 @@ class _Build:
         last_shard: FinishedShard,
         stream: DocumentStream,
     ) -> None:
-        """Read the chunks of the finished shards again, to find where a resumed build continues.
+        """Read the chunks from which the finished shards were built, to find where a resumed build continues.
 
-        The chunks are not tokenized. Only the digest of their text is compared with the one that was recorded with the
-        last finished shard.
+        A chunk is a group of consecutive documents. The chunks are not tokenized: only the digest of all documents up
+        to the end of the last finished shard is compared with the one in the record of that shard.
 
         Args:
             numbered_chunks: chunks as `cut_chunks` yields them, with their numbers from 0; advanced to the first chunk
@@ -200,9 +205,10 @@ class _Build:
     def _group_into_shards(
         self, results: Iterable[tuple[Chunk, ChunkRows]]
     ) -> Iterator[list[tuple[Chunk, ChunkRows]]]:
-        """Yield groups of consecutive chunks whose training rows fill a shard; the last group may be smaller.
+        """Yield groups of consecutive chunks whose training rows together fill a shard; the last group may be smaller.
 
-        The progress on the console is updated after every chunk.
+        A chunk is a group of consecutive documents. A shard is full when its rows have at least `shard_bytes` bytes,
+        so it may be larger by the rows of one chunk. The progress on the console is updated after every chunk.
 
         Args:
             results: chunks and their rows, in the order of the inputs.
@@ -224,14 +230,15 @@ class _Build:
     def _finish_shard(self, number: int, chunks: Sequence[tuple[Chunk, ChunkRows]]) -> FinishedShard:
         """Write the training rows of `chunks` as shard `number`, then record in the store that it is finished.
 
-        If the chunks have no training row, no shard is written, and the record has no entry for corpus.json.
+        If all documents of the chunks were held out or skipped, there is no training row: no shard is written, and the
+        record has no entry for corpus.json.
 
         Args:
             number: position of the shard in the corpus, from 0.
-            chunks: consecutive chunks and their rows, in order; at least one.
+            chunks: consecutive chunks (groups of documents) and their rows, in order; at least one.
 
         Returns:
-            The record of the shard.
+            The record of the shard, which also counts its documents and held-out rows.
         """
         last_chunk, _ = chunks[-1]
         results = [rows for _, rows in chunks]
@@ -273,8 +280,9 @@ class _Build:
     def _heldout_shards(self, finished: Sequence[FinishedShard]) -> Iterator[np.ndarray]:
         """Yield the rows of each shard of the held-out corpus, [rows, seq_len].
 
-        Every training shard has its own, much smaller file of held-out rows. Consecutive files are joined until they
-        reach the size of a shard; only the last shard may be smaller.
+        For every training shard, the build stored the held-out rows of the same documents in a file of their own,
+        which is much smaller than a shard. Consecutive files are joined until they reach the size of a shard; only the
+        last shard may be smaller.
 
         Args:
             finished: records of all shards of the training corpus, in order.
@@ -299,7 +307,7 @@ class _Build:
 
         Args:
             store: the training or the held-out corpus; its shards and vocab.txt must have been written.
-            entries: entries of its shards, in order.
+            entries: entries of its shards (name, size, digest, counts), in order.
             totals: counts of its documents, tokens and rows.
         """
         request = self._request
@@ -316,7 +324,7 @@ class _Build:
         return manifest
 
     def _read_heldout(self, manifest: CorpusManifest) -> CorpusManifest | None:
-        """Return the manifest of the held-out corpus, or None if no document was held out.
+        """Read corpus.json of the held-out corpus from OUTPUT/heldout; return None if no document was held out.
 
         Args:
             manifest: manifest of the finished training corpus, which counts the documents held out.
@@ -326,24 +334,32 @@ class _Build:
         return read_manifest(self._heldout_store)
 
     def _claim_folder(self) -> None:
-        """Write this build's parameters and vocab.txt to the output; a build with other parameters is then refused."""
+        """Write this build's parameters and vocab.txt to the output, before its first shard.
+
+        From then on, a build with other parameters is refused in the same folder.
+        """
         self._progress.begin()
         self._store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
 
     def _release_folder(self) -> None:
-        """Delete the build's parameters, its records of shards and vocab.txt, after a build without a training row."""
+        """Delete what a build without any training row has written: its parameters, records of shards and vocab.txt.
+
+        A later build with other parameters may then use the folder.
+        """
         self._progress.clear()
         self._store.delete(VOCAB_FILE)
 
     def _inputs_changed(self) -> ManifestMismatch:
-        """Return the error for a resumed build whose input text changed after its finished shards were written."""
+        """Return the error for a resumed build whose inputs have changed since its finished shards were written."""
         return ManifestMismatch(
             f"{self._store.url}: holds a corpus half built from inputs that have changed since (the digest of their "
             "text differs from the recorded one); restore the inputs, delete this folder, or choose another --output"
         )
 
     def _nothing_usable(self, finished: Sequence[FinishedShard]) -> UserError:
-        """Return the error for a build without a training document; its message counts why documents were left out.
+        """Return the error for a build in which no document gave a training row.
+
+        Its message counts the documents that were skipped, for each reason, and those that were held out.
 
         Args:
             finished: records of all shards of the build; empty if the inputs hold no document.
@@ -361,13 +377,18 @@ class _Build:
 
 
 def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tuple[list[RawDocument], str]]:
-    """Cut a stream of documents into chunks of at least `chunk_bytes` each; only the last chunk may be smaller.
+    """Cut a stream of documents into chunks (groups of consecutive documents), and yield them in order.
 
-    A document counts 64 bytes more than its data, so a chunk of empty documents is bounded, too.
+    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
+    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
+
+    Args:
+        stream: undecoded documents.
+        chunk_bytes: size at which a chunk ends.
 
     Yields:
-        The documents of a chunk, in order, and the BLAKE2b digest (hex) of all documents up to the end of the chunk.
-        Equal digests mean that the stream has been the same from its start to this point.
+        The documents of a chunk, and the BLAKE2b digest (hex) of all documents of the stream up to the end of the
+        chunk. Equal digests mean that the stream has been the same from its start to this point.
     """
     digest = hashlib.blake2b(digest_size=16)
     documents: list[RawDocument] = []
@@ -389,7 +410,7 @@ def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tupl
 
 
 def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write rows as a shard of a corpus, and return the entry of the shard for corpus.json.
+    """Write rows as a shard (a tar file) of a corpus, and return the entry of the shard for corpus.json.
 
     Args:
         store: the training or the held-out corpus.
@@ -413,8 +434,8 @@ def _totals(finished: Sequence[FinishedShard], part: Literal["train", "heldout"]
 
     Args:
         finished: records of all shards of the build.
-        part: the corpus whose bytes, tokens, examples and rows to count. The counts of documents are those of the
-            whole build in either case.
+        part: the corpus (training or held-out) whose bytes, tokens, examples and rows are counted. Documents are
+            counted over both corpora, whichever part is given.
     """
     documents = _sum_counts(Counter(shard.documents) for shard in finished)
     if part == "train":

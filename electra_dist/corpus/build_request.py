@@ -1,4 +1,8 @@
-"""Describe a corpus to build, and list the parameters that determine its bytes."""
+"""Describe a corpus to build, and list the parameters that determine its bytes.
+
+Two requests with equal parameters, vocabulary and inputs give the same corpus, byte for byte. The parameters are
+stored with the corpus, so that a build with other parameters in the same folder is refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 class BuildRequest:
     """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
-    All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus.
+    All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus: a change of one of
+    them needs another output folder.
     """
 
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
@@ -39,15 +44,20 @@ class BuildRequest:
 
     @property
     def shard_bytes(self) -> int:
-        """Return the size in bytes at which a shard is complete; a shard exceeds it by less than one chunk's rows."""
+        """Return the bytes of rows at which a shard is complete: `corpus.shard_size_mb` in bytes.
+
+        Whole chunks (groups of consecutive documents) are added until that size is reached, so a shard may be larger
+        by the rows of one chunk.
+        """
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of a chunk, the unit of work of a worker process, in bytes of undecoded documents.
+        """Return the size of a chunk, in bytes of undecoded documents.
 
-        It is a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB. A shard holds the rows of about
-        eight chunks, because rows take half as many bytes as their text.
+        A chunk is a group of consecutive documents, the unit of work of a worker process. Its size is a quarter of the
+        size of a shard, but at least 64 KiB and at most 4 MiB. Rows take about half as many bytes as their text, so a
+        shard holds the rows of about eight chunks, or of more where the 4 MiB apply.
         """
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
@@ -55,7 +65,8 @@ class BuildRequest:
     def parameters(self) -> dict[str, Any]:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
 
-        They are stored in corpus.json, and a build with other values in the same folder is refused.
+        They are stored in corpus.json and, while the build is not finished, in progress/build.json. A build with other
+        values in the same folder is refused.
         """
         return {
             "version": BUILDER_VERSION,
@@ -69,15 +80,20 @@ class BuildRequest:
     def input_names(self) -> dict[str, Any]:
         """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
 
-        With these a finished corpus recognizes its inputs without reading them. Names are those below the input
-        paths, so moving the inputs to another folder changes nothing.
+        By these a later call recognizes that a finished corpus was built from the same files, without reading them. A
+        name is the part of the path below the given input folder, so moving the folder changes nothing. Files that
+        changed without changing their size are not noticed.
         """
         names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
         digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
         return {"num_inputs": len(self.inputs), "inputs_sha256": digest}
 
     def rules(self) -> Rules:
-        """Return the part of the request that a worker process needs to turn a chunk of documents into rows."""
+        """Return the parameters that a worker process needs to turn documents into rows.
+
+        They are the vocabulary, the rules for examples and rows, and the key by which held-out documents are chosen,
+        which is derived from the seed.
+        """
         return Rules(
             vocabulary_text=self.vocabulary.text,
             lowercase=self.corpus.lowercase,
@@ -92,7 +108,7 @@ class BuildRequest:
 
 
 def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """Return the entry of corpus.json that describes the vocab.txt beside it: digest, size and special tokens.
+    """Return the entry of corpus.json for the vocab.txt in the same folder: its digest, size and special tokens.
 
     Args:
         vocabulary: the vocabulary of the ids in the rows.

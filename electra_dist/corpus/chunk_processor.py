@@ -1,5 +1,8 @@
 """Turn a chunk of documents into rows of token ids; any process may process any chunk, in any order.
 
+A chunk is a group of consecutive documents of the inputs. The documents become examples, [CLS] A [SEP] B [SEP], and
+one or more examples fill a row of seq_len ids.
+
 Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
 out or one kind of skipped. Every token of a used document is in exactly one row.
 
@@ -30,9 +33,10 @@ _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Parameters that, together with a chunk of documents, determine its rows.
+    """Parameters that, together with a chunk of documents, determine its rows of token ids.
 
-    The main process of a corpus build sends them to every worker process.
+    They are equal for all chunks of a corpus build; what differs between chunks, such as the random seeds, is in
+    `Chunk`. The main process sends them to every worker process.
     """
 
     vocabulary_text: str  # the text of vocab.txt
@@ -48,7 +52,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of the input stream: the unit of work of a worker process."""
+    """Consecutive documents of the input stream, with their random seeds: the unit of work of a worker process.
+
+    `stream_digest` is over all documents from the first of the stream to the last of this chunk. A resumed build
+    compares it, to make sure that the inputs are unchanged up to this point.
+    """
 
     number: int  # position in the stream, from 0
     documents: list[RawDocument]
@@ -60,7 +68,10 @@ class Chunk:
 
 @dataclass
 class Rows:
-    """Rows that a chunk gives to one corpus (training or held-out), and the counts that go into corpus.json."""
+    """Rows of token ids that one chunk of documents gives to one corpus (training or held-out), and their counts.
+
+    The counts of all chunks are added up for corpus.json.
+    """
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
     counts: Counter[str] = field(default_factory=Counter)  # text_bytes, text_tokens, examples, rows, tokens
@@ -68,7 +79,11 @@ class Rows:
 
 @dataclass
 class ChunkRows:
-    """Result of turning one chunk of documents into rows: training rows, held-out rows, and counts of documents."""
+    """Result of turning one chunk of documents into rows: training rows, held-out rows, and counts of documents.
+
+    Each document is counted under "in" and under one outcome: "used", "heldout" or the reason for which it was
+    skipped.
+    """
 
     train: Rows
     heldout: Rows
@@ -76,9 +91,9 @@ class ChunkRows:
 
 
 class ChunkProcessor:
-    """Converter of chunks of documents to rows of token ids.
+    """Converter of chunks (groups of consecutive documents) to rows of token ids.
 
-    It holds the tokenizer, so one instance serves all chunks of a process.
+    It holds the tokenizer with its cache of known words. Create one instance per process and use it for all chunks.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -96,6 +111,9 @@ class ChunkProcessor:
         """Return the rows of a chunk of documents, separately for training and held-out documents.
 
         The result depends on the rules and the chunk alone, not on chunks that were processed before.
+
+        Raises:
+            AssertionError: a document was not counted exactly once, or a token was lost; this is a bug.
         """
         outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
         train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
@@ -115,12 +133,14 @@ class ChunkProcessor:
         return ChunkRows(train=train.finish(), heldout=heldout.finish(), documents=outcomes)
 
     def _decoded(self, raw_documents: Iterable[RawDocument], outcomes: Counter[str]) -> Iterator[str]:
-        """Decode documents, and yield the text of each one that no rule skips.
+        """Decode documents, and yield the text of each one that can be used.
+
+        Documents without text, with undecodable bytes or with broken JSON are counted and left out.
 
         Args:
             raw_documents: undecoded documents.
-            outcomes: counter to increase: "in" for each document, and the kind of each skipped one (a key of
-                `SKIPPED_KINDS`).
+            outcomes: counter to increase: "in" for each document, and the reason (a key of `SKIPPED_KINDS`) for each
+                one that is left out.
         """
         for document in raw_documents:
             outcomes["in"] += 1
@@ -153,10 +173,10 @@ class ChunkProcessor:
                     outcomes["no_tokens"] += 1
 
     def _is_heldout(self, text: str) -> bool:
-        """Return whether a document goes to the held-out corpus.
+        """Return whether a document goes to the held-out corpus instead of the training corpus.
 
-        A keyed 64-bit hash of its text decides: the lowest `heldout_fraction` of all hashes are held out. All copies
-        of a text are therefore held out together.
+        The 64-bit hash of its text, keyed by the build's seed, decides: a document is held out if its hash is less
+        than `heldout_fraction` of 2**64. Equal texts have equal hashes, so all copies of a text go to the same corpus.
         """
         if self._rules.heldout_fraction == 0:
             return False
@@ -166,7 +186,10 @@ class ChunkProcessor:
 
 
 class _RowCollector:
-    """Collector of the examples that one chunk gives to one corpus (training or held-out)."""
+    """Collector of the examples that one chunk of documents gives to one corpus (training or held-out).
+
+    Call `add` for each document in order, then `finish` once, which packs the examples into rows.
+    """
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
         """Start without examples.
@@ -174,7 +197,7 @@ class _RowCollector:
         Args:
             rules: parameters of the rows.
             vocabulary: the vocabulary of the ids; its size decides whether rows are uint16 or uint32.
-            seed: of the random draws of the example builder.
+            seed: seed of the random draws that divide sentences into segments and choose the lengths of examples.
         """
         self._rules = rules
         self._special = vocabulary.special
@@ -195,7 +218,7 @@ class _RowCollector:
 
         Args:
             text: the document; only its size in UTF-8 is used.
-            sentences: token ids of each of its lines.
+            sentences: token ids of each of its lines; each line counts as a sentence.
         """
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
@@ -204,8 +227,10 @@ class _RowCollector:
     def finish(self) -> Rows:
         """Pack the examples of all added documents into rows, and return the rows with their counts.
 
+        Call it once, after the last document.
+
         Raises:
-            AssertionError: a token was lost or added, or text was encoded as [CLS] or [MASK].
+            AssertionError: a token was lost or added, or text was encoded as [CLS] or [MASK]; this is a bug.
         """
         pad_id = self._special["[PAD]"]
         block = make_rows(self._examples, self._rules.seq_len, pad_id, self._dtype, self._rules.packing)

@@ -1,13 +1,14 @@
 """Record which shards of a corpus build are finished, so that a killed build can resume.
 
 Guarantee: a shard is finished if its record `progress/NNNNNN.json` exists. The record is written after the shard and
-its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of
-the build: a folder that is half built from other parameters, text or vocabulary is refused, never mixed.
+its held-out rows, so it never names a file that is missing. `progress/build.json` holds the parameters of the build.
+If a folder holds an unfinished build with other parameters, text or vocabulary, the new build is refused, so that a
+corpus is never a mixture of two builds.
 
-How: a record holds the number of the chunk of documents after which the shard ends, and the digest of all documents
-up to that point. A build that resumes reads the inputs again, which it must do to find the place, and compares the
-digest. Input after that point may have changed, so a damaged file can be replaced and the build resumed. The records
-are deleted after corpus.json has been written.
+How: the inputs are read in groups of consecutive documents, called chunks. A record holds the number of the chunk
+after which the shard ends, and the digest of all documents up to that point. A build that resumes reads the inputs
+again up to that point and compares the digest. Input after that point may have changed, so a damaged file can be
+replaced and the build resumed. The records are deleted after corpus.json has been written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _BUILD_KEY = _FOLDER + "build.json"
 class FinishedShard(Section):
     """Record of one finished shard of a corpus build, stored as progress/NNNNNN.json until the corpus is complete.
 
-    With it a build that was killed resumes after this shard.
+    A build that was killed resumes after the last shard with a record. The digest in it shows whether the inputs up to
+    the end of the shard are still the same.
     """
 
     number: int = Field(description="position of the shard in the corpus, from 0")
@@ -49,10 +51,10 @@ class FinishedShard(Section):
 
 
 class BuildProgress:
-    """Reader and writer of the files in progress/ that record how far a corpus build has come.
+    """Reader and writer of the folder progress/ in the output of a corpus build, from which a killed build resumes.
 
-    They are the build's parameters, and for each finished shard a record (`FinishedShard`) and its held-out rows. One
-    build at a time may write to a store.
+    The folder holds the build's parameters and, for each finished shard, a record (`FinishedShard`) and the held-out
+    rows of the shard's documents. One build at a time may write to a store.
     """
 
     def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
@@ -60,9 +62,10 @@ class BuildProgress:
 
         Args:
             store: output of the build.
-            parameters: JSON values that, with the text, determine the corpus. A store with a build or a corpus of
-                other parameters is refused.
-            inputs: JSON values that identify the inputs of a finished corpus without reading them.
+            parameters: JSON values that, with the text, determine the corpus. If the store holds a build or a corpus
+                of other parameters, the methods that read it raise ManifestMismatch.
+            inputs: JSON values that identify the inputs of a finished corpus without reading them: their number, and a
+                digest of their names and sizes.
         """
         self._store = store
         self._parameters = json.loads(canonical_json(parameters))
@@ -71,7 +74,8 @@ class BuildProgress:
     def finished_corpus(self) -> CorpusManifest | None:
         """Return the manifest of the corpus if it is finished, otherwise None.
 
-        If it is finished, the records in progress/ that a killed build did not delete are deleted.
+        If it is finished, all files in progress/ are deleted: a build may have been killed after it wrote corpus.json
+        and before it deleted them.
 
         Raises:
             ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
@@ -91,9 +95,10 @@ class BuildProgress:
         return manifest
 
     def finished_shards(self) -> list[FinishedShard]:
-        """Return the records of the finished shards, in order from shard 0.
+        """Return the records of the finished shards, in order from shard 0; an empty list for a new build.
 
-        The list ends before the first shard that has no record, is missing, or has another size than its record.
+        The list ends before the first shard that has no record, whose file is missing, or whose file has another size
+        than its record: the build continues with that shard.
 
         Raises:
             ManifestMismatch: the store holds an unfinished build with other parameters.
@@ -133,7 +138,7 @@ class BuildProgress:
         self._store.write(_record_key(note.number), (note.model_dump_json() + "\n").encode())
 
     def heldout_rows(self, note: FinishedShard) -> np.ndarray:
-        """Return the held-out rows that belong to a finished shard, [rows, seq_len] uint16 or uint32.
+        """Return the held-out rows of the documents of a finished shard, [rows, seq_len] uint16 or uint32.
 
         Args:
             note: the record of the shard; its `heldout_rows` must not be 0, because no file exists for an empty array.
@@ -153,11 +158,18 @@ class BuildProgress:
             self._store.delete(key)
 
     def _has_shard(self, entry: ShardEntry) -> bool:
-        """Return whether the shard of `entry` is in the store with the recorded size; its digest is not checked."""
+        """Return whether the store has the file of a shard, with the recorded size; its digest is not checked.
+
+        Args:
+            entry: the entry of the shard for corpus.json, with its name and its size in bytes.
+        """
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_foreign_shards(self) -> None:
-        """Raise UserError if the store, which has no records of a build, holds shards that another program wrote."""
+        """Raise UserError if the store holds shards, although no build has written its parameters to it.
+
+        Another program then wrote the shards, and a build would overwrite them.
+        """
         if any(key.endswith(".tar") for key in self._store.list("shard-")):
             raise UserError(
                 f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write one, "
@@ -166,6 +178,8 @@ class BuildProgress:
 
     def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
         """Raise an error if the parameters in the store differ from those of this build.
+
+        Parameters that only the store has are ignored.
 
         Args:
             stored: parameters in the store.

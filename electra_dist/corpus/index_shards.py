@@ -1,4 +1,4 @@
-"""Write corpus.json for shards of rows that another WebDataset writer made.
+"""Write corpus.json for shards of token rows that another WebDataset writer made, so that a run can train on them.
 
 Guarantee: an indexed corpus can be trained on. Every row begins with [CLS], has [PAD] only at its end and holds no id
 outside the vocabulary; all shards have rows of one length and type. Anything different is an error that names the
@@ -75,7 +75,8 @@ def _is_shard_of_top_folder(key: str) -> bool:
 def _local_shard(store: Store, name: str, folder: Path) -> Path:
     """Return the path of a shard on a local disk; from S3 it is first downloaded to `folder`.
 
-    One download replaces the one before, so that the disk holds one shard at a time.
+    Every download overwrites the previous one, so the disk holds one shard at a time. Use the path before the next
+    call.
     """
     path = store.local_path(name)
     if path is None:
@@ -85,7 +86,7 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the number of ids of a row, and their type, as the first block of a shard has them.
+    """Return the length of the rows of a shard, in ids, and their type (uint16 or uint32), read from its first block.
 
     A shard is a tar whose members are .npy files, each a block of rows.
 
@@ -113,7 +114,9 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
-    """Return the name and the array of the first member of a tar that is a block of rows; ("", None) without one.
+    """Return the name and the array of the first block of rows in a tar; ("", None) if the tar has no block.
+
+    A block is a member in .npy format. Other members are ignored.
 
     Raises:
         tarfile.TarError: the file is not an uncompressed tar.
@@ -161,9 +164,10 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why the rows of a shard cannot be trained on, as the predicate of a sentence; None if they can.
+    """Return why the rows of a shard cannot be trained on; None if they can.
 
-    Rows must begin with [CLS], must have [PAD] only at their end, and must hold ids of the vocabulary only.
+    Rows must begin with [CLS], must have [PAD] only at their end, and must hold ids of the vocabulary only. The result
+    continues a sentence that begins with the shard's name, for example "has no rows".
 
     Args:
         rows: ids, [rows, seq_len].

@@ -56,7 +56,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
-    """Write `python_docs.txt` into `folder`, with a blank line between documents.
+    """Write the prose of the installed Python documentation to `python_docs.txt`, with a blank line between documents.
 
     Args:
         folder: where to write; an existing file is replaced atomically.
@@ -99,13 +99,14 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
-    """Return the paragraphs of prose in a docstring that are not in `seen`, by their hashes (`_paragraph_hash`).
+    """Return the paragraphs of prose in a docstring that have not occurred before, by their hashes.
 
-    Of equal paragraphs within the docstring the last one is returned, in the place of the first.
+    Upper and lower case are not distinguished. If a paragraph occurs twice in the docstring, it is returned once, at
+    its first place and in its last spelling.
 
     Args:
         docstring: a docstring or help text, as it is in the source.
-        seen: hashes of the paragraphs to leave out.
+        seen: hashes (`_paragraph_hash`) of the paragraphs that occurred before; the set is not changed.
     """
     new_paragraphs: dict[int, str] = {}
     for paragraph in prose(docstring):
@@ -138,10 +139,10 @@ def prose(docstring: str) -> list[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the paragraphs of a block of lines, each joined to one line; some may be empty.
+    """Yield the paragraphs of a block of lines, each joined to one line; some of them may be empty strings.
 
-    An item of a list and a Sphinx field (`:param x:`) begin a new paragraph. A doctest or other code ends the block.
-    Lines without a word, such as the rules of a table, are left out.
+    An item of a list and a Sphinx field (`:param x:`) begin a new paragraph. A line of code, such as a doctest, ends
+    the block: it and all later lines are left out. Lines without a word, such as the rules of a table, are left out.
     """
     paragraph_lines: list[str] = []
     for line in lines:
@@ -171,7 +172,11 @@ def _joined_without_markup(lines: list[str]) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether a paragraph has five words or more and is mostly letters: no code, table or formula."""
+    """Return whether a paragraph is prose: five words or more, and mostly letters.
+
+    Code, tables and formulas have too few letters. A paragraph with "___" (a blank to fill in, or a drawing) is no
+    prose.
+    """
     words = _WORD.findall(text)
     num_letters = sum(map(len, words)) + text.count(" ")
     if len(words) < _MIN_PARAGRAPH_WORDS or num_letters < _MIN_LETTER_SHARE * len(text):
@@ -186,7 +191,7 @@ def _paragraph_hash(text: str) -> int:
 
 
 def _indent(line: str) -> int:
-    """Return the number of white-space characters at the start of a line."""
+    """Return the number of white-space characters at the start of a line; a tab counts as one."""
     return len(line) - len(line.lstrip())
 
 
@@ -224,10 +229,10 @@ def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
 
 
 def _docstrings_of_file(path: Path) -> list[str]:
-    """Return the docstrings of a .py file, in source order.
+    """Return the docstrings of a .py file, in source order; [] if the file is not worth reading or cannot be parsed.
 
-    The result is empty if less than `MIN_SHARE` of the file is docstrings, or if this version of Python cannot parse
-    it.
+    A file is not worth reading if its triple-quoted strings are less than the share `MIN_SHARE` of its bytes. It
+    cannot be parsed, for example, if it is written for another version of Python.
     """
     source = path.read_bytes()
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
@@ -260,10 +265,11 @@ def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
 
 
 def _docstrings_of_c_module(name: str) -> list[str]:
-    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks it.
+    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks the module.
 
     Args:
-        name: import name of the module, such as "math"; it is imported.
+        name: import name of the module, such as "math"; the module is imported, because its docstrings are in no .py
+            file.
     """
     try:
         module = importlib.import_module(name)

@@ -1,11 +1,14 @@
 """Pack examples into rows of exactly seq_len ids.
 
+An example is a list of ids, [CLS] A [SEP] B [SEP], of at most seq_len ids; a row is what the model gets as one
+sequence.
+
 Guarantee: every example is whole in one row, once, with its ids unchanged; [PAD] occurs only at the end of a row. The
 examples' lengths and order alone decide which examples share a row.
 
 How: the packing "rows" works by best fit decreasing: it takes the longest example first, and puts each example into
-the row with the least free space that holds it. The rows are then sorted by their first example. The packing "none"
-gives each example a row of its own, as in the paper.
+the row with the least free space that is still enough for it. The rows are then sorted by their first example. The
+packing "none" gives each example a row of its own, as in the ELECTRA paper.
 
 Cost: constant time per example, because a bit set records which amounts of free space exist. On prose with rows of 512
 less than 1 % of the packed ids are [PAD].
@@ -20,7 +23,7 @@ import numpy as np
 
 
 def row_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """Return the smallest type that holds every id: uint16 for up to 65,536 entries, uint32 for more."""
+    """Return the smallest type that holds all ids of a vocabulary: uint16 up to 65,536 entries, uint32 for more."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
@@ -38,7 +41,7 @@ def make_rows(
         seq_len: ids of a row.
         pad_id: id that fills the end of a row.
         dtype: type of the rows; it must hold every id.
-        packing: "rows" puts several examples into a row, "none" puts one.
+        packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
     """
     lengths = [len(example) for example in examples]
     groups = [[index] for index in range(len(examples))]  # examples of each row, by index

@@ -66,9 +66,10 @@ class ExampleBuilder:
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
         """Yield the examples `[CLS] A [SEP] B [SEP]` of one document, each of 3 to seq_len ids.
 
-        Sentences accumulate until they have as many tokens as the target length, and then make one example. Together
-        the examples hold every id of `sentences` exactly once, beside [CLS] and [SEP]. Exhaust the iterator before the
-        next call, because sentences that remain would be mixed with the next document.
+        Sentences accumulate until they have as many tokens as the target length, and then make one example; the end of
+        the document makes the last. Together the examples hold every id of `sentences` exactly once, besides [CLS] and
+        [SEP]. Exhaust the iterator before the next call, because sentences that remain would be mixed with the next
+        document.
 
         Args:
             sentences: token ids of each line of the document.
@@ -83,9 +84,11 @@ class ExampleBuilder:
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return [sentence], or its pieces of (seq_len - 3) // 2 ids if the sentence is too long for one example.
+        """Return the sentence as a list of one, or cut into pieces if it is too long for an example of its own.
 
-        Two pieces fill an example, one as segment A and one as segment B, so that long lines make pairs, too.
+        A sentence is too long if it has more than seq_len - 2 ids, because [CLS] and one [SEP] are added. A piece has
+        (seq_len - 3) // 2 ids, the last one maybe fewer. Two pieces fill an example, one as segment A and one as
+        segment B.
         """
         longest_alone = self._seq_len - 2  # with [CLS] and one [SEP]
         if len(sentence) <= longest_alone:
@@ -94,7 +97,7 @@ class ExampleBuilder:
         return [sentence[start : start + piece_length] for start in range(0, len(sentence), piece_length)]
 
     def _add(self, sentence: Ids) -> None:
-        """Add a sentence to the sentences of the next example; an empty sentence is ignored."""
+        """Add a sentence to those that accumulate for the next example; an empty sentence is ignored."""
         if sentence:
             self._sentences.append(sentence)
             self._length += len(sentence)
@@ -102,7 +105,7 @@ class ExampleBuilder:
     def _make_example(self) -> Ids:
         """Make an example of the accumulated sentences, and draw the target length of the next one.
 
-        Tokens that do not fit the example become the first sentence of the next one.
+        Tokens that do not fit the example are not lost: they become the first sentence of the next one.
 
         Returns:
             The ids `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` if no token is left for B; at most seq_len.
@@ -157,7 +160,10 @@ class ExampleBuilder:
         return segment_a, segment_b
 
     def _draw_target(self) -> None:
-        """Draw the next target length: seq_len, or with probability `short_target_prob` uniform in [5, seq_len]."""
+        """Draw the next target length, the number of accumulated tokens at which an example is made.
+
+        It is seq_len or, with probability `short_target_prob`, uniform in [5, seq_len].
+        """
         self._target = self._seq_len
         if self._random.random() < self._short_target_prob:
             num_targets = self._seq_len - MIN_TARGET + 1

@@ -1,7 +1,7 @@
 """Decode the bytes of a document to text, or skip the document for one of a fixed list of reasons.
 
-Guarantee: every document becomes text, or raises `SkippedDocument` with one reason (a key of
-`SKIPPED_KINDS`); nothing is repaired or guessed. The text is valid UTF-8 and contains no lone surrogate.
+Guarantee: every document becomes text, or raises `SkippedDocument` with one reason (a key of `SKIPPED_KINDS`); nothing
+is repaired or guessed. The text can be encoded as UTF-8: it contains no half of a surrogate pair.
 
 Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module imports nothing heavy; `text_readers.py` reads the
 bytes.
@@ -23,20 +23,27 @@ SKIPPED_KINDS = {
 
 
 class RawDocument(NamedTuple):
-    """One document as undecoded bytes: a JSON line, or plain text."""
+    """One document as undecoded bytes: a JSON line, or plain text; the bytes are None where a parquet cell is null."""
 
     data: bytes | None  # None where a parquet cell is null
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
 
 
 class SkippedDocument(Exception):
-    """Exception for a document that a rule excludes; `kind`, a key of `SKIPPED_KINDS`, names the rule.
+    """Exception for a document that is left out of the corpus; `kind`, a key of `SKIPPED_KINDS`, is the reason.
 
     It is not an error of the corpus build: the caller counts the document under its kind and continues.
     """
 
     def __init__(self, kind: str) -> None:
-        """Store the rule that excludes the document: `kind` must be a key of `SKIPPED_KINDS`, such as "empty"."""
+        """Store the reason for which the document is left out.
+
+        Args:
+            kind: a key of `SKIPPED_KINDS`, such as "empty".
+
+        Raises:
+            AssertionError: `kind` is not one of these keys.
+        """
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
@@ -47,10 +54,10 @@ def decode(document: RawDocument, text_field: str = "text") -> str:
 
     Args:
         document: the bytes, as a reader yields them.
-        text_field: field of a JSON line that holds the text; plain text ignores it.
+        text_field: field of a JSON line that holds the text; ignored for plain text.
 
     Raises:
-        SkippedDocument: a rule excludes the document; its `kind` names the rule. The kind "no_tokens" is not raised
+        SkippedDocument: the document has no usable text; its `kind` is the reason. The kind "no_tokens" is not raised
             by this function, because only the tokenizer can find it.
     """
     if document.data is None:

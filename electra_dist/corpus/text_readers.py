@@ -48,7 +48,11 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 class InputFile(NamedTuple):
-    """One input file of a corpus: its name below the input path, its path, its format and its size."""
+    """One input file of a corpus: its name below the input path, its path, its format and its size in bytes on disk.
+
+    The name decides the order in which files are read. A corpus records names and sizes, not paths, so the files may
+    be moved together.
+    """
 
     name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
     path: Path
@@ -59,8 +63,9 @@ class InputFile(NamedTuple):
 def find_inputs(paths: Sequence[str | Path]) -> list[InputFile]:
     """Return the files behind `paths`, in reading order: by name, then by path.
 
-    A file that two paths lead to is listed once, under its first name. Folders are searched recursively; files of
-    unknown kinds and hidden files in them are ignored.
+    The name of a file is its path below the given folder. A file that two paths lead to, for example through a link,
+    is listed once, with the name from the first of them. Folders are searched recursively; files of unknown kinds and
+    hidden files in them are ignored.
 
     Args:
         paths: files with a known ending, or folders.
@@ -119,7 +124,10 @@ def _files_in_folder(folder: Path) -> Iterator[InputFile]:
 
 
 class DocumentStream:
-    """Iterable over the documents of input files, in order. Iterate over an instance once, in one thread."""
+    """Iterable over the undecoded documents of input files, in order, which also counts the bytes read.
+
+    Iterate over an instance once, in one thread.
+    """
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text") -> None:
         """Prepare to read `files`; none is opened yet.
@@ -136,13 +144,13 @@ class DocumentStream:
 
     @property
     def bytes_done(self) -> int:
-        """Return the bytes of the input files read so far; compressed files count with their size on disk."""
+        """Return the bytes of the input files read so far; of a compressed file the compressed bytes count."""
         if self._open_file is None:
             return self._closed_bytes
         return self._closed_bytes + self._open_file.tell()
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Yield every document of every file.
+        """Yield every document of every file, undecoded, in the order of the files.
 
         Raises:
             UserError: a file cannot be read to its end, or a parquet file has no column of text of the given name.
@@ -265,7 +273,7 @@ def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
 
 
 def _read_parquet(path: Path, raw: BinaryIO, text_field: str) -> Iterator[RawDocument]:
-    """Yield the cells of one column of a parquet file, one document each; a null cell has the data None.
+    """Yield the cells of one column of a parquet file, one document each; for a null cell the document's data is None.
 
     Args:
         path: the file, for error messages.
@@ -315,13 +323,16 @@ def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedIOBase:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompressed bytes of a zstd file, which may consist of several frames.
+    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
 
-    The reader of the zstandard package is not used because it accepts a file that is cut off as complete.
+    The reader of the zstandard package is not used: it treats a file that was cut off as complete.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
-        """Start at the beginning of a frame; `raw` stays open when this object is closed."""
+        """Prepare to decompress from the current position of `raw`, which must be the beginning of a frame.
+
+        `raw` stays open when this object is closed.
+        """
         self._raw = raw
         self._frame = self._new_frame()
         self._inside_frame = False  # bytes of an unfinished frame were read
@@ -351,7 +362,7 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self, compressed: bytes) -> bytes:
-        """Return the decompressed form of `compressed`, the next bytes of the zstd file.
+        """Return the decompressed form of `compressed`, the next bytes of the zstd file; it may be empty.
 
         These bytes may end in the middle of a frame, and may hold several frames. Each frame gets a new decompressor,
         because a decompressor of zstandard stops at the end of its frame.
@@ -369,5 +380,8 @@ class _ZstdFile(io.RawIOBase):
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:
-        """Return a decompressor of one frame that accepts windows of up to 2 GiB (zstd --long=31)."""
+        """Return a decompressor for one frame.
+
+        It accepts frames with a compression window of up to 2 GiB, as `zstd --long=31` writes them.
+        """
         return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

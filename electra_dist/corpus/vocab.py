@@ -1,9 +1,9 @@
 """Train a WordPiece vocabulary reproducibly: the same texts give the same vocab.txt, on any machine.
 
-How: Hugging Face's `WordPieceTrainer` numbers the continuation characters (`##a`) in the order of a randomly seeded
-hash map and breaks ties between equally frequent pairs by those numbers, so two trainings on one text differ. This
-module counts the alphabet first and gives characters and continuations to the trainer in a fixed order, so that
-nothing is left to the hash map.
+How: a vocabulary contains each character c and its continuation, the token `##c` for c within a word. Hugging Face's
+`WordPieceTrainer` numbers the continuations in the order of a randomly seeded hash map, and breaks ties between
+equally frequent pairs by those numbers, so two trainings on one text differ. This module counts the characters first
+and passes characters and continuations to the trainer in a fixed order, so that nothing depends on the hash map.
 
 Cost: about 2 MB of text a second; two passes over the texts. For a corpus of many GB train on a part of it: some
 hundred MB decide the first 30,000 entries.
@@ -29,7 +29,8 @@ def train_vocabulary(
     """Train a vocabulary of at most `vocab_size` tokens, the special tokens first.
 
     Args:
-        texts: returns the texts from the start at each call; it is called twice.
+        texts: function that returns an iterable over all texts; it is called twice, and each call must begin with the
+            first text.
         vocab_size: number of tokens wanted; a small text may yield fewer.
         lowercase: whether to lower-case the text and strip its accents first (BERT uncased).
         max_alphabet: how many characters to keep, the most frequent ones; words with others become [UNK].
@@ -71,9 +72,10 @@ def _continuations(
     normalizer: tokenizers.normalizers.Normalizer,
     pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer,
 ) -> list[str]:
-    """Return the continuation token `##c` of each character that can occur within a word, in the order given.
+    """Return the continuation token `##c` of each character c that can occur within a word, in the order given.
 
-    A character that always ends the word before it, such as a comma, needs no continuation: "a," is two words.
+    WordPiece writes a character as `##c` if it is not the first of its word. A character that is always a word of its
+    own, such as a comma, needs no continuation: "a," is two words.
 
     Args:
         alphabet: the characters.
@@ -89,9 +91,14 @@ def _continuations(
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters of the normalized texts, white space excluded, in code-point order.
+    """Return the most frequent characters of the normalized texts, white space excluded, in code-point order.
 
     Of equally frequent characters the one with the lower code point is kept.
+
+    Args:
+        texts: the texts, read once.
+        normalizer: the normalization of the text, for example to lower case.
+        limit: most characters to return.
     """
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:

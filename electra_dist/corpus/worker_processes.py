@@ -1,10 +1,11 @@
-"""Process chunks in worker processes, and return the results in the order of the chunks.
+"""Turn chunks of documents into rows in worker processes, and return the results in the order of the chunks.
 
-Guarantee: results come in the order of the chunks; at most two chunks per worker are in memory; the workers end with
-the main process, even if that is killed with SIGKILL.
+Guarantee: results come in the order of the chunks (groups of consecutive documents); at most two chunks per worker are
+in memory; the workers end with the main process, even if that is killed with SIGKILL.
 
-How: a `ProcessPoolExecutor` of spawned processes, which inherit no locks or threads, and a window of futures. With one
-worker the calling process does the work itself. Each worker tokenizes in one thread.
+How: a `ProcessPoolExecutor` of spawned processes, which inherit no locks or threads. Two chunks per worker are
+submitted ahead; a next one is submitted when the oldest result has been returned. With one worker the calling process
+does the work itself. Each worker tokenizes in one thread.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _processor: ChunkProcessor | None = None  # one per worker process, created by _
 def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
     """Return a generator that turns chunks of documents into rows, and yields each chunk with its rows, in order.
 
-    The yielded chunks have no documents, to save memory. `chunks` is read only as far as the workers need it. Close
-    the generator if you do not exhaust it, which ends the workers.
+    The yielded chunks have no documents, to save memory. At most two chunks per worker are read ahead from `chunks`.
+    Close the generator if you do not exhaust it, which ends the workers.
 
     Args:
         chunks: the chunks, read in the calling process.
@@ -46,7 +47,10 @@ def process_in_order(chunks: Iterable[Chunk], rules: Rules, num_workers: int) ->
 
 
 def _process_in_this_process(chunks: Iterable[Chunk], rules: Rules) -> Generator[tuple[Chunk, ChunkRows]]:
-    """Yield each chunk of documents, without its documents, and its rows, which the calling process makes."""
+    """Yield each chunk with its rows, which the calling process computes; used if there is one worker.
+
+    A chunk is a group of consecutive documents. It is yielded without its documents, to save memory.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     processor = ChunkProcessor(rules)
     for chunk in chunks:
@@ -54,10 +58,10 @@ def _process_in_this_process(chunks: Iterable[Chunk], rules: Rules) -> Generator
 
 
 def _process_in_workers(chunks: Iterable[Chunk], rules: Rules, num_workers: int) -> Generator[tuple[Chunk, ChunkRows]]:
-    """Yield each chunk of documents, without its documents, and its rows, which worker processes make.
+    """Yield each chunk with its rows, which worker processes compute, in the order of the chunks.
 
-    At most two chunks per worker are submitted and not yet yielded. A worker that finishes early therefore has a next
-    chunk, and the memory stays bounded. Results are yielded in the order of submission.
+    A chunk is a group of consecutive documents; it is yielded without them, to save memory. Two chunks per worker are
+    submitted ahead: a worker that finishes early has a next chunk, and the memory stays bounded.
 
     Args:
         chunks: the chunks, read in the calling process.
@@ -93,9 +97,9 @@ def _process_in_workers(chunks: Iterable[Chunk], rules: Rules, num_workers: int)
 
 
 def _without_documents(chunk: Chunk) -> Chunk:
-    """Return a copy of a chunk without its documents.
+    """Return a copy of a chunk without its documents; its number, seeds and digest stay.
 
-    Their text need not stay in the memory of the main process until the rows are ready.
+    The text of the documents then need not stay in the memory of the main process until the rows are ready.
     """
     return dataclasses.replace(chunk, documents=[])
 
@@ -117,7 +121,7 @@ def _start_worker(rules: Rules) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the main process has ended, then end this worker process at once."""
+    """Wait until the main process has ended, then end this worker process at once; runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,11 @@
 """Read and write corpus.json, the manifest that lists every shard of a corpus with its digest.
 
-Guarantee: the manifest is written atomically, after everything that it names; a corpus without one is unfinished. Its
-`fingerprint` (SHA-256 of the canonical JSON) changes when any row, the tokenizer or the order of the shards changes,
-so a run notices that its corpus has been replaced.
+A corpus is a folder or S3 prefix that holds the training rows (sequences of token ids of one length). The rows are
+split into tar files, the shards.
+
+Guarantee: the manifest is written atomically, after all files that it lists; a corpus without a manifest is
+unfinished. The manifest's `fingerprint` (SHA-256 of the canonical JSON) changes when any row, the tokenizer or the
+order of the shards changes, so a run notices that its corpus has been replaced.
 
 Cost: about 150 bytes per shard; 4,000 shards (66 GB, 64 M rows of 512) are read and validated in about 20 ms.
 
@@ -30,7 +33,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class ShardEntry(Section):
-    """Entry of one shard in corpus.json."""
+    """Entry of one shard in corpus.json; a shard is a tar file with a part of the corpus's rows of token ids."""
 
     name: str = Field(description="Key of the shard's tar file, relative to corpus.json.")
     rows: Positive = Field(description="Number of rows in the shard.")
@@ -40,7 +43,7 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
-        """Refuse a shard name that leaves the folder of the corpus, such as ../x.tar, with a StoreError."""
+        """Raise StoreError if the name of the shard leaves the folder of the corpus, such as ../x.tar."""
         check_key(self.name)
         return self
 
@@ -75,7 +78,7 @@ class TokenizerEntry(Section):
         return self
 
     def _is_id(self, token_id: int) -> bool:
-        """Return whether a token id is in the vocabulary."""
+        """Return whether a token id is in the vocabulary: in [0, vocab_size)."""
         return 0 <= token_id < self.vocab_size
 
 
@@ -108,7 +111,7 @@ class CorpusManifest(Section):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of the corpus, [PAD] not counted."""
+        """Return the number of tokens in all shards; [PAD], which fills up short rows, is not counted."""
         return sum(shard.tokens for shard in self.shards)
 
     def row_name(self, row_id: int) -> str:
@@ -127,15 +130,15 @@ class CorpusManifest(Section):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy type of the token ids in the shards, uint16 or uint32."""
+        """Return the NumPy type of the token ids in the shards: uint16 or uint32, as the field `dtype` names it."""
         return np.dtype(self.dtype)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus.
 
-        Corpora have equal fingerprints only if they have equal rows, tokenizers and orders of shards. Checkpoints
-        store the fingerprint, so that a resumed run notices that its corpus was replaced.
+        Two corpora have equal fingerprints only if their rows, their tokenizers and the orders of their shards are
+        equal. Each checkpoint stores the fingerprint, so that a resumed run notices that its corpus was replaced.
         """
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
 
@@ -186,9 +189,10 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
-    """Write corpus.json, which makes the corpus valid for readers.
+    """Write corpus.json; from then on readers treat the corpus as complete.
 
-    Call this last, when all shards and the vocabulary file are in the store.
+    Call this last, when all shards and the vocabulary file are in the store, because readers refuse a corpus without
+    corpus.json and trust one that has it.
     """
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
     store.write(MANIFEST_KEY, text.encode())

@@ -1,15 +1,15 @@
 """Load the batches of one rank in the order of steps, ahead of training.
 
-Guarantee: the rows of a step do not depend on restarts or on earlier steps. With G rows in a global batch, step t has
-the positions [t * G, (t + 1) * G) of the row order (`row_order.py`), and rank r of W gets the r-th of W equal slices.
-A batch is complete and verified, or an error is raised. Only the steps that the caller names are skipped; all other
-steps keep their rows.
+Guarantee: the rows of a step do not depend on restarts or on earlier steps. The row order (`row_order.py`) is an
+infinite sequence of rows. With G rows in a global batch, step t uses its positions [t * G, (t + 1) * G). These are
+cut into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete, verified
+batch or raises an error. A step in `skip_steps` uses no rows, and the rows of all other steps do not shift.
 
-How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (the shards whose rows are shuffled
-together), the shards of the next window are downloaded. `RowLoader.next` raises an error that occurred in the thread.
+How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (a group of shards whose rows are
+shuffled together), the shards of the next window are downloaded. `RowLoader.next` raises the thread's errors.
 
-Cost: about 3 us of CPU per row of 512 tokens outside the training thread, digests of the shards not counted
-(`benchmarks/loader.py`).
+Cost: about 3 us of CPU per row of 512 tokens, spent outside the training thread. The time to verify the SHA-256 of the
+shards comes on top (`benchmarks/loader.py`).
 
 Limits: W must divide G. The thread is a daemon; `close` ends it.
 """
@@ -39,7 +39,11 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for a thread that is in the mi
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows that one rank trains on in one step: G / W rows, where G is the global batch and W the number of ranks."""
+    """Rows that one rank trains on in one step: G / W rows, where G is the global batch and W the number of ranks.
+
+    Its receipt is a checksum of the rows (their number and the sum of the hashes of their ids), with which a run
+    records which rows it has used.
+    """
 
     step: int
     row0: int  # number of this rank's first row within the global batch
@@ -49,9 +53,10 @@ class RowBatch:
 
 
 class RowLoader:
-    """Loader of one rank's batches, from a given step on.
+    """Loader of one rank's batches, in the order of steps from a given first step on.
 
-    A background thread reads ahead. Only one thread may call `next`; call `close` at the end.
+    A background thread reads the next batches while the caller trains. Only one thread may call `next`. The caller
+    must call `close` at the end.
     """
 
     def __init__(
@@ -67,13 +72,15 @@ class RowLoader:
         """Start the thread that reads ahead.
 
         Args:
-            cache: Shards of the corpus. The loader must be its only user and does not close it.
-            order: Order of the corpus's rows.
+            cache: Source of the corpus's shards. No one but the loader may use it, and the caller must close it after
+                the loader.
+            order: Infinite sequence of the corpus's rows; each step takes the next `global_batch` rows of it.
             global_batch: Rows per step, summed over all ranks.
             rank: This rank, in [0, world_size).
             world_size: Number of ranks.
             start_step: First step to load, counted from 0.
-            skip_steps: Steps that `next` skips; their rows are not used.
+            skip_steps: Steps for which `next` returns no batch. Their rows are not used, and the rows of all other
+                steps do not shift.
 
         Raises:
             UserError: The number of ranks does not divide the global batch.
@@ -103,9 +110,10 @@ class RowLoader:
         self._thread.start()
 
     def next(self) -> RowBatch:
-        """Return the batch of the next step that is not skipped; waits until it is read.
+        """Return the batch of the next step that is not skipped; wait until the background thread has read it.
 
-        Seconds waited are added to `wait_s`. After an error, every further call raises it again.
+        The time waited is added to `wait_s`, in seconds. Once a call has raised an error, every further call raises
+        the same error.
 
         Raises:
             StoreError: A shard could not be fetched or read.
@@ -124,14 +132,16 @@ class RowLoader:
     def refetches(self) -> int:
         """Return how many times this rank has fetched a shard again because its bytes did not have the right SHA-256.
 
-        A number above 0 points to a faulty network, disk or storage service; training was not affected.
+        A number above 0 points to a faulty network, disk or storage service. Training used only rows of verified
+        shards.
         """
         return self._cache.refetches
 
     def close(self) -> None:
-        """Stop reading ahead and wait for the background thread, two seconds at most.
+        """Stop reading ahead and wait up to two seconds for the background thread to end.
 
-        A thread that is still waiting for a download then is a daemon, which ends with the process.
+        If the thread is still waiting for a download after that, the call returns anyway; the thread is a daemon, so
+        it does not keep the process alive.
         """
         self._stop.set()
         deadline = time.monotonic() + _CLOSE_S
@@ -143,9 +153,10 @@ class RowLoader:
                 self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read the batches from `step` on into the queue until `close` or an error. Runs in the background thread.
+        """Read the batches from `step` on into the queue until `close` is called or an error occurs.
 
-        Steps in `_skip_steps` are left out. An error is put into the queue, from which `next` raises it.
+        This is the body of the background thread. Steps in `_skip_steps` are left out. An error is put into the queue
+        in place of a batch, and `next` raises it when it takes it out.
         """
         try:
             while not self._stop.is_set():
@@ -156,7 +167,7 @@ class RowLoader:
             self._queue.put(error)
 
     def _read(self, step: int) -> RowBatch:
-        """Read and check this rank's batch of a step, waiting for shards that are still being fetched.
+        """Read this rank's batch of a step and check its token ids; wait for shards that are still being fetched.
 
         Raises:
             StoreError: A shard could not be fetched or read.
@@ -185,7 +196,8 @@ class RowLoader:
             row_ids: [G / W] number of each row in the corpus, for the message.
 
         Raises:
-            ManifestMismatch: An id is outside; the message names the first wrong row and the largest id in it.
+            ManifestMismatch: A token id is >= vocab_size; the message names the first row that has one, and the
+                largest id in that row.
         """
         manifest = self._cache.manifest
         vocab_size = manifest.tokenizer.vocab_size
@@ -201,10 +213,11 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each row of this rank in a step its shard and its row in that shard, two int64 arrays [G / W].
+        """Return where the rows of this rank in a step are stored: two int64 arrays [G / W].
 
-        G is the global batch and W the number of ranks. The rows of a block of `_LOCATED` steps are located together,
-        because that costs little more than one step alone, and the later steps of the block are looked up.
+        The first array has the shard of each row, the second its number within that shard. G is the global batch and W
+        the number of ranks. The first call for a block of `_LOCATED` consecutive steps computes all steps of the
+        block, which costs little more than one step; the calls for its other steps return the stored result.
         """
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:
@@ -220,9 +233,10 @@ class RowLoader:
     def _look_ahead(self, first: int, end: int) -> None:
         """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed.
 
-        Shards are fetched in windows, the groups of shards whose rows are shuffled together. The shards of the window
-        after `end` are stored in `_next_window`, so that the caller can fetch them later. The call does nothing if an
-        earlier call has handled the positions already.
+        A position is the place of a row in the run's sequence of rows. The sequence consists of windows, ranges whose
+        rows are shuffled together and come from one group of shards. The shards of every window that overlaps
+        [first, end) are fetched. Those of the window after them are only stored in `_next_window`; the caller fetches
+        them later. The call does nothing if an earlier call has handled the positions already.
         """
         if end <= self._horizon:
             return

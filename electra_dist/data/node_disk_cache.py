@@ -1,20 +1,20 @@
 """Cache shards in a folder of the node, so that each is fetched at most once for all ranks and jobs of the node.
 
-Guarantee: a file `<sha256>.tar` in the folder is complete and had that digest when it received its name. Every other
-file is unfinished, and the next process that needs the shard deletes it; a process killed at any byte does no harm.
-Because names are digests, the shards of several corpora can share a folder, and a corpus that was built again never
-reads an old shard.
+Guarantee: a file `<sha256>.tar` in the folder is complete, and its bytes had that digest when the file received its
+name. A shard under any other name is unfinished, and the next process that needs the shard deletes it; so a process
+may be killed at any time. Because names are digests, the shards of several corpora can share a folder, and a run on a
+corpus that was built again never reads an old shard.
 
-How: one flock per shard. The process that holds it fetches the shard under another name (`store.fetch` resumes and
-retries), verifies the digest and renames the file. Wrong bytes are fetched again a few times; after that the run ends
-with an error that names the object. Deleting the shards that were not used for longest keeps the folder below
-`limit_bytes` and the disk from filling up. A shard that any process has open, and on which it holds a shared flock, is
-not deleted.
+How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
+(`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
+times; after that the run ends with an error that names the object. Before a download, the least recently used shards
+are deleted (evicted) if the folder would exceed `limit_bytes` or the disk would fill up. A process that has a shard
+open holds a shared flock on it, which protects it from eviction.
 
-Cost: one SHA-256 per fetch, and a listing of the folder when the limit or the end of the disk is near.
+Cost: one SHA-256 per fetch; with `limit_bytes` also one listing of the folder per fetch.
 
-Limits: the file system must support flock, as every local disk does. The limit is exceeded rather than a shard in use
-deleted, and it does not count bytes that other downloads are about to write.
+Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use, the
+folder exceeds `limit_bytes`. The limit does not count bytes that other downloads are about to write.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ _UNVERIFIED_SUFFIX = ".unverified"
 
 
 class NodeCache:
-    """Cache folder on a node's disk for the shards of any corpora; threads, processes and jobs can share the folder.
+    """Cache folder on a node's disk for shards, the tar files of a corpus that is on S3.
 
-    A shard is stored under the name `<sha256>.tar`, so that equal shards of several corpora are stored once.
+    Threads, processes, jobs and corpora can share the folder. A shard is stored under the name `<sha256>.tar`, so that
+    equal shards of several corpora are stored once.
     """
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
-        """Remember the folder; nothing is touched until the first fetch.
+        """Remember the folder; nothing is read or created until the first fetch.
 
         Args:
-            directory: Folder on a disk of this node; created when needed.
-            limit_bytes: Limit on the size of the folder; None for the free space of the disk.
+            directory: Folder on a disk of this node; the first fetch creates it.
+            limit_bytes: Size of the folder above which the least recently used shards are deleted. With None they are
+                deleted only when the disk is nearly full.
         """
         self.refetches = 0  # shards fetched again because their bytes were wrong
         self._directory = directory
         self._limit_bytes = limit_bytes
 
     def path(self, entry: ShardEntry) -> Path:
-        """Return the path of a shard in the folder, `<sha256>.tar`. The file need not exist; `ensure` fetches it."""
+        """Return the path that a shard has in the folder, `<sha256>.tar`; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
-        """Fetch a shard into the folder unless it is already there; waits while another process fetches it.
+        """Fetch a shard into the folder unless it is already there; wait if another process is fetching it.
 
         Args:
             store: Store of the corpus.
@@ -68,7 +70,7 @@ class NodeCache:
 
         Raises:
             StoreError: The store or the folder refuses access, or the disk is full.
-            StoreExhausted: The correct bytes could not be fetched.
+            StoreExhausted: All retries failed, or the bytes had a wrong SHA-256 several times in a row.
         """
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
@@ -85,13 +87,13 @@ class NodeCache:
             self._fetch(store, entry)
 
     def _fetch(self, store: Store, entry: ShardEntry) -> None:
-        """Fetch a shard, verify its digest, then rename it to its final name; try again a few times if it is wrong.
+        """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
 
-        The caller must hold the shard's lock.
+        The caller must hold the shard's lock, so that no other process writes the same files.
 
         Raises:
             StoreError: The store refuses access, or the disk is full.
-            StoreExhausted: The bytes were wrong `_FETCHES` times.
+            StoreExhausted: The SHA-256 was wrong `_FETCHES` times, or all retries of a download failed.
         """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
         for _ in range(_FETCHES):
@@ -110,11 +112,11 @@ class NodeCache:
     def _make_room(self, needed_bytes: int) -> None:
         """Delete the least recently used shards until `needed_bytes` more fit into the folder and on its disk.
 
-        A shard that a process has open is not deleted. If too few shards can be deleted, the limit on the folder's
-        size is exceeded; that is an error only if the disk is full.
+        A shard that a process has open is not deleted. If the folder would exceed its limit although all other shards
+        are deleted, the call succeeds and the folder becomes larger than the limit.
 
         Raises:
-            StoreError: The disk has less than `needed_bytes` free although nothing is left to delete.
+            StoreError: The disk has less than `needed_bytes` free although all unused shards are deleted.
         """
         if self._excess_bytes(needed_bytes) <= 0:
             return
@@ -132,9 +134,10 @@ class NodeCache:
             )
 
     def _excess_bytes(self, needed_bytes: int) -> int:
-        """Return how many bytes must be deleted before `needed_bytes` more fit; 0 or less if they fit now.
+        """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none.
 
-        They fit if `_SPARE_BYTES` stay free on the disk and the folder stays below `limit_bytes`, if that is set.
+        After the write, at least `_SPARE_BYTES` must be free on the disk, and the folder must not be larger than
+        `limit_bytes` (unless that is None).
         """
         free_bytes = shutil.disk_usage(self._directory).free
         excess_on_disk = needed_bytes + _SPARE_BYTES - free_bytes
@@ -147,10 +150,10 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold an exclusive lock of this folder during the `with` block.
+        """Hold the exclusive lock `name` of this folder during the `with` block; wait until it is free.
 
-        It excludes other processes and other threads of this process. It is released when the block or the process
-        ends. A killed process therefore never blocks the others.
+        The lock is a flock: at most one thread of one process on the node holds it. The operating system releases it
+        when the process ends, so a killed process never blocks the others.
 
         Args:
             name: Name of the lock, a file in the subfolder locks/: the SHA-256 of a shard, or "eviction".
@@ -176,7 +179,7 @@ class NodeCache:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the file's status, or None if another process has just deleted or renamed it."""
+    """Return the file's size and times; None if it no longer exists, because another process deleted or renamed it."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -184,12 +187,12 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
-    """Return whether a file exists and has the size of a shard and, if `verify` is set, its digest.
+    """Return whether a cached file is the shard of a manifest entry; False if there is no such file.
 
     Args:
         path: The file in the cache folder.
         entry: The shard's entry in the manifest, with the expected size and SHA-256.
-        verify: Read the whole file and compare its SHA-256, too.
+        verify: True: read the whole file and compare size and SHA-256. False: compare the size only.
 
     Raises:
         StoreError: The file exists but cannot be read.
@@ -204,13 +207,19 @@ def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
-    """Return the Unix time at which a shard was last opened, which is its modification time; 0 if it is gone."""
+    """Return the Unix time at which a shard was last opened; 0 if the file no longer exists.
+
+    It is the file's modification time, which every process sets to the current time when it opens the shard.
+    """
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 
 
 def _delete_unless_in_use(path: Path) -> None:
-    """Delete a shard unless a process holds a shared flock on it, as every process does that has the shard open."""
+    """Delete a shard unless it is in use; do nothing if it is in use or no longer exists.
+
+    Every process that has the shard open holds a shared flock on it, so an exclusive flock fails while it is in use.
+    """
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

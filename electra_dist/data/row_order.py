@@ -1,14 +1,16 @@
-"""Compute which row is at which position of a run: a pure function of (rows per shard, seed, window, position).
+"""Compute which row of the corpus is at each position of a run's infinite sequence of rows.
 
-Guarantee: the rows of all epochs, one epoch after another, form one infinite sequence. Each epoch is a permutation of
-all rows of the corpus: each row occurs exactly once. Nothing depends on ranks, workers or what was read before. A rank
-of any world size therefore finds its rows by their positions alone, and a resumed run needs no state but the step.
+Guarantee: the sequence consists of epochs, one after another. Each epoch is a permutation of all rows of the corpus:
+each row occurs exactly once. The row at a position depends only on the position, the rows per shard, the seed and the
+window length, not on ranks, workers or what was read before. A rank of any world size therefore finds its rows by
+their positions alone, and a resumed run needs no state but the step.
 
 How: an epoch permutes the shards, cuts their sequence into windows of `window_shards` shards, and permutes all rows of
-a window together, so that the node needs only the shards of one window at a time. Both permutations are keyed. Each is
-a Feistel network over Z_a x Z_b with a * b just above the size (Black and Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002); its round functions are Philox4x32-10 keyed by (seed, purpose, epoch, window, round), and the
-few results that fall outside the size go through the network again (cycle walking).
+a window together, so that the node needs only the shards of one window at a time. Both permutations, of shards and of
+rows, are pseudo-random and computed per element: a Feistel network over Z_a x Z_b, where a * b is the number of
+elements or slightly more (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Its round function
+is Philox4x32-10 keyed by (seed, purpose, epoch, window, round). A result that is not below the number of elements goes
+through the network again (cycle walking).
 
 Cost: O(shards) once per epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
 batches of 2,048 (2 to 4 us where `electra_kernels.native.cpu_library` was not built). No array as long as a window or
@@ -47,20 +49,20 @@ def permute(
     epoch: NDArray[Any],
     block: NDArray[Any],
 ) -> Words:
-    """Return the place of each `index` in a keyed pseudo-random permutation of [0, size), as uint64.
+    """Return to which place a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
-    The permutation is never stored: each place is computed from its index alone. (seed, purpose, epoch, block) select
-    the permutation. A Feistel network (`_feistel`) permutes a range slightly longer than [0, size). A place at or
-    above `size` goes through the network again until it is below (cycle walking), so the places stay distinct. The C
-    function in `electra_kernels.native.cpu_library`, where it was built, gives equal results.
+    Each of the k elements may belong to another permutation: (seed, purpose, epoch, block) select it. No permutation
+    is stored. A Feistel network (`_feistel`) permutes [0, n) for an n slightly above `size`; a result of `size` or
+    more goes through it again until it is below `size` (cycle walking), so no two indexes get the same place. The C
+    function in `electra_kernels.native.cpu_library`, which is used where it was built, gives equal results.
 
     Args:
-        index: [k] numbers, each in [0, size).
+        index: [k] numbers; element i is in [0, size[i]).
         size: [k] length of the permutation of each index, in [1, 2**52).
         seed: 64-bit key.
-        purpose: Whether shards or rows are permuted.
+        purpose: Whether shards or rows are permuted; the two uses have different permutations.
         epoch: [k] epoch of each index, in [0, 2**32).
-        block: [k] number of the permutation within its epoch (the window), in [0, 2**32).
+        block: [k] number of the permutation within its epoch, in [0, 2**32): the window for rows, 0 for shards.
     """
     if cpu_library.permute:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
@@ -87,13 +89,14 @@ def permute(
 def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
     """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right).
 
-    The network writes a place as a pair: place = left * num_right + right. Each round adds to one half a random number
-    that depends only on the other half. Subtracting the number would undo the round, so different places stay
-    different. The range is about as long as `size` and never shorter: size <= num_left * num_right < size + num_left.
+    num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
+    never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
+    place = left * num_right + right. Each round adds to one half a random number that depends only on the other half.
+    Subtracting that number would undo the round, so different places stay different.
 
     Args:
         place: [k] numbers in [0, num_left * num_right).
-        size: [k] length of the permutation of each place.
+        size: [k] length that the permutation should have, for each place.
         seed: 64-bit key; `purpose`, `epoch` and `block`, the last two [k], are the rest of the key.
     """
     num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
@@ -113,16 +116,20 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
 
 
 def _scaled(word: Words, limit: Words) -> Words:
-    """Return uniform 32-bit random words scaled to [0, limit): floor(word / 2**32 * limit).
+    """Scale uniform random integers from [0, 2**32) to [0, limit): return floor(word / 2**32 * limit).
 
-    This is cheaper than the remainder word % limit, and as even as long as `limit` is far below 2**32.
+    This is cheaper than the remainder word % limit. Both favour some results slightly, which is negligible while
+    `limit` is far below 2**32.
     """
     return (word * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Range of positions in the sequence of rows whose rows are shuffled together, and the shards of these rows."""
+    """One window of the run's sequence of rows: a range of positions, and the group of shards that holds its rows.
+
+    The rows of a window are shuffled together, so reading any position of it may need any of these shards.
+    """
 
     first_position: int
     end_position: int  # exclusive
@@ -133,8 +140,9 @@ class ShardWindow:
 class _Epoch:
     """Layout of an epoch: the order of its shards, and where each shard and each window begins.
 
-    A window is a group of consecutive shards whose rows are shuffled together. Starts are in rows from the start of
-    the epoch; their last element is the number of rows in the epoch.
+    A window is a group of consecutive shards whose rows are shuffled together. The arrays `shard_start` and
+    `window_start` hold offsets in rows from the start of the epoch. Each has one element more than there are shards
+    or windows: the last one is the number of rows in the epoch.
     """
 
     shards: Integers  # [num_shards] index of the shard at each place
@@ -143,18 +151,18 @@ class _Epoch:
 
 
 class RowOrder:
-    """Infinite sequence of the rows of a run, which maps a position to a shard and a row. Thread-safe.
+    """Infinite sequence of the rows of a run, which maps each position to a shard and a row in it. Thread-safe.
 
-    The sequence consists of epochs; each epoch has every row of the corpus once, in an order of its own.
+    The sequence consists of epochs. Each epoch has every row of the corpus exactly once, in a different order.
     """
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Prepare the sequence; nothing is permuted yet.
+        """Store the parameters of the sequence; the order of an epoch is computed when it is first needed.
 
         Args:
             rows_per_shard: Number of rows of each shard, all positive, in the order of the manifest.
-            seed: The run's seed.
-            window_shards: Number of shards whose rows are shuffled together.
+            seed: The run's seed; together with `rows_per_shard` and `window_shards` it fixes the whole sequence.
+            window_shards: Number of shards whose rows are shuffled together, at least 1.
         """
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
@@ -169,8 +177,9 @@ class RowOrder:
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
-        A position's offset in its epoch is permuted within its window, the group of shards whose rows are shuffled
-        together. The permuted offset then selects a row of the epoch's shards, which stand one after another.
+        A window is a group of consecutive shards of an epoch whose rows are shuffled together. The position's offset
+        from the start of its epoch is first replaced by another offset in the same window. The shards of the epoch,
+        laid one after another in the epoch's order, then have the wanted row at that offset.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch
@@ -211,9 +220,10 @@ class RowOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64: its number in [0, rows_per_epoch) when the shards are read in order.
+        """Return the id of each row, [P] int64 in [0, rows_per_epoch).
 
-        Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
+        Ids number the rows of the first shard in the manifest from 0, then those of the second shard, and so on. They
+        do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
 
         Args:
             shards: [P] index of each row's shard.
@@ -224,7 +234,8 @@ class RowOrder:
     def window_at(self, position: int) -> ShardWindow:
         """Return the window that contains a position, with the shards that must be on the node to read it.
 
-        A window is a range of positions whose rows are shuffled together; the last one of an epoch may be shorter.
+        A window is a range of positions whose rows are shuffled together, those of `window_shards` shards. The last
+        window of an epoch may have fewer shards.
         """
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self._layout(epoch)
@@ -238,7 +249,10 @@ class RowOrder:
         )
 
     def _layout(self, epoch: int) -> _Epoch:
-        """Return the order of an epoch's shards and windows; the `_EPOCHS_KEPT` newest results are cached."""
+        """Return the order of an epoch's shards, and where each shard and each window begins.
+
+        The results for the last `_EPOCHS_KEPT` epochs that were computed are cached.
+        """
         layout = self._epochs.get(epoch)
         if layout is not None:
             return layout
@@ -252,7 +266,10 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> _Epoch:
-        """Compute the order of an epoch's shards and windows: permute the shards and cut their sequence."""
+        """Compute the layout of an epoch: permute the shards, then cut their sequence into windows.
+
+        A window has `window_shards` consecutive shards; the last one may have fewer.
+        """
         num_shards = self._rows.size
         order = permute(
             index=np.arange(num_shards),

@@ -1,16 +1,19 @@
 """Count the rows that a run has trained on and sum their hashes, so that `electra-dist verify` can audit the run.
 
-Guarantee: the digest is the sum, modulo 2**64, of one 64-bit hash per row consumed. It does not depend on order, ranks
-or restarts. Each rank therefore adds up its own rows, one integer all-reduce gives the receipt of a step, and anyone
-who knows the order of rows can compute the expected receipt afterwards (`analysis/row_audit.py`). A wrong multiset of
-rows has the expected digest with probability 2**-64.
+A receipt is the number of rows and their digest: the sum, modulo 2**64, of one 64-bit hash per row id.
+
+Guarantee: a receipt does not depend on the order of the rows, on ranks or on restarts. Each rank therefore adds up its
+own rows, and one integer all-reduce gives the receipt of a step. The order of rows (`row_order.py`) gives the receipt
+that a run should have, so it can be compared afterwards (`analysis/row_audit.py`). If a run used other rows, or used
+some of them another number of times, the digest is right by chance with probability 2**-64.
 
 How: the hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers.
 Different rows therefore never have the same hash, and a row can be identified from its hash.
 
 Cost: 5 ns per row, in the loader's thread.
 
-Limits: the receipt finds mistakes, not forgeries; rows can be constructed on purpose so that their hashes add up.
+Limits: a receipt reveals mistakes, not forgeries: a set of wrong row ids with the right sum of hashes can be
+constructed on purpose.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Receipt:
-    """Checksum of the rows that a run has trained on: how many there were, and the sum of their hashes.
+    """Checksum of the rows that a run has trained on: how many there were, and the sum of the hashes of their ids.
 
-    It does not depend on the order of the rows. `+` adds the rows of another receipt, and `-` removes them.
+    It does not depend on the order of the rows. `a + b` is the receipt of the rows of both, and `a - b` that of the
+    rows of a without those of b. A row that was used twice counts twice.
     """
 
     rows: int = 0
@@ -45,14 +49,15 @@ class Receipt:
         return Receipt(self.rows - other.rows, (self.digest - other.digest) & _MASK64)
 
     def times(self, count: int) -> Receipt:
-        """Return the receipt of `count` passes over the rows of this receipt, for example of `count` whole epochs."""
+        """Return the receipt of using each row of this receipt `count` times, for example in `count` whole epochs."""
         return Receipt(self.rows * count, (self.digest * count) & _MASK64)
 
     @property
     def words(self) -> tuple[int, int]:
         """Return (rows, digest) as two signed 64-bit integers, which an all-reduce can sum over ranks.
 
-        The sum of int64 wraps at 2**64, exactly as the digest does; `from_words` is the inverse.
+        A sum of int64 wraps around modulo 2**64, and the digest is defined modulo 2**64. So the summed words are
+        those of the receipt of all ranks; `from_words` turns them back into a receipt.
         """
         signed_digest = self.digest
         if signed_digest >= 1 << 63:
@@ -61,12 +66,12 @@ class Receipt:
 
     @property
     def hex(self) -> str:
-        """Return the digest as 16 lower-case hexadecimal digits, the form in metrics.jsonl."""
+        """Return the digest, without the number of rows, as 16 lower-case hexadecimal digits, as in metrics.jsonl."""
         return f"{self.digest:016x}"
 
     @classmethod
     def from_words(cls, rows: int, digest: int) -> Receipt:
-        """Return the receipt with the given words; the inverse of `words`.
+        """Return the receipt for two integers that `words` returned, or for their sums over ranks.
 
         Args:
             rows: Number of rows, of one rank or summed over ranks.
@@ -76,14 +81,18 @@ class Receipt:
 
     @classmethod
     def of(cls, row_ids: NDArray[np.int64]) -> Receipt:
-        """Return the receipt of the rows with these ids, [k] int64; an id that occurs twice counts twice."""
+        """Return the receipt (number and digest) of the rows with these ids, int64 [k].
+
+        An id that occurs twice counts twice.
+        """
         return cls(len(row_ids), int(row_hash(row_ids).sum(dtype=np.uint64)))
 
 
 def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each row id, in an array of the same shape; the receipt of rows is the sum of theirs.
+    """Return a 64-bit hash of each row id, in an array of the same shape.
 
-    It is the finaliser of SplitMix64, a bijection: two ids have the same hash only if they are equal.
+    The digest in a run's receipt is the sum of the hashes of all rows that the run has used. The hash is the finaliser
+    of SplitMix64, a bijection: two ids have the same hash only if they are equal.
 
     Args:
         row_ids: Integers >= 0 of any type.

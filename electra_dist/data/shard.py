@@ -1,13 +1,15 @@
 """Write shards and read rows from them; a shard is a WebDataset tar with blocks of rows in `NNNNNN.rows.npy` members.
 
+A row is a training sequence of token ids; each member is a NumPy array of rows, called a block.
+
 Guarantee: equal rows and equal block size give equal bytes, on every machine and at any time. The reader accepts every
-tar with these members, also those of webdataset's TarWriter and ShardWriter, takes the members in their order in the
-tar, and ignores members with other endings. Nothing is unpacked to disk, and no pickle is ever read.
+tar with these members, also those of webdataset's TarWriter and ShardWriter. It takes the members in their order in
+the tar and ignores members with other endings. Nothing is unpacked to disk, and no pickle is ever read.
 
 How: an uncompressed tar holds each member in one piece at a known offset, and an .npy file is a short header followed
-by the array, so a row is a slice of the mapped file. The distances between rows are multiples of one stride, their
-greatest common divisor. One strided view of the mapping therefore has every row as an element, and one
-indexing operation copies any set of rows.
+by the array, so a row is a slice of the memory-mapped file. The greatest common divisor of the distances between rows
+is the stride of a NumPy view of the file. Every row is then one element of that view, and one indexing operation
+copies any set of rows.
 
 Cost: opening reads one header per block (about 0.3 ms for 16 blocks). Reading a row copies its own bytes once.
 
@@ -43,9 +45,9 @@ _HEADER_READERS = {
 
 
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
-    """Write rows as a shard: an uncompressed tar whose members are .npy files with blocks of rows.
+    """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
 
-    The write is not atomic; write to a temporary name and rename the file afterwards.
+    Equal rows give equal bytes. The write is not atomic; write to a temporary name and rename the file afterwards.
 
     Args:
         target: Path or binary stream.
@@ -66,11 +68,13 @@ def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -
 
 
 def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> None:
-    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`; equal rows give equal bytes.
+    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`.
+
+    Equal rows give equal bytes.
 
     Args:
         tar: Tar that is open for writing.
-        block_number: Number of the block in the shard, from 0; the member is named after it.
+        block_number: Number of the block in the shard, from 0; it is the NNNNNN in the name of the member.
         rows: [n, seq_len] uint16 or uint32.
     """
     little_endian_rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
@@ -84,26 +88,26 @@ def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> N
 
 
 class _Block(NamedTuple):
-    """Place of a block of rows in the tar file of a shard."""
+    """Place of a block in the tar file of a shard; a block is one .npy member, an array of rows."""
 
     offset: int  # byte offset of the block's first row in the file
     num_rows: int
 
 
 class Shard:
-    """Open shard whose rows are read from a memory map of its file, a tar of .npy files with blocks of rows.
+    """Open shard: a tar of .npy arrays of rows, which are read from a memory map of the file.
 
-    It holds a map and a file descriptor: call `close` at the end.
+    The object holds the map and a file descriptor; the caller must call `close` at the end.
     """
 
     def __init__(self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False) -> None:
         """Map the file and read the headers of its blocks.
 
         Args:
-            path: The shard's tar file.
+            path: The shard's tar file; its .npy members are the blocks.
             seq_len: Tokens per row that every block must have.
             dtype: Type of the token ids that every block must have, uint16 or uint32.
-            lock: Hold a shared flock on the file until `close`, which shows a cache that the file is in use.
+            lock: Hold a shared flock on the file until `close`, so that `NodeCache` does not delete the file.
 
         Raises:
             ManifestMismatch: The file is not a tar of row blocks, or its rows have another length or type.
@@ -138,14 +142,15 @@ class Shard:
         return self._view[elements]
 
     def close(self) -> None:
-        """Unmap the file and release the lock; the shard cannot be read afterwards."""
+        """Unmap the file and release the lock; the shard cannot be read afterwards, copies of its rows can."""
         del self._view
         self._map.close()
 
     def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return the place of each block of rows; sets `_map` and `is_linked`.
+        """Map the file and return the place of each block (.npy member) in it; set `_map` and `is_linked`.
 
-        `is_linked` is False if a cache deleted the file after it was opened and before it was locked.
+        `is_linked` becomes False if the node's cache deleted the file between its opening and its locking; the caller
+        must then fetch the shard again.
 
         Args:
             lock: Hold a shared flock on the file as long as the map is open.
@@ -172,11 +177,11 @@ class Shard:
     def _view_all_rows(self, rows_per_block: NDArray[np.int64]) -> None:
         """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation.
 
-        Blocks of rows are separated by headers, so rows are not evenly spaced. Element i of the view is the seq_len
-        ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of the row size
-        and the distances between blocks, so every row is an element. For example, with rows of 8 bytes and blocks of
-        two rows at bytes 100 and 120, the stride is 4 and the rows are the elements 0, 2, 5 and 7. The other elements
-        begin in the middle of a row or in a header and are never read.
+        The tar and .npy headers between the blocks make the distances between rows unequal. Element i of the view is
+        the seq_len ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of
+        the row size and the distances between blocks, so every row is an element. For example, with rows of 8 bytes
+        and blocks of two rows that begin at bytes 100 and 120, the stride is 4 and the rows are the elements 0, 2, 5
+        and 7. The other elements begin in the middle of a row or in a header and are never read.
 
         Args:
             rows_per_block: [num_blocks] number of rows of each block.
@@ -200,9 +205,9 @@ class Shard:
         )
 
     def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
-        """Read the headers in the tar; return the place of each block of rows, in the order of the tar.
+        """Read the headers in the tar and return the place of each block, in the order of the tar.
 
-        A block is a regular member whose name ends in .rows.npy; other members are ignored.
+        A block is an array of rows: a regular member whose name ends in .rows.npy. Other members are ignored.
 
         Args:
             stream: The tar file, which must be mapped already.
@@ -221,14 +226,14 @@ class Shard:
         return blocks
 
     def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
-        """Read and check the .npy header of a block of rows; return the byte offset of its first row and its length.
+        """Read and check the .npy header of a block; return the byte offset of its first row and its number of rows.
 
         Args:
             member: The block's member in the tar.
 
         Raises:
             ValueError: The member is not a complete .npy file of version 1 or 2.
-            ManifestMismatch: Its rows have another length or type than this shard was opened with.
+            ManifestMismatch: The block's rows have another length or type than this shard was opened with.
         """
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
@@ -260,12 +265,12 @@ class Shard:
 
 
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Return copies of rows of several shards, [k, seq_len], in the order of `which` and `rows`.
+    """Copy rows from several shards: element i of the result is row rows[i] of shards[which[i]]; [k, seq_len].
 
     Uses the C function of `electra_kernels.native.cpu_library` if it was built, otherwise NumPy, with equal results.
 
     Args:
-        shards: At least one; all with the same row length and type.
+        shards: Open shards, at least one; all with the same row length and type.
         which: [k] index into `shards` of each row's shard.
         rows: [k] number of each row within its shard.
     """

@@ -1,17 +1,17 @@
 """Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
 
-Guarantee: a shard that `ShardCache.open` returns has the digest and the number of rows that the manifest lists; both
-are checked once per process. No shard is skipped silently: one that is missing or damaged ends the run with an error
-that names it.
+Guarantee: a shard that `ShardCache.open` returns has the SHA-256 and the number of rows that the manifest lists; each
+process verifies the SHA-256 of each shard once. No shard is skipped silently: one that is missing or damaged ends the
+run with an error that names it.
 
 How: `prefetch` queues shards for `fetch_threads` threads, which fetch (`node_disk_cache.py`) and verify them. `open`
-waits for its shard and maps it. The threads are daemons: a process that ends does not wait for a download. An
-unfinished file is deleted by the next process that needs the shard.
+waits for its shard and maps it into memory. The threads are daemons: a process that ends does not wait for a download.
+The file of an interrupted download is deleted by the next process that needs the shard.
 
 Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB); one memory map and
 one file descriptor for each open shard.
 
-Limits: `open`, `prefetch`, `keep_only` and `close` must be called by one thread, which is the loader's.
+Limits: `open`, `prefetch`, `keep_only` and `close` must all be called by the same thread, in a run the loader's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the mi
 
 
 class ShardCache:
-    """Shards of one corpus that one process has open, with threads that fetch and verify the next ones.
+    """Set of the shards of one corpus that a process has open, with threads that fetch and verify further ones.
 
-    It holds threads, memory maps and file locks: call `close`.
+    It holds threads, memory maps and file locks; the caller must call `close` at the end.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class ShardCache:
         fetch_threads: int = 8,
         limit_bytes: int | None = None,
     ) -> None:
-        """Start the threads; no file is touched until the first shard is asked for.
+        """Start the background threads; no file is read until the first `open` or `prefetch`.
 
         Args:
             store: Store that holds the corpus.
             manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
-            directory: Cache folder of this node; unused if the corpus is in a local folder.
-            fetch_threads: Number of shards fetched or verified at a time.
-            limit_bytes: Limit on the size of the shards in `directory`; None for the free space of the disk.
+            directory: Cache folder on a disk of this node; unused if the corpus is in a local folder.
+            fetch_threads: Number of shards that are fetched or verified at the same time.
+            limit_bytes: Size of `directory` above which the least recently used shards in it are deleted. With None
+                they are deleted only when the disk is nearly full.
         """
         self.store = store
         self.manifest = manifest
@@ -72,14 +73,14 @@ class ShardCache:
     def refetches(self) -> int:
         """Return how many times a shard was fetched again because its bytes did not have the right SHA-256.
 
-        Counted since this object was created; always 0 for a corpus in a local folder, which is not fetched.
+        The count begins when this object is created. It stays 0 for a corpus in a local folder, which is not fetched.
         """
         return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
-        """Return a shard, verified and mapped; waits for its download if necessary.
+        """Return a shard, verified and mapped into memory; wait for its download if necessary.
 
-        The shard stays open until `keep_only` or `close`, so that a second call returns at once.
+        The shard stays open until `keep_only` or `close` closes it; until then, a second call returns it at once.
 
         Args:
             shard_index: Index of the shard in the manifest.
@@ -115,9 +116,9 @@ class ShardCache:
                 self._queue.put((index, future))
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all other shards and cancel their queued downloads; the node's cache may then evict them.
+        """Close all shards that are not in `shard_indices` and cancel their queued downloads.
 
-        A download that has begun is not interrupted.
+        The node's cache may delete a shard once no process has it open. A download that has begun is completed.
 
         Args:
             shard_indices: Indices in the manifest of the shards that stay open or queued.
@@ -131,9 +132,10 @@ class ShardCache:
                 shard.close()
 
     def close(self) -> None:
-        """Close all shards and stop the threads, waiting two seconds at most.
+        """Close all shards, stop the threads, and wait up to two seconds for them to end.
 
-        A thread that is in the middle of a download for longer is a daemon, which ends with the process.
+        If a thread is still in the middle of a download after that, the call returns anyway; the threads are daemons,
+        so they do not keep the process alive.
         """
         self.keep_only([])
         for _ in self._threads:
@@ -143,9 +145,10 @@ class ShardCache:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Prepare queued shards, one after another, until the queue yields None. Runs in each background thread.
+        """Fetch and verify queued shards, one after another, until the queue yields None.
 
-        The future of a shard is done when the shard is on this node and verified, or holds the error.
+        This is the body of each background thread. The future that is queued with a shard is completed when the shard
+        is on this node and verified; if that fails, the future receives the error, which `open` then raises.
         """
         while True:
             item = self._queue.get()
@@ -163,7 +166,7 @@ class ShardCache:
                 future.set_result(None)
 
     def _prepare(self, index: int) -> None:
-        """Fetch a shard to this node unless it is there, and verify its digest once per process.
+        """Fetch a shard to this node unless it is there, and verify its SHA-256 unless this process has done so.
 
         Args:
             index: Index of the shard in the manifest.
@@ -182,13 +185,15 @@ class ShardCache:
         self._verified.add(index)
 
     def _map(self, index: int) -> Shard | None:
-        """Open a prepared shard; return None if another process has evicted it from the node's cache meanwhile.
+        """Open a shard that has been fetched and verified, and check its number of rows.
+
+        Returns None if another process has deleted the shard from the node's cache meanwhile; fetch it again then.
 
         Args:
             index: Index of the shard in the manifest.
 
         Raises:
-            ManifestMismatch: The shard has another number of rows than the manifest lists, or is not a shard.
+            ManifestMismatch: The shard has another number of rows than the manifest lists, or is no tar of row blocks.
         """
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
@@ -201,15 +206,16 @@ class ShardCache:
             shard = cached_shard
         if shard.num_rows != entry.rows:
             raise ManifestMismatch(
-                f"{shard.path}: has {shard.num_rows} rows, but corpus.json says {entry.rows}; build the corpus again, "
-                f"or delete corpus.json and run `electra-dist corpus index`"
+                f"{shard.path}: has {shard.num_rows} rows, but corpus.json lists {entry.rows}; build the corpus "
+                f"again, or delete corpus.json and run `electra-dist corpus index`"
             )
         return shard
 
     def _map_cached(self, path: Path) -> Shard | None:
-        """Open a shard in the node's cache with a lock that prevents its eviction; return None if it was evicted.
+        """Open a shard in the node's cache, with a lock that keeps the cache from deleting it while it is open.
 
-        Opening sets the file's modification time to now, because the eviction deletes the oldest files first.
+        Returns None if the cache has deleted the file already. The file's modification time is set to the current
+        time, because the cache deletes the files with the oldest modification time first.
         """
         try:
             shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype, lock=True)

@@ -2,8 +2,9 @@
 
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2;   p -= lr * (m / (sqrt(v) + eps) + decay * p)
 
-Source: google-research/electra, model/optimization.py (AdamWeightDecayOptimizer). Without bias correction there is no
-step counter, so the whole state is (m, v): a zero gradient on fresh state with lr 0 changes nothing.
+Source: google-research/electra, model/optimization.py (AdamWeightDecayOptimizer). Only bias correction needs a step
+counter, so without it the whole state of a parameter is m and v. An update with lr 0, a zero gradient and moments of
+zero therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def moments_of(
 
     Returns:
         Two lists in the order of `params`. They hold the optimizer's own tensors, so that in-place changes update its
-        state. New moments have the shape, the dtype and the device of their parameter.
+            state. New moments have the shape, the dtype and the device of their parameter.
     """
     first_name, second_name = MOMENTS
     first_moments = []
@@ -45,9 +46,8 @@ def moments_of(
 class ForeachAdamW(torch.optim.Optimizer):
     """AdamW without bias correction, computed by torch._foreach operations over lists of tensors.
 
-    It compiles nothing and runs on any device. It is the reference for the fused implementations, and the
-    implementation that CPUs use. Its state is two moments per parameter, in the dtype of the parameter (fp32 under
-    the engine).
+    It compiles nothing and runs on any device. CPUs use it, and it is the reference for the fused optimizers of apex
+    and DeepSpeed. Its state is two moments per parameter, in the dtype of the parameter (fp32 under the engine).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             lr: learning rate.
             betas: decay rates of the first and of the second moment.
             eps: added to the square root of the second moment.
-            weight_decay: factor of the parameter within the update, which is multiplied by `lr` as a whole.
+            weight_decay: each update also subtracts `lr * weight_decay * p` from a parameter p.
         """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

@@ -34,8 +34,8 @@ _LAST_RANKS_SHOWN = 3
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
     """Return the DeepSpeed config (its JSON as a dict) of a run.
 
-    Both batch sizes are given, so that DeepSpeed derives the gradient accumulation steps from the number of ranks.
-    Gradient sums are fp32 at every stage.
+    It sets the global batch and the micro-batch, from which DeepSpeed derives the number of gradient accumulation
+    steps at the given number of ranks. Gradients are summed in fp32 at every ZeRO stage.
 
     Args:
         train: gives the global batch, the micro-batch and the precision.
@@ -66,7 +66,7 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
 
 
 def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share the global batch evenly.
+    """Raise if the rows of the global batch cannot be divided evenly into micro-batches of all ranks.
 
     Args:
         train: gives the global batch and the micro-batch, in rows.
@@ -89,14 +89,14 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 class Engine:
-    """An objective under DeepSpeed, which runs forward and backward passes and optimizer steps.
+    """DeepSpeed engine around an objective (the module that computes the pretraining loss); runs optimizer steps.
 
-    One optimizer step is `num_micro_batches` times `forward` and `backward`, with `step_micro_batch` after each pair
-    but the last and `step` after the last.
+    One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
+    after each pair except the last one, and `step` after the last one.
 
-    The caller of `step` may refuse the update. DeepSpeed calls the optimizer after it has reduced the gradients and
-    computed their norm; the engine replaces that call by one that first asks the caller. A refused step changes
-    neither weights nor moments, at any ZeRO stage.
+    The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
+    has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
+    function `accept` of the caller. A refused step changes neither weights nor moments, at any ZeRO stage.
     """
 
     def __init__(
@@ -138,15 +138,16 @@ class Engine:
         collective, because it gathers the parameters.
 
         Args:
-            given: rows of one micro-batch on `device`, with the factors by which their loss sums are multiplied.
+            given: token ids of one micro-batch on `device`, and two factors that turn the objective's loss sums into
+                means over the global batch.
         """
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of one micro-batch to the gradient sums of the step.
 
-        DeepSpeed averages gradients over ranks and micro-batches. The loss is multiplied by the number of both, so
-        that the result is the plain sum over all of them.
+        DeepSpeed divides gradients by the number of ranks and by the number of micro-batches. The loss is first
+        multiplied by both numbers, so that the result is the plain sum over all of them.
 
         Args:
             loss: scalar that is already divided by a count over the global batch (`Objective` does that), so that the
@@ -155,14 +156,15 @@ class Engine:
         self.deepspeed.backward(loss * (dist.get_world_size() * self.num_micro_batches))
 
     def step_micro_batch(self) -> None:
-        """End a micro-batch that is not the last of its step; DeepSpeed counts it and updates nothing."""
+        """End a micro-batch that is not the last one of its step: DeepSpeed counts it and updates nothing."""
         self.deepspeed.step()
 
     def step(self, learning_rate: float, accept: Callable[[], bool] = lambda: True) -> tuple[float, bool]:
         """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
 
         Args:
-            learning_rate: of this update; a parameter group with an `lr_scale` multiplies it by that.
+            learning_rate: learning rate of this update; in a parameter group with a key `lr_scale` it is multiplied by
+                that.
             accept: called once, after the gradients were reduced and found finite; returns whether to update. It must
                 return the same value on all ranks. It is not called if the gradients are not finite.
 
@@ -185,10 +187,11 @@ class Engine:
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
-        """Call the optimizer's own `step` if the gradients are finite and the caller accepts the update.
+        """Call the optimizer's own `step` if the gradients are finite and the caller of `step` accepts the update.
 
         DeepSpeed calls this method in place of `optimizer.step`, once per step or once per parameter group. The
-        caller is asked at the first call of a step; the other calls of that step repeat its answer.
+        function `accept` of the caller is called only the first time in a step; its answer also holds for the other
+        groups.
         """
         if self._applied is None:
             norm = self._norm  # of this step at stage 0; `step` reads that of the other stages only afterwards
@@ -201,8 +204,8 @@ class Engine:
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
         """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device.
 
-        DeepSpeed clips at stage 0 without reporting the norm. After the last `backward` of a step every rank has the
-        whole, reduced gradients, so that no communication is needed.
+        DeepSpeed clips at stage 0 without reporting the norm, so it is computed before. After the last `backward` of a
+        step every rank has the whole, reduced gradients, so no communication is needed.
         """
         parameters = self.deepspeed.module.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -222,7 +225,7 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
-    """Return whether a gradient norm that DeepSpeed reports is the norm of finite gradients.
+    """Return whether a gradient norm that DeepSpeed reports means that all gradients are finite.
 
     For gradients that are not finite DeepSpeed reports inf, NaN or -1.
     """

@@ -3,11 +3,12 @@
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2;   r = m / (sqrt(v) + eps) + decay * p
     p -= lr * (|p| / |r|) * r,   norms over the whole parameter; the ratio is 1 where either norm is 0
 
-LayerNorm and bias parameters (groups without decay) take the step r without the ratio, as in NVIDIA's
-recipe for ELECTRA, which `configs/base_size_lamb_phase*.yaml` follow.
+LayerNorm and bias parameters (groups without decay) take the step r without the ratio, as in NVIDIA's recipe for
+ELECTRA, which `configs/base_size_lamb_phase*.yaml` follow.
 
-There is no bias correction, hence no step counter to checkpoint; the ratio cancels the factor that it would put before
-m / sqrt(v), up to eps and the share of the decay. Moments are fp32 under the names that checkpoints use.
+There is no bias correction, so no step counter has to be in the checkpoint. Bias correction would multiply m / sqrt(v)
+by a factor. The ratio |p| / |r| cancels that factor, except for its effect on eps and on the share of the decay in r.
+Moments are fp32 under the names that checkpoints use.
 
 Source: You et al., ICLR 2020, algorithm 2. Cost: two norms per parameter beside AdamW's work; the host never waits.
 
@@ -38,10 +39,11 @@ class ForeachLamb(torch.optim.Optimizer):
 
         Args:
             params: parameters, or dicts with a list `params` and settings of that group.
-            lr: learning rate; with decay, a step is as long as `lr` times the norm of the parameter.
+            lr: learning rate; the norm of a step with decay is `lr` times the norm of the parameter.
             betas: decay rates of the first and of the second moment.
             eps: added to the square root of the second moment.
-            weight_decay: factor of the parameter within the update; 0 also switches the scaling by norms off.
+            weight_decay: each step adds `weight_decay * p` to Adam's update of a parameter p before the scaling by
+                norms; 0 also switches that scaling off.
         """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -49,9 +51,9 @@ class ForeachLamb(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
         """Update in place every parameter that has a gradient and at least one element.
 
-        With parameter p and moments m and v: r = m / (sqrt(v) + eps) + decay * p, then p -= lr * (|p| / |r|) * r.
-        A group without decay takes the step without the ratio of norms. Gradients are read and not cleared. Clipping
-        is the caller's task.
+        With parameter p and moments m and v: r = m / (sqrt(v) + eps) + decay * p, then p -= lr * (|p| / |r|) * r. In a
+        group without decay the step is lr * r, without the ratio of norms. Gradients are read and not cleared.
+        Clipping is the caller's task.
         """
         for group in self.param_groups:
             # A parameter without elements has nothing to update.

@@ -1,7 +1,8 @@
 """Compute the learning rate of a step; warm-up and decay overlap, as in Google's reference code.
 
 Source: google-research/electra, model/optimization.py: polynomial decay to 0 multiplied by min(1, t / warmup). The
-peak of ELECTRA-Large (10,000 of 400,000 steps) is therefore 0.975 * lr, and the first update has lr 0.
+decay begins at step 0 and not after the warm-up. With the settings of ELECTRA-Large (10,000 warm-up steps of 400,000
+steps) the peak is therefore 0.975 * lr. The first update has lr 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring one and two rows.
 
-Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The result is kept in the
-run's folder for each kind of device and number of ranks, so that a restart on the same ones repeats the same sums bit
-for bit. All ranks take the smallest of their results.
+Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The size is stored in the
+run folder for each kind of device and number of ranks. A restart on the same ones takes the same size, and so repeats
+the same sums bit for bit. Each rank measures for itself, and all ranks take the smallest of their results.
 
-How: one and two full rows go forward and backward through a copy of the towers without an optimizer; memory is assumed
-to be a constant plus an equal amount for each row. On a GPU it is the allocator's peak, on a CPU what autograd keeps.
-A tenth of the free memory is not used, and the training state (`engine/state_layout.py`) is subtracted first.
+How: one and two full rows go forward and backward through a copy of the towers without an optimizer. Every further row
+is assumed to take as much memory as the second one. On a GPU the measure is the allocator's peak, on a CPU the bytes
+that autograd keeps. A tenth of the free memory is not used, and the training state that DeepSpeed allocates later
+(`engine/state_layout.py`) is subtracted first.
 
 Limits: communication buffers must fit into that tenth. The largest micro-batch is the fastest on a GPU; on a CPU it
 mostly is not. Evaluation uses the same micro-batch and keeps less.
@@ -36,8 +37,8 @@ _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 def with_micro_batch(config: Config, module: Objective, device: torch.device) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    A size that an earlier start of the run found for this kind of device and number of ranks is taken from the run
-    folder; otherwise it is measured, and rank 0 writes it there.
+    If an earlier start of the run has found a size for this kind of device and number of ranks, it is read from the
+    run folder. Otherwise it is measured, and rank 0 writes it there.
 
     Args:
         config: a config with `train.micro_batch: auto`; its run folder must exist.
@@ -75,8 +76,8 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
 def _largest(config: Config, module: Objective, device: torch.device) -> int:
     """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
 
-    Only divisors of the rows per rank and step are considered. The memory of n rows is extrapolated from measurements
-    of one and of two rows, as m(1) + (n - 1) * (m(2) - m(1)).
+    Only divisors of the rows per rank and step (global batch / ranks) are considered. With the measured memory m(1) of
+    one row and m(2) of two rows, n rows are assumed to take m(1) + (n - 1) * (m(2) - m(1)).
 
     Args:
         config: gives the batch, the precision and the ZeRO stage.
@@ -131,12 +132,12 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
 
     Args:
         config: gives the row length, the vocabulary size and the seed.
-        module: the objective, whose special ids and loss counts are used.
+        module: the objective; gives the ids of [CLS] and [SEP] and the number of tokens that each loss is a mean over.
         device: where the input is made.
         num_rows: rows of the input.
 
     Returns:
-        The input of one forward pass. In the names, B is the number of rows and S the tokens of a row.
+        The input of one forward pass. In the names of its tensors, B is the number of rows and S the tokens of a row.
     """
     special = module.special
     first_ordinary_id = max(special) + 1  # above all special tokens
@@ -176,8 +177,8 @@ def _peak_on_gpu(module: Objective, given: StepInput) -> int:
 def _kept_on_cpu(module: Objective, given: StepInput) -> int:
     """Return the bytes of all storages that autograd keeps between one forward and its backward pass.
 
-    A CPU has no allocator that reports a peak. A storage that several tensors share counts once. Parameters that the
-    backward pass reads are part of the result.
+    It replaces the allocator's peak, which a CPU does not report. A storage that several tensors share counts once.
+    Parameters that the backward pass reads are counted, too.
 
     Args:
         module: the objective on the CPU.
@@ -211,7 +212,10 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the name of a kind of device: the GPU's model or, for a CPU, the size of the host memory in GiB."""
+    """Return the name of a kind of device: the GPU's model or, for a CPU, the size of the host memory in GiB.
+
+    A micro-batch that was found is stored under it, because it fits only on devices of the same kind.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

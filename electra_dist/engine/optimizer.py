@@ -31,8 +31,8 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     """Return the optimizer's parameter groups: one with weight decay and one without.
 
     LayerNorm parameters and biases are not decayed; all other parameters are, embeddings included. A shared parameter
-    is in one group only. For two-stage training (`TwoStageDetection`) each tower has two groups of its own, so that
-    either tower can get a learning rate of 0.
+    is in one group only. In two-stage training (`TwoStageDetection`) first the generator and then the discriminator
+    learns: each of the two has two groups of its own, so that either can get a learning rate of 0.
 
     Args:
         module: the objective, whose parameters are trained.
@@ -40,7 +40,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
     Returns:
         Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator in
-        two-stage training. Groups without parameters are left out.
+            two-stage training. Groups without parameters are left out.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -97,7 +97,8 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
 def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str) -> tuple[torch.optim.Optimizer, str]:
     """Build AdamW or LAMB for a module, with the fastest implementation that the config and the machine allow.
 
-    DeepSpeed will call it. Neither corrects the bias of its moments.
+    The optimizer is meant to be passed to `deepspeed.initialize`. Neither AdamW nor LAMB corrects the bias of its
+    moments.
 
     Args:
         module: the objective, whose parameters are trained.
@@ -106,7 +107,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str
 
     Returns:
         The optimizer, and the name of its implementation for logs. Its learning rate is 0 until the caller sets it,
-        which `Engine.step` does at every step.
+            which `Engine.step` does at every step.
 
     Raises:
         ImportError: the config demands apex, which is not installed.
@@ -141,10 +142,10 @@ def _choose_implementation(config: OptimizerConfig, device_type: str) -> str:
 def _build_lamb(
     groups: list[dict[str, Any]], implementation: str, betas: tuple[float, float], settings: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build LAMB of this package ("foreach") or of apex, without bias correction and without apex's own clipping.
+    """Build this project's LAMB ("foreach") or that of apex, without bias correction and without apex's own clipping.
 
     Args:
-        groups: parameter groups, as of `parameter_groups`.
+        groups: parameter groups, as `parameter_groups` returns them.
         implementation: "foreach"; any other value means apex.
         betas: decay rates of the first and of the second moment.
         settings: `eps` and `weight_decay`.

@@ -45,7 +45,9 @@ def init_distributed() -> None:
 def _share_cores() -> None:
     """Set the number of torch threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    Without it every rank would use as many threads as there are cores, and the ranks of a node would slow one another.
+    The share is the number of cores divided by the ranks on the node (environment variable LOCAL_SIZE), and at least
+    1. Without it every rank would use as many threads as there are cores, and the ranks of a node would slow one
+    another.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return

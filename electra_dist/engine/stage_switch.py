@@ -1,9 +1,10 @@
 """Train in two stages: first the generator alone, then the discriminator, which starts as a copy of it.
 
-Guarantee: at the step `objective.generator_only_steps`, before its forward, every fp32 master of the discriminator and
-its embeddings equals the generator's, bit for bit, with moments of zero, at any ZeRO stage and number of ranks. The
-inactive tower has learning rate 0, so neither momentum nor decay moves it. A run that is stopped and started again
-before, at or after the switch repeats an uninterrupted one: a checkpoint of that step holds the state before the copy.
+Guarantee: the second stage begins before the forward of step `objective.generator_only_steps`. At that moment every
+fp32 master weight of the discriminator and of its embeddings equals the generator's, bit for bit, and its moments are
+zero, at any ZeRO stage and number of ranks. The tower that does not learn in a stage has learning rate 0, so neither
+momentum nor weight decay changes it. A run that is stopped and started again before, at or after the switch repeats an
+uninterrupted one, because a checkpoint of that step holds the state before the copy.
 
 Cost: one all-reduce of each copied parameter, once per run.
 """
@@ -26,8 +27,8 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 class Stages:
     """Schedule of two-stage training: first only the generator learns, then only the discriminator.
 
-    The discriminator begins as a copy of the generator. Call `enter` before every step. For a run without two-stage
-    training it does nothing.
+    When the second stage begins, the discriminator becomes a copy of the generator. Call `enter` before every step.
+    For a run without two-stage training it does nothing.
     """
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
@@ -51,7 +52,8 @@ class Stages:
             step: number of the step that is about to run, from 0.
 
         Returns:
-            True if the second stage begins at `step`: the loss is another one from now on.
+            True if the second stage begins at `step`. The loss is then another function, so do not compare it with
+                losses of earlier steps.
         """
         is_two_stage = self._first_steps > 0
         if not is_two_stage:
@@ -66,7 +68,7 @@ class Stages:
         return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for the other tower's.
+        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for those of the other tower.
 
         `Engine.step` multiplies the learning rate of a group by its `lr_scale`.
 
@@ -111,7 +113,7 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
-    """Return the name of the discriminator's parameter that a parameter of the generator is copied to.
+    """Return the name of the discriminator's parameter that receives the values of a generator's parameter.
 
     For example, "towers.generator.layers.0.expand.bias" gives "towers.discriminator.layers.0.expand.bias". None for a
     parameter that is not copied.
@@ -125,8 +127,8 @@ def _copy_name(name: str) -> str | None:
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
     """Return the fp32 master of a whole parameter, 1-D, on every rank. Collective.
 
-    Every element is owned by exactly one rank and is zero on the others, so that the sum over all ranks is the master
-    itself, bit for bit.
+    Each rank contributes the elements that it owns, and zeros for all others. Every element has exactly one owner, so
+    the sum over the ranks is the master itself, bit for bit.
 
     Args:
         fragment: the elements of the parameter that this rank owns; None if it owns none.

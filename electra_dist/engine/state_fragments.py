@@ -1,8 +1,8 @@
 """Locate each rank's share of the training state as named ranges ("fragments"), at every ZeRO stage.
 
-Guarantee: over all ranks the fragments cover every element of every parameter exactly once, with its fp32 master and
-both moments as writable 1-D views. Saving copies out of the views; loading copies into them and calls `publish`.
-Fragments do not depend on the number of ranks that a checkpoint was written with, so any number may load it.
+Guarantee: over all ranks the owned fragments cover every element of every parameter exactly once, with its fp32 master
+and both moments as writable 1-D views. Saving copies out of the views; loading copies into them and calls `publish`. A
+loading rank asks for elements of parameters and not for files, so any number of ranks may load a checkpoint.
 
 How: through the partition maps that DeepSpeed's own universal checkpoint uses: `param._hp_mapping` at stages 1 and 2
 and for BF16_Optimizer, `grad_position` at stage 3. At stage 0 every rank holds all; the ranks share the writing.
@@ -97,8 +97,8 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
     Args:
         module: the module under the engine.
         optimizer: the optimizer that deepspeed.initialize returned.
-        share: at ZeRO stage 0, the number of the part that is returned of each parameter.
-        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into.
+        share: at ZeRO stage 0, which part of each parameter is returned, from 0; unused at the other stages.
+        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into; unused at the other stages.
 
     Raises:
         RuntimeError: the layout of DeepSpeed's state is unknown, or a tensor of it is not fp32.
@@ -146,8 +146,8 @@ def publish(optimizer: Any) -> None:
 def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Copy the fp32 masters of ZeRO stage 3 to the partitioned parameters. Collective.
 
-    Small parameters, which DeepSpeed keeps gathered on every rank ("persistent"), are partitioned first and gathered
-    again at the end, because their gathered copies hold the old values.
+    DeepSpeed keeps small parameters ("persistent" ones) gathered on every rank, so their gathered copies hold the old
+    values. They are partitioned first and gathered again at the end.
     """
     persistent = optimizer.persistent_parameters
     if persistent:
@@ -168,9 +168,10 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return the aliases of shared parameters: each alias with the name under which the parameter is stored.
+    """Return a dict from each alias of a shared parameter to the name under which the parameter is stored.
 
-    The stored name is the first one in the module's order. Parameters with one name only are left out.
+    A parameter is shared if the module has it under several names; the first one in the module's order is the stored
+    name. Parameters with one name only are left out.
     """
     stored_names: dict[int, str] = {}
     aliases = {}
@@ -199,8 +200,8 @@ def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: in
     Args:
         module: the module under the engine.
         optimizer: the optimizer that deepspeed.initialize returned; its class identifies the layout.
-        share: at ZeRO stage 0, the number of the part that is yielded of each parameter.
-        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into.
+        share: at ZeRO stage 0, which part of each parameter is yielded, from 0; unused at the other stages.
+        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into; unused at the other stages.
 
     Raises:
         RuntimeError: the layout of DeepSpeed's state is unknown.
@@ -227,15 +228,19 @@ def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: in
 def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
     """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2.
 
-    DeepSpeed records the place of each parameter in this rank's flat partitions in `parameter._hp_mapping`, which is
-    None for a parameter that lies wholly on other ranks.
+    At these stages a rank keeps one flat fp32 tensor for each parameter group. DeepSpeed records in
+    `parameter._hp_mapping` which elements of a parameter are in it, and where; it is None if all are on other ranks.
 
     Args:
         flat_partitions: this rank's fp32 partition of each parameter group, 1-D.
     """
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks."""
+        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks.
+
+        Raises:
+            RuntimeError: the parameter has no `_hp_mapping`, as with another version of DeepSpeed.
+        """
         if not hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(
                 f"DeepSpeed has not linked parameter {name} to its fp32 partition; install "

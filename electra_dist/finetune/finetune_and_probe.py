@@ -1,16 +1,18 @@
 """Fine-tunes and probes an encoder: one result per task and seed, appended to a file so that a run can resume.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
-`run_all` appends every finished result to results.jsonl and syncs the file before the next seed starts. A result that
-is already there under the same identity (weights, vocabulary, data, settings) is not computed again. A seed that was
-interrupted starts again from its beginning.
+`run_all` appends every finished result to results.jsonl and syncs the file before it starts with the next seed. If the
+file already has a result with the same task, seed and identity (a digest of weights, vocabulary, data and settings),
+that result is used and not computed again. If fine-tuning is interrupted, the seed in progress starts again from its
+first step.
 
-How: `finetune_task` trains a copy of the encoder with a new head. `probe_task` freezes the encoder: it computes
-[state of CLS ; mean of the states] of every example once, and fits a linear model (logistic regression or ridge) to
-these features. The penalty is chosen by the task's metric on a fixed tenth of the training data. A probe has nothing
-random in it, so it has one result and no seeds.
+How: `finetune_task` trains a copy of the encoder with a new head. `probe_task` freezes the encoder: it computes [state
+of CLS ; mean of the states] of every example once, and fits a linear model (logistic regression or ridge) to these
+features. The strength of the model's L2 penalty is the one with the best metric on a fixed tenth of the training data,
+which is held out for this choice. A probe has nothing random in it, so a task has one result, not one per seed.
 
-Limits: SQuAD has no linear probe. A probe of MNLI keeps 400,000 x 2H floats in memory.
+Limits: SQuAD has no linear probe. A probe of MNLI keeps 400,000 x 2H floats in memory, where H is the encoder's hidden
+size.
 """
 
 from __future__ import annotations
@@ -49,18 +51,19 @@ def finetune_task(
     device: torch.device,
     progress: Progress = quiet,
 ) -> Result:
-    """Fine-tune a copy of `encoder` on `task` and score it on the development data.
+    """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
     Args:
         encoder: the pretrained weights; they are not changed.
         task: the data, the kind of head and the metrics.
         settings: settings of the training.
-        seed: seed of the head's weights, the order of the rows and the dropout.
+        seed: determines the head's initial weights, the order of the training rows and the dropout.
         device: where the model is trained.
-        progress: called during training and prediction.
+        progress: called with (activity, parts done, parts in total) during training and prediction.
 
     Returns:
-        The result. If the loss diverged, its score is None and `failure` describes the reason; no error is raised.
+        The result. If the loss became NaN or infinite, no error is raised: the result's score is None, and its field
+        `failure` describes the reason.
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
@@ -96,16 +99,17 @@ def finetune_task(
 def probe_task(
     encoder: Pretrained, task: Task, settings: FinetuneConfig, device: torch.device, progress: Progress = quiet
 ) -> Result:
-    """Score a linear model on the frozen states of `encoder`, as a measure of what they contain without fine-tuning.
+    """Train a linear model on the frozen states of `encoder`, and score it on the development data.
 
-    The model is fitted to the features of the training examples (see `pooled`) and scored on the development data.
+    The score measures what the states contain without fine-tuning. The features of an example are the state of [CLS]
+    and the mean of the states of its tokens (see `pooled`).
 
     Args:
         encoder: the pretrained weights; they are not changed.
         task: a task on texts; SQuAD has no linear probe.
-        settings: `max_length` and `both_orders` are used, the rest is not.
+        settings: only `max_length` and `both_orders` (whether symmetric pairs are used in both orders) have an effect.
         device: where the encoder runs; the linear model is fitted on the host.
-        progress: called while the encoder computes the features.
+        progress: called with ("predict", rows done, rows in total) while the encoder computes the features.
 
     Raises:
         UserError: `task` has no linear probe.
@@ -150,18 +154,20 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, hidden_size: int, ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the features of N examples for a probe (see `pooled`), fp32 [N, 2 * hidden_size].
+    """Return the inputs of a probe's linear model for N examples, fp32 [N, 2 * hidden_size].
+
+    The features of an example are the state of [CLS] and the mean of the states of its tokens (see `pooled`).
 
     Args:
         backbone: the encoder on `device`, in evaluation mode.
         hidden_size: width of the encoder's states.
         ids: N rows of token ids without padding.
         device: where the encoder runs; the features are on the host.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", rows done, rows in total).
     """
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the features of one padded batch, [B, 2H]."""
+        """Return the features of one padded batch, [B, 2H]: state of [CLS] and mean state of each row."""
         return pooled(backbone, ids_BS)
 
     feature_NF = np.zeros((len(ids), 2 * hidden_size), np.float32)
@@ -172,11 +178,12 @@ def _probe_features(
 
 
 def pooled(backbone: Backbone, ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return the features of a probe, fp32 [B, 2H]: the state of [CLS], then the mean of the states of all tokens.
+    """Return the inputs of a probe's linear model: the state of [CLS], then the mean of the states, fp32 [B, 2H].
 
     Args:
         backbone: the encoder, of hidden width H, in evaluation mode.
-        ids_BS: token ids of B rows, int64; padding is left out of the mean.
+        ids_BS: token ids of B rows, int64. The mean is over all tokens of a row, [CLS] and [SEP] included, without
+            padding.
     """
     state_BSH = backbone(ids_BS).float()
     cls_state_BH = state_BSH[:, 0]
@@ -188,7 +195,8 @@ def pooled(backbone: Backbone, ids_BS: torch.Tensor) -> torch.Tensor:
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
     """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits.
 
-    Two results with the same seed and the same identity are interchangeable, so the second one is not computed.
+    Two results with the same seed and the same identity are interchangeable, so `run_all` computes only the first one
+    and reads it from results.jsonl afterwards.
 
     Args:
         encoder: its weights and its vocabulary are part of the identity.
@@ -220,7 +228,8 @@ def run_all(
 ) -> list[Result]:
     """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
 
-    Interrupted at any point, the same call resumes: finished seeds are read from the file, the others are computed.
+    After an interrupt, the same call resumes: the results of finished seeds are read from the file, the others are
+    computed. A seed that was interrupted starts again from its first step.
 
     Args:
         encoder: the pretrained weights to fine-tune or to probe.
@@ -229,7 +238,7 @@ def run_all(
         output: folder of results.jsonl; created if missing.
         device: where the models run.
         probe: fit a linear model to frozen states instead of fine-tuning.
-        progress: called during training and prediction.
+        progress: called with (activity, parts done, parts in total) during training and prediction.
         note: called with one line of text for each result, and for each remark about a task's data, such as the number
             of lines that were left out.
 
@@ -270,9 +279,10 @@ def run_all(
 
 
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl, and return (task, seed, identity) -> result; empty if there is no file.
+    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file.
 
-    If two lines have the same key, the later one is returned. The identity is a digest of weights, data and settings.
+    The identity is a digest of weights, data and settings. If two lines agree in task, seed and identity, the later
+    one is returned. A last line without newline, from an interrupted write, is ignored.
     """
     results = [Result.from_record(record) for record in read_records(file)]
     return {(result.task, result.seed, result.identity): result for result in results}
@@ -282,8 +292,9 @@ def _result_line(result: Result, origin: str) -> str:
     """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)".
 
     Args:
-        result: the result; the line of a probe has no seed, that of a failed seed ends with the reason.
-        origin: how the result was obtained: the time that it took, or "already there".
+        result: the result. The line of a probe shows no seed; the line of a failed result ends with the reason.
+        origin: how the result was obtained: the time that it took, or "already there" if it was read from
+            results.jsonl.
     """
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"

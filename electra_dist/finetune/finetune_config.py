@@ -115,12 +115,14 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
 
     Args:
         task: name of the task on the command line, such as `squad1` or `rte`.
-        width: hidden size of the encoder, in features; from 1024 on, the settings for Large are used.
-        max_positions: rows of the model's position table, the upper bound of `max_length` in tokens.
+        width: hidden size of the encoder, in features; for 1024 or more, the settings for Large are used.
+        max_positions: rows of the model's position table. The default of `max_length`, in tokens, is lowered to it; a
+            larger override is an error.
         overrides: `key=value` texts from `--set`; values are parsed as YAML.
 
     Raises:
-        UserError: an unknown key, a value that is not valid, or a `max_length` above `max_positions`.
+        UserError: an override has an unknown key or a value that is not valid, or sets `max_length` above
+            `max_positions`.
     """
     values = _reference_values(task, width, max_positions)
     for text in overrides:
@@ -144,11 +146,12 @@ def _reference_values(task: str, width: int, max_positions: int) -> dict[str, An
 
     Args:
         task: name of the task on the command line, such as `squad1` or `rte`.
-        width: hidden size of the encoder, in features.
-        max_positions: rows of the model's position table, an upper bound of `max_length` in tokens.
+        width: hidden size of the encoder, in features; 1024 or more counts as Large.
+        max_positions: rows of the model's position table; `max_length`, in tokens, is lowered to it if it would be
+            more.
 
     Returns:
-        Field of `FinetuneConfig` -> value; fields that are not there keep their defaults.
+        Field of `FinetuneConfig` -> value. Fields that the mapping lacks keep their defaults, which are those of Base.
     """
     values: dict[str, Any] = {}
     if width >= LARGE_WIDTH:

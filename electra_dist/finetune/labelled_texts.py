@@ -1,9 +1,9 @@
 """Reads examples (texts and labels) from TSV and JSONL files, and encodes them as token ids.
 
-Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped. A
-column is given by its name in the header, or by its number in a file without a header (CoLA). Lines with too few
-columns (QQP has some) are left out and counted, as in the reference. Pairs that are too long lose the last token of
-the longer text until they fit, as in BERT.
+Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped.
+Callers name a column by its title in the header, or by its index, from 0, if the file has no header (CoLA). Lines with
+too few columns (QQP has some) are left out and counted; google-research/electra leaves them out, too. A pair of texts
+that is too long loses the last token of its longer text, again and again, until it fits, as in BERT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Column = str | int  # name in the header of a file, or index (from 0) in a file 
 
 
 class Texts(NamedTuple):
-    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers."""
+    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers.
+
+    It also records the file's path and sha256, and how many lines were left out because they have too few columns.
+    """
 
     a: list[str]
     b: list[str] | None  # None for a task on single texts
@@ -35,9 +38,10 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """Return a random sample of `size` examples, always the same ones, in the order of the file.
+        """Return a random sample of `size` examples, in the order of the file.
 
-        If there are no more than `size` examples, all are returned.
+        The random seed is fixed, so the same file and size always give the same sample. If there are no more than
+        `size` examples, all are returned.
         """
         num_examples = len(self.a)
         if size >= num_examples:
@@ -53,10 +57,10 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """Return the first of `places` that is a file.
+    """Return the first of `places`, paths at which a file may be, that is an existing file.
 
     Raises:
-        UserError: none of them is; the message lists all.
+        UserError: there is no file at any of them; the message lists all.
     """
     for place in places:
         if place.is_file():
@@ -74,10 +78,12 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
     """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
 
     Args:
-        file: UTF-8 text; blank lines are ignored.
-        text_a: column of the first text.
-        text_b: column of the second text; None for a task on single texts.
-        label: column of the label.
+        file: UTF-8 text; blank lines are ignored. Lines of a TSV file with too few columns are left out and counted in
+            `skipped` of the result.
+        text_a: column of the first text: its title in the header or key in the JSON objects, or its index, from 0, in
+            a TSV file without header.
+        text_b: column of the second text, of the same kind; None for a task on single texts.
+        label: column of the label, of the same kind.
 
     Raises:
         UserError: the file is not UTF-8, has no examples, a column is missing, or a line is not a JSON object.
@@ -114,14 +120,15 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
 def encode_texts(
     a: Sequence[str], b: Sequence[str] | None, tokenizer: WordPieceTokenizer, special: SpecialIds, max_length: int
 ) -> list[list[int]]:
-    """Encode each example as `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`.
+    """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
 
     Args:
         a: first texts.
         b: second texts, as many as in `a`; None for single texts. An empty second text is left out with its [SEP].
         tokenizer: the model's tokenizer.
         special: ids of [CLS] and [SEP].
-        max_length: longest row in tokens, with the special tokens; longer examples are truncated.
+        max_length: longest row in tokens, with the special tokens. A longer single text is cut at its end; a longer
+            pair loses the last token of its longer text, again and again, until it fits.
     """
     all_first_ids = tokenizer.encode(a)
     if b is None:
@@ -159,15 +166,17 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split the lines of a TSV file at tabs, and select columns.
+    """Split the lines of a TSV file at tabs, without any quoting rules, and select columns.
 
     Args:
         file: the file, for messages.
         lines: (line number, text) of all lines that are not blank.
-        columns: all of them names in the header, which is the first line; or all of them indices, without a header.
+        columns: either all are titles of columns, and the first line is the header; or all are indices from 0, and the
+            file has no header.
 
     Returns:
-        (line number, cells of the columns) for each line after the header. The cells are None for a line with too few.
+        (line number, cells of the columns) for each line except the header. The cells are None for a line that lacks
+        one of the columns.
 
     Raises:
         UserError: the header lacks a column.
@@ -191,7 +200,9 @@ def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Co
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index of each of the named `columns` in the header of a TSV file.
+    """Return the index, from 0, of each of the named `columns` in the header of a TSV file.
+
+    Spaces around the titles in the header are ignored. If a title occurs twice, its first column counts.
 
     Raises:
         UserError: the header lacks a column.
@@ -207,15 +218,16 @@ def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> 
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse the lines of a JSONL file as JSON objects, and select keys.
+    """Parse each line of a JSONL file as a JSON object, and select the values of some keys.
 
     Args:
         file: the file, for messages.
         lines: (line number, text) of all lines that are not blank.
-        columns: the keys.
+        columns: the keys to select.
 
     Returns:
-        (line number, values of the keys) for each line; values that are not strings are converted with `str`.
+        (line number, values of the keys) for each line, in the order of `columns`. Values that are not strings, such
+        as numeric labels, are converted with `str`.
 
     Raises:
         UserError: a line is not a JSON object, or lacks a key.

@@ -1,16 +1,16 @@
 """Builds the optimizer and the schedule of fine-tuning: AdamW with one learning rate per layer.
 
-Guarantee: let L be the number of layers, d the layer_decay, and depth 0 for the embeddings and their projection,
-i + 1 for layer i, and L + 2 for the head. The peak learning rate of a parameter is lr * d ** (L + 2 - depth). No
-parameter has depth L + 1, which the reference reserves for a pooler that it no longer has, so the top layer gets
-d ** 2. With `lr_decay_quirk: false` everything below the head moves up by one: lr * d ** (L + 1 - depth), which is d
-for the top layer and d ** (L + 1) for the embeddings.
+Guarantee: the head learns at the peak rate lr, and lower layers learn more slowly. Let L be the number of layers and d
+the setting `layer_decay`. Layer i, counted from 0 at the bottom, has the peak rate lr * d ** (L + 1 - i), so the top
+layer has lr * d ** 2. The embeddings and their projection have lr * d ** (L + 2). The top layer is two factors d below
+the head because the reference counts a pooler between them, which does not exist. With `lr_decay_quirk: false` this
+factor is dropped: the top layer has lr * d, and the embeddings have lr * d ** (L + 1).
 
-The schedule multiplies every peak by (1 - t / T) * min(1, t / (warmup_fraction * T)) for update t of T, counted from
-0. The first update therefore has a learning rate of 0 if there is a warm-up.
+The schedule multiplies every peak rate by (1 - t / T) * min(1, t / (warmup_fraction * T)), where t is the number of
+finished updates and T is their total. With a warm-up, the first update (t = 0) therefore has a learning rate of 0.
 
 Source: google-research/electra, model/optimization.py (`_get_layer_lrs`), issues 51 and 64. AdamW without bias
-correction is the optimizer of pretraining (`engine/optimizer.py`).
+correction is the optimizer of pretraining (`engine/adamw.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")
 
 
 def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
-    """Return the highest learning rate that a parameter reaches: that of the head is lr, lower layers have less.
+    """Return the highest learning rate that a parameter reaches during fine-tuning.
 
-    Each layer has `layer_decay` times the rate of the layer above it, and the embeddings that of a layer below the
-    first one. The top layer is two steps below the head (`lr_decay_quirk`), or one.
+    The head has the setting `lr`. With L layers and the factor d = `layer_decay`, layer i (0 is the lowest) has lr * d
+    ** (L + 1 - i), and the embeddings have lr * d ** (L + 2). The top layer thus has lr * d ** 2: the reference counts
+    a pooler, which does not exist, below the head. If `lr_decay_quirk` is false, all these exponents are lower by 1.
 
     Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
 
@@ -57,8 +58,8 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
     """Return the factor by which one update multiplies every peak learning rate: linear warm-up, linear decay to 0.
 
-    The decay runs over all updates, also during the warm-up, so the factor stays below 1. It is 0 for the first update
-    if there is a warm-up.
+    The factor is (1 - step / num_steps) * min(1, step / (warmup_fraction * num_steps)). The decay also runs during the
+    warm-up, so the peak rates themselves are never reached. With a warm-up, the first update has the factor 0.
 
     Args:
         step: number of finished updates, from 0 to num_steps - 1.
@@ -73,9 +74,9 @@ def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
 def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig) -> ForeachAdamW:
     """Build an AdamW optimizer whose learning rates decrease from the head down to the embeddings; see `peak_lr`.
 
-    There is one parameter group per peak learning rate and weight decay. A group stores its peak as `peak_lr` and
-    starts with a learning rate of 0: call `set_step` before every update. Biases and LayerNorm weights have no weight
-    decay.
+    Parameters with the same peak learning rate and the same weight decay form a parameter group, which stores its peak
+    as `peak_lr`. All groups start with a learning rate of 0: call `set_step` before every update, or nothing is
+    learnt. Biases and LayerNorm weights have no weight decay.
 
     Args:
         model: a `TaskModel`, whose parameter names decide their learning rates.
@@ -106,7 +107,8 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
     """Set the learning rate of every parameter group for the next update.
 
-    It becomes `factor` (see `schedule`) times the group's entry `peak_lr`, which `layerwise_adamw` has stored.
+    The new rate is `factor`, the result of `schedule` for this update, times the group's peak learning rate, which
+    `layerwise_adamw` has stored in the group as `peak_lr`.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

@@ -1,16 +1,16 @@
 """Measures minimal-pair accuracy: how often a model prefers the grammatical sentence of a pair.
 
-The pairs are those of `number_agreement.py`.
+The pairs are those of `number_agreement.py`, such as "the boy is tired" and "the boy are tired".
 
-How: the score of a sentence depends on the pretraining head of the encoder.
+How: the score of a sentence depends on the head with which the encoder was pretrained.
 - A discriminator: minus its logit for "replaced" at the word that differs.
-- A masked language model: the pseudo-log-likelihood of the sentence, which is the sum over its words of
-  log p(word | all other words), each word masked in turn.
-- A large tower that predicts tokens but was never trained on [MASK] (Replace MLM, All-Tokens MLM):
-  log p(the original is this word | the sentence as it stands) at the word that differs; a copy gate is included if the
-  head has one.
-The grammatical sentence must score strictly higher; a tie counts as a miss. Nothing is trained, so the result
-describes the model as it came from pretraining. Chance is 50 %.
+- A masked language model: the pseudo-log-likelihood of the sentence, which is the sum over its words of log p(word |
+  all other words), each word masked in turn.
+- A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
+  MLM and All-Tokens MLM): log p(this word is the original one | the unmasked sentence) at the word that differs.
+  All-Tokens MLM has a copy gate, the predicted probability that a token was not replaced, which is part of p. The
+  grammatical sentence must score strictly higher; a tie counts as a miss. Nothing is trained, so the result describes
+  the model as it came from pretraining. Chance is 50 %.
 
 Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator and some 17,000 for an MLM.
 
@@ -35,7 +35,11 @@ ALL = "all"  # name of the score over all phenomena
 
 
 class PairScore(NamedTuple):
-    """Accuracy on the pairs of one phenomenon, or of all phenomena (`ALL`), as a fraction."""
+    """Accuracy on the pairs of one phenomenon, or of all phenomena (`ALL`), as a fraction.
+
+    A phenomenon is a kind of number agreement, such as "subject-verb". The accuracy is the share of pairs whose
+    grammatical sentence has the higher score; `example` shows one pair.
+    """
 
     phenomenon: str
     pairs: int  # number of pairs
@@ -52,17 +56,18 @@ def score_minimal_pairs(
     boy is tired" and "the boy are tired". The score is the share of pairs whose grammatical sentence scores higher.
 
     Args:
-        encoder: the model with its vocabulary; its head and `reads_masks` decide how a sentence is scored.
-        num_pairs: pairs requested for each phenomenon; a small vocabulary may give fewer.
+        encoder: the model with its vocabulary; the score of a sentence depends on the kind of its head and on
+            `reads_masks`, which is true if it was trained on text with [MASK].
+        num_pairs: pairs requested for each phenomenon (kind of agreement); a small vocabulary may give fewer.
         device: where the model runs.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", rows done, rows in total).
         seed: seed of the pairs.
 
     Returns:
         One score for each phenomenon with at least one pair, then one for all pairs together, named `ALL`.
 
     Raises:
-        UserError: the model has no pretraining head, or its vocabulary has no pairs.
+        UserError: the model has no pretraining head, or its vocabulary lacks the words to form any pair.
     """
     pairs_of = make_pairs(encoder.vocabulary.ids, num_pairs, seed)  # phenomenon -> its pairs
     all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
@@ -98,7 +103,9 @@ def _sentence_scores(
     """Return a score for each sentence, fp32 [2 * pairs]; a higher score means a more natural sentence.
 
     The order is: grammatical sentence of the first pair, its ungrammatical one, then those of the second pair, and so
-    on. The kind of score depends on what the model was pretrained to do.
+    on. A discriminator gives minus its logit of "replaced" at the word that differs. A masked language model gives the
+    pseudo-log-likelihood of the sentence. A model that restores replaced tokens without [MASK] gives the
+    log-probability that the word that differs is the original one. Scores of different kinds are not comparable.
     """
     special = encoder.special
     id_of = encoder.vocabulary.ids
@@ -123,16 +130,16 @@ def _sentence_scores(
 def replaced_logits(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the discriminator's logit at one position of each row, fp32 [N].
+    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N].
 
-    It is positive if the discriminator takes the token at this position for a replaced one.
+    A positive logit means that the discriminator takes the token at this position for a replaced one.
 
     Args:
         encoder: a model with a discriminator head.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
         positions: for each row, the index of the token in question.
         device: where the model runs.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", rows done, rows in total).
 
     Raises:
         UserError: the model has no discriminator head.
@@ -153,18 +160,18 @@ def replaced_logits(
 def kept_log_probs(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return for one position of each row log p(the token there is the original one), natural logarithm, fp32 [N].
+    """Return the log-probability that the token at one position of each row is the original one, fp32 [N].
 
-    The sentence is read unmasked. If the head has a copy gate, as in All-Tokens MLM, the original token is either a
-    copy of the token that is read, with probability c, or drawn from the predicted distribution p:
-    p(original = token) = c + (1 - c) * p(token).
+    The model reads the row without [MASK] and predicts a distribution p of the original token; logarithms are natural.
+    Without a copy gate the result is log p(token). A head with a copy gate (All-Tokens MLM) also predicts the
+    probability c that the token was not replaced. The result is then log(c + (1 - c) * p(token)).
 
     Args:
         encoder: a model with a head that predicts tokens.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
         positions: for each row, the index of the token in question.
         device: where the model runs.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", rows done, rows in total).
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -174,7 +181,7 @@ def kept_log_probs(
     backbone = encoder.backbone().to(device).eval()
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return log p(the original token is the one that is read) of every token of a batch, fp32 [B, S]."""
+        """Return for every token of a batch the log-probability that it is the original one, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
         logp_BSV = token_log_probs(state_BSH)
         logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
@@ -189,7 +196,10 @@ def kept_log_probs(
 
 
 class _MaskedToken(NamedTuple):
-    """Place of a token that is masked in a copy of its row, and the id that the model has to predict."""
+    """Token that is masked in a copy of its row: number of the row, index in the row, and original id.
+
+    The model reads the copy and has to predict the original id.
+    """
 
     row: int  # number of the row
     position: int  # index of the token in the row
@@ -202,8 +212,8 @@ def pseudo_log_likelihood(
     """Return the pseudo-log-likelihood of each row, natural logarithm, fp32 [N].
 
     It is the sum of log p(token | all other tokens) over the tokens between the first ([CLS]) and the last ([SEP]).
-    Each of these tokens is masked in a copy of the row, so the model reads as many rows as there are tokens. Rows must
-    be single sentences: a masked [SEP] inside a row would change its token types.
+    Each of these tokens is masked in a copy of its row, so the model reads one copy per token. Rows must be single
+    sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
 
     Source: Salazar et al., "Masked language model scoring", ACL 2020.
 
@@ -211,7 +221,7 @@ def pseudo_log_likelihood(
         encoder: a model with a head that predicts tokens.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
         device: where the model runs.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", copies done, copies in total).
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -243,7 +253,7 @@ def pseudo_log_likelihood(
 
 
 def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
-    """Return a copy of a row of ids with the id `mask` at one position."""
+    """Return a copy of a row of ids in which the id at `position` is replaced by `mask`, the id of [MASK]."""
     return [*row[:position], mask, *row[position + 1 :]]
 
 
@@ -251,8 +261,9 @@ def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[tor
     """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
 
     Returns:
-        A function from states [..., H] to fp32 log-probabilities of all tokens [..., V]: Dense(H -> E), GELU,
-            LayerNorm, then an output layer whose weight is the encoder's token table [V, E].
+        A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
+        E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
+        where E is the embedding width.
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -292,7 +303,7 @@ def _at_positions(
         ids: N rows of token ids without padding.
         positions: for each row, the index of the token whose value is returned.
         device: where `function` runs.
-        progress: called after each batch.
+        progress: called after each batch with ("predict", rows done, rows in total).
     """
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
@@ -304,8 +315,11 @@ def _at_positions(
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
     """Return the weights of the pretraining head on `device`, keyed by their names within the head.
 
+    The names `needed` are those that the caller's kind of head has, for example "out.weight" for a discriminator.
+
     Raises:
-        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another.
+        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another
+            kind of head.
     """
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]

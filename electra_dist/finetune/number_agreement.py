@@ -1,9 +1,10 @@
 """Generates sentence pairs that test number agreement in English, from templates.
 
-Guarantee: the two sentences of a pair have the same number of tokens and differ at one position, because every word
-is a single entry of the model's vocabulary; words outside the vocabulary are not used. The number (singular or
-plural) is drawn at random, so neither form of a word is the correct one more often. The pairs of a phenomenon are
-distinct, and are a function of the vocabulary, the requested number of pairs and the seed.
+Guarantee: the two sentences of a pair have the same number of tokens and differ at one position, because every word is
+a single entry of the model's vocabulary; words outside the vocabulary are not used. The number (singular or plural) is
+drawn at random, so neither form of a word is correct more often than the other. The pairs of a phenomenon (a kind of
+agreement, such as subject-verb) are distinct, and are a function of the vocabulary, the requested number of pairs and
+the seed.
 
 Limits: six phenomena, short sentences, common words. If a small vocabulary leaves too few words for a template, that
 phenomenon has fewer pairs than requested, or none.
@@ -47,7 +48,11 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a temp
 
 
 class Pair(NamedTuple):
-    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only."""
+    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only.
+
+    Each word is one token of the model, so both sentences have the same number of tokens. The phenomenon is the kind
+    of agreement that the pair tests.
+    """
 
     phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
     good: Words
@@ -55,7 +60,11 @@ class Pair(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Return the index, counted from 0, of the word that differs between the two sentences."""
+        """Return the index, counted from 0, of the word that differs between the two sentences.
+
+        Raises:
+            ValueError: the two sentences are equal, which is an error of a template.
+        """
         for index, (good_word, bad_word) in enumerate(zip(self.good, self.bad)):
             if good_word != bad_word:
                 return index
@@ -63,7 +72,11 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place."""
+    """Sentence with one open place, and the correct and the incorrect word for that place.
+
+    The frame holds the words of the sentence, with `_SLOT` at the open place; each of the two words makes one sentence
+    of a minimal pair.
+    """
 
     frame: Words
     good_word: str
@@ -71,7 +84,10 @@ class _Contrast(NamedTuple):
 
 
 class _NoWords(Exception):
-    """Error: the vocabulary contains none of the words from which a sentence template must choose."""
+    """Error: the vocabulary contains none of the words from which a sentence template must choose.
+
+    The caller then makes no further pairs from this template.
+    """
 
 
 class _WordSampler:
@@ -107,7 +123,7 @@ class _WordSampler:
         return self.choose((0, 1))
 
     def choose(self, options: Sequence[T]) -> T:
-        """Return one of `options`, each with equal probability, whether or not it is in the vocabulary.
+        """Return one of `options`, each with equal probability; they are not limited to the words of the vocabulary.
 
         Raises:
             _NoWords: `options` is empty.
@@ -120,7 +136,8 @@ class _WordSampler:
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject.
 
-    The incorrect word is the verb in the other number.
+    The word in brackets is the one that differs in the ungrammatical sentence, which has the verb in the other number
+    ("are").
     """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
@@ -134,8 +151,8 @@ def _subject_verb(sampler: _WordSampler) -> _Contrast:
 def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "the boy near the houses [is] tired.", where a noun of the other number misleads.
 
-    The verb agrees with its subject ("boy"), not with the noun just before it ("houses"). The incorrect word is the
-    verb in the other number.
+    The verb agrees with its subject ("boy"), not with the noun just before it ("houses"). The word in brackets is the
+    one that differs in the ungrammatical sentence, which has the verb in the other number ("are").
     """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
@@ -151,7 +168,8 @@ def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "the boy who saw the houses [has] come.", with a clause between subject and verb.
 
     The verb agrees with its subject ("boy"), not with the noun of the clause ("houses"), which has the other number.
-    The incorrect word is the verb in the other number.
+    The word in brackets is the one that differs in the ungrammatical sentence, which has the verb in the other number
+    ("have").
     """
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
@@ -165,7 +183,9 @@ def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
 def _determiner_noun(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "the teacher saw this [house].", where the noun agrees with its determiner.
 
-    The incorrect word is the noun in the other number. The number of the person is drawn separately and is irrelevant.
+    The word in brackets is the one that differs in the ungrammatical sentence, which has the noun in the other number
+    ("houses"). The subject ("teacher") is singular or plural at random; its number does not matter, because the verb
+    is in the past tense.
     """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -179,7 +199,8 @@ def _determiner_noun(sampler: _WordSampler) -> _Contrast:
 def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "they saw many [houses] near the river.", where the noun agrees with its quantifier.
 
-    The incorrect word is the noun in the other number.
+    The word in brackets is the one that differs in the ungrammatical sentence, which has the noun in the other number
+    ("house").
     """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -194,7 +215,8 @@ def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
 def _demonstrative(sampler: _WordSampler) -> _Contrast:
     """Draw a sentence such as "[these] old houses are small.", where the determiner agrees with noun and verb.
 
-    The incorrect word is the determiner in the other number.
+    The word in brackets is the one that differs in the ungrammatical sentence, which has the determiner in the other
+    number ("this").
     """
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -217,7 +239,9 @@ TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
 
 
 def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dict[str, list[Pair]]:
-    """Generate distinct sentence pairs for every phenomenon of number agreement in `TEMPLATES`.
+    """Generate distinct sentence pairs for every phenomenon (kind of number agreement) in `TEMPLATES`.
+
+    A pair is a grammatical and an ungrammatical sentence that differ in one word.
 
     Args:
         vocabulary: the words that sentences may use; each must be one token of the model.
@@ -238,8 +262,8 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
     """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws.
 
-    The draws are repeated, because some give a pair that is there already, but at most 50 times per requested pair.
-    There are fewer pairs, perhaps none, if the vocabulary has too few words for the phenomenon's template.
+    A draw may repeat an earlier pair, which is then ignored, so the function makes up to 50 draws per requested pair.
+    It returns fewer pairs, perhaps none, if the vocabulary has too few words for the phenomenon's template.
 
     Args:
         phenomenon: a key of `TEMPLATES`.
@@ -265,5 +289,5 @@ def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, see
 
 
 def _fill_slot(frame: Words, word: str) -> Words:
-    """Return the words of the sentence `frame` with `word` in its open place, which `_SLOT` marks."""
+    """Return the words of the sentence `frame` with `word` at its open place, the element equal to `_SLOT`."""
     return tuple(word if frame_word == _SLOT else frame_word for frame_word in frame)

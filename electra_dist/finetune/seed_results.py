@@ -1,8 +1,8 @@
 """Defines the result of one seed of one task, and summarizes results over seeds.
 
-Guarantee: a seed counts as failed if its loss diverged or if all its predictions are equal, and is listed with the
-reason. The score of a degenerate seed (all predictions equal) stays in the median, because a user who trains once may
-get it. A diverged seed has no score.
+Guarantee: fine-tuning with one seed counts as failed if its loss became NaN or infinite (diverged) or if all
+predictions of the trained model are equal (degenerate); results list such a seed with the reason. The score of a
+degenerate seed stays in the median, because a user who trains once may get it. A diverged seed has no score.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl."""
+    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl.
+
+    `score` is the value of `metric` among `metrics`, and None if the loss diverged. `identity` is a digest of weights,
+    data and settings: only results of one task with equal identities may be compared over seeds.
+    """
 
     task: str
     seed: int  # 0 for a probe, which has no seeds
@@ -39,18 +43,25 @@ class Result:
         """Build the result from a parsed line of results.jsonl, whose keys are the field names.
 
         Raises:
-            TypeError: a key is missing or unknown, as in a line that another version has written.
+            TypeError: a key is missing or unknown, for example because another version of the package wrote the line.
         """
         return cls(**record)
 
     def numbers(self) -> dict[str, Any]:
-        """Return all fields except `seconds`, the only one that differs when the same seed is computed again."""
+        """Return all fields except `seconds`, for the comparison of two results of the same seed.
+
+        The computing time is the only field that differs when the same seed is computed again on the same machine.
+        """
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedSummary:
-    """Summary of one task over its seeds; `median`, `low` and `high` are None if every seed diverged."""
+    """Summary of the results of one task over its seeds: median, lowest and highest score, and failed seeds.
+
+    Diverged seeds have no score and are left out of these numbers, which are None if every seed diverged. A probe,
+    which has nothing random in it, has the single seed 0.
+    """
 
     task: str
     mode: str  # "finetune" or "probe"
@@ -65,7 +76,10 @@ class SeedSummary:
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """Summarize the results of one task over its seeds.
+    """Summarize the results of one task over its seeds by their median, lowest and highest score.
+
+    Seeds whose loss diverged have no score and are left out of these numbers, which are None if all diverged; they are
+    listed in `failed` with the reason.
 
     Args:
         results: at least one result, all of the same task and mode, in any order.
@@ -89,7 +103,7 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
 def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
     """Return metric -> median over the seeds that have it; a diverged seed has no metrics.
 
-    `results` are those of one task. The metrics are in the order in which the first good seed has them.
+    `results` are those of one task. The order of the metrics is that of the first result that has any.
     """
     values_of: dict[str, list[float]] = {}
     for result in results:
@@ -99,9 +113,10 @@ def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
-    """Return the GLUE average, a fraction: the mean over the paper's eight tasks of the median over seeds.
+    """Return the GLUE average, a fraction: the mean of the median scores of eight tasks.
 
-    It is None if one of the eight tasks (`GLUE_AVERAGE`) is missing or has no score. Other tasks are ignored.
+    These are the tasks in the tables of the ELECTRA paper (`GLUE_AVERAGE`), all of GLUE except WNLI. The result is
+    None if one of them is missing or has no score. Other tasks are ignored.
     """
     median_of = {summary.task: summary.median for summary in summaries}
     medians = []
@@ -116,8 +131,8 @@ def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
 def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
     """Return the summaries as a table for the terminal: one row per task, scores in per cent.
 
-    The row lists the failed seeds by their numbers, and the medians of the metrics other than the task's score. A last
-    row shows the GLUE average if all eight tasks of the paper's tables are there.
+    A row shows the median, lowest and highest score over the seeds, the failed seeds, and the medians of the task's
+    other metrics. If all eight tasks of the GLUE average are among the summaries, a last row shows the average.
     """
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for summary in summaries:
@@ -142,9 +157,9 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
 
 
 def percent(summary: SeedSummary, value: float | None) -> str:
-    """Format a score in per cent with one decimal, "-" for None.
+    """Format a score in per cent with one decimal, as in "66.4"; None gives "-".
 
-    Scores are fractions and are multiplied by 100, except those of SQuAD, which are per cent already.
+    The metrics of SQuAD are per cent already; those of all other tasks are fractions and are multiplied by 100.
     """
     if value is None:
         return "-"

@@ -1,23 +1,24 @@
 """Defines task heads on an encoder, with their losses, as in the reference implementation.
 
 Classification and regression: the state of [CLS], dropout, Dense(H -> N). With `head: dense`, Dense(H -> H), GELU and
-dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to
-[0, 1].
+dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to [0,
+1].
 
 SQuAD has three outputs:
-- start = Dense(H -> 1) over all states. Positions outside the passage are lowered by 1000, except [CLS]: in a window
-  without the answer, both start and end point at [CLS].
-- end = Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true one
-  in training and each one of the beam in prediction.
-- answerability = Dense(2H -> W), GELU, Dense(W -> 1) over [state of CLS ; mean of the states weighted by
-  softmax(start)], positive for "no answer".
-The loss is (start + end) / 2 + answerable_weight * BCE.
+- Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
+  of [CLS], the target of both start and end in a window without the answer.
+- End logits: Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true
+  one in training, and each of the K most probable ones (the beam) in prediction.
+- No-answer logit: Dense(2H -> W), GELU, Dense(W -> 1) over [state of CLS ; mean of the states weighted by
+  softmax(start logits)]. It is positive for "no answer".
+The loss is (start + end) / 2 + answerable_weight * answerability: cross-entropies of start and end, and the binary
+cross-entropy of the no-answer logit.
 
 Guarantee: the initial weights of a head are a function of (seed, parameter name, shape): Glorot-uniform, as is TF's
 default, with biases of 0. Losses and scores are fp32 whatever the precision of the states.
 
-Cost: for the beam, the first Dense(2H -> W) of the end is split into its two halves, so that the half of each token is
-computed once instead of once per start.
+Cost: the first Dense(2H -> W) of the end is split into a half for the start and a half for the token, so that the
+product with a token's state is computed once instead of once per start.
 
 Source: google-research/electra, finetune/classification/classification_tasks.py and finetune/qa/qa_tasks.py.
 
@@ -60,23 +61,28 @@ class TaskModel(nn.Module):
 
         Args:
             ids_BS: token ids with padding, int64 [B, S].
-            target_BK: targets, [B, K]: int64 labels or positions, or fp32 for a regression.
-            dropout_keys: keys of the encoder's dropout for this step.
+            target_BK: K targets per row, [B, K]: int64 label numbers or positions, or fp32 numbers for a regression.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         raise NotImplementedError
 
 
 class Classifier(TaskModel):
-    """Classifier on the state of [CLS], with one output per label; with a single output, it is a regression."""
+    """Classifier on the encoder's state of [CLS], with one output per label.
+
+    With a single output it is a regression: the output is the predicted number, and the loss is the mean squared
+    error.
+    """
 
     def __init__(self, backbone: Backbone, width: int, num_outputs: int, settings: FinetuneConfig, seed: int) -> None:
-        """Add a new head to an encoder.
+        """Add a new classification or regression head to an encoder.
 
         Args:
             backbone: the encoder; it is used, not copied.
             width: hidden size of the encoder.
             num_outputs: number of labels, or 1 for a regression.
-            settings: `head` selects the layers, `head_dropout` the dropout before each of them.
+            settings: `head` selects one linear layer ("reference") or two with a GELU ("dense"); `head_dropout` is the
+                dropout before each of them.
             seed: seed of the head's initial weights.
         """
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
@@ -90,19 +96,20 @@ class Classifier(TaskModel):
 
         Args:
             ids_BS: token ids with padding, int64.
-            dropout_keys: keys of the encoder's dropout; None for evaluation.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
+                evaluation.
         """
         state_BSH = self.backbone(ids_BS, dropout_keys)
         cls_state_BH = state_BSH[:, 0]
         return self.head(cls_state_BH).float()
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean cross-entropy, or the mean squared error of a model with one output.
+        """Return the mean cross-entropy of a batch, or the mean squared error of a model with one output, as a scalar.
 
         Args:
             ids_BS: token ids with padding, int64.
             target_BK: label numbers, int64 [B, 1]; for a regression, labels scaled to [0, 1], fp32 [B, 1].
-            dropout_keys: keys of the encoder's dropout for this step.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         output_BN = self.predict(ids_BS, dropout_keys)
         if output_BN.shape[1] == 1:
@@ -124,7 +131,10 @@ class SpanScores(NamedTuple):
 
 
 class SpanHead(nn.Module):
-    """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer"."""
+    """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer".
+
+    In prediction, `search` returns the most probable starts of each row, and the most probable ends for each start.
+    """
 
     def __init__(self, width: int, settings: FinetuneConfig, seed: int) -> None:
         """Build the head with initial weights from `seed`.
@@ -148,7 +158,7 @@ class SpanHead(nn.Module):
 
         Args:
             state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
-            allowed_BS: bool, true at the positions that may be a start; the others are lowered by 1000.
+            allowed_BS: bool, true at the positions that may be a start; the logits of the others are lowered by 1000.
         """
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
@@ -162,7 +172,7 @@ class SpanHead(nn.Module):
 
         Args:
             state_BSH: states of the encoder.
-            allowed_BS: bool, true at the positions that may be an end; the others are lowered by 1000.
+            allowed_BS: bool, true at the positions that may be an end; the logits of the others are lowered by 1000.
             start_BK: positions of the starts, int64.
         """
         hidden_size = state_BSH.shape[-1]
@@ -180,10 +190,10 @@ class SpanHead(nn.Module):
         return logit_BKS + OUTSIDE * ~allowed_BS[:, None]
 
     def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logit of "no answer" for each row, fp32 [B]; positive if the window seems to hold none.
+        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none.
 
         It is Dense(GELU(Dense([state of CLS ; expected state of the start]))). The expected state is the mean of the
-        states, weighted by the probability that each token is the start.
+        states, each weighted by the probability that its token is the start (softmax of the start logits).
 
         Args:
             state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
@@ -206,7 +216,8 @@ class SpanHead(nn.Module):
             allowed_BS: bool, true at the positions that may be a start or an end.
 
         Returns:
-            The candidates of each row. K is the setting `beam`, but at most S.
+            The candidates of each row, with its no-answer logit. K is the setting `beam`, but at most S, the tokens of
+            a row.
         """
         num_tokens = state_BSH.shape[1]
         beam = min(self.beam, num_tokens)
@@ -227,7 +238,8 @@ class SpanHead(nn.Module):
 class SpanModel(TaskModel):
     """SQuAD model: an encoder with a `SpanHead`.
 
-    Training targets are int64 [B, 3]: start and end position, and 1 if the question has no answer.
+    A training target has three int64 numbers per row: start position, end position, and 1 if the question has no
+    answer. Both positions are 0, the [CLS], in a row that does not contain the answer.
     """
 
     head: SpanHead
@@ -240,7 +252,8 @@ class SpanModel(TaskModel):
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which positions may be the start or the end of an answer, bool [B, S].
 
-        These are the passage with its [SEP], as in the reference, and [CLS], which stands for "no answer".
+        These are the tokens of the passage with its final [SEP], as in google-research/electra, and [CLS], which
+        stands for "no answer".
 
         Args:
             ids_BS: B rows `[CLS] question [SEP] passage [SEP]`, int64; the passage has token type 1.
@@ -258,7 +271,7 @@ class SpanModel(TaskModel):
             ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64.
             target_BK: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and 1 if the
                 question has no answer.
-            dropout_keys: keys of the encoder's dropout for this step.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         start_B, end_B, impossible_B = target_BK.unbind(1)
         state_BSH = self.backbone(ids_BS, dropout_keys)
@@ -277,7 +290,7 @@ class SpanModel(TaskModel):
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row, and its logit of "no answer".
 
-        Call it in evaluation mode: without dropout keys, the encoder cannot run in training mode.
+        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
 
         Args:
             ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.

@@ -2,7 +2,7 @@
 
 Guarantee: all metrics are fractions, computed by scikit-learn and scipy. Classification has accuracy, Matthews
 correlation and F1 (of label 1 if there are two labels, otherwise the unweighted mean over labels); regression has
-Pearson and Spearman. A correlation that is undefined, because all predictions are equal, counts as 0, and `degenerate`
+Pearson and Spearman. A correlation is undefined if all predictions are equal. It counts as 0 then, and `degenerate`
 describes the case.
 """
 
@@ -42,7 +42,10 @@ def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: 
 
 
 def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the `pearson` and `spearman` correlations of two arrays [N]; both are 0 if either array is constant."""
+    """Return the `pearson` and `spearman` correlations of two arrays [N], each from -1 to 1.
+
+    If all values of either array are equal, the correlations are undefined; both are 0 then.
+    """
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return {"pearson": 0.0, "spearman": 0.0}
     return {
@@ -52,7 +55,7 @@ def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, flo
 
 
 def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
-    """Return a one-line description if all predictions are equal, otherwise an empty string.
+    """Return a one-line description if all predictions are equal (degenerate), otherwise an empty string.
 
     A model that always predicts the same has learnt nothing from its inputs, although its accuracy may look high.
 
@@ -85,21 +88,21 @@ def linear_outputs(
 
     The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. Each penalty of
     `PENALTIES` is tried: the model is fitted to nine tenths of the training data and scored by `metric` on the last
-    tenth. The best penalty is used, the smallest one if several are equally good. The final model is fitted to all
-    training data. Nothing depends on a seed.
+    tenth. The penalty with the best score is used, the smallest one if several are equally good. The final model is
+    fitted to all training data with this penalty. Nothing depends on a seed.
 
     Args:
         train_NF: features of the training data, N rows of F features.
-        target_N: their label numbers, or numbers for a regression.
-        dev: name -> features [M, F] to predict for.
+        target_N: label numbers of the training data, or the numbers to predict for a regression.
+        dev: name of a development file -> features [M, F] of its examples.
         num_labels: number of labels; 0 for a regression.
-        num_distinct: number of distinct examples. Rows i and i + num_distinct are the two orders of one pair and stay
-            on the same side of the split.
+        num_distinct: number of distinct examples, N or N / 2. If it is N / 2, rows i and i + N / 2 are the pair (A, B)
+            and the same pair as (B, A); the split into nine tenths and one tenth never separates them.
         metric: a key of `classification_metrics` or of `regression_metrics`, by which the penalty is chosen.
 
     Returns:
-        Name -> log-probabilities [M, num_labels], -inf for a label without training examples; or predicted numbers
-        [M, 1] for a regression.
+        Name of a development file -> outputs. These are log-probabilities [M, num_labels], with -inf for a label
+        without training examples, or predicted numbers [M, 1] for a regression.
     """
     is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
     penalty = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
@@ -120,8 +123,9 @@ def linear_outputs(
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
     """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples.
 
-    Rows i and i + num_distinct are the two orders of one pair; both or none of them are held out, so no held-out pair
-    is in the other nine tenths in its other order.
+    If a file's pairs are used in both orders, num_rows is 2 * num_distinct, and rows i and i + num_distinct are (A, B)
+    and (B, A). Both or none of them are held out, so a model is never scored on a pair that it was fitted to. With
+    fewer than 10 distinct examples, no row is held out.
     """
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
@@ -136,12 +140,12 @@ def _best_penalty(
 ) -> float:
     """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on the held-out rows.
 
-    The models are fitted to the other rows. The smallest penalty is returned if several are equally good, or if
-    nothing can be measured, because no row is held out or the other rows have one label only.
+    The models are fitted to the rows that are not held out. The smallest penalty is returned if several are equally
+    good, or if nothing can be measured, because no row is held out or the rows to fit have one label only.
 
     Args:
         train_NF: features of the training data, N rows of F features.
-        target_N: label numbers, or numbers for a regression.
+        target_N: label numbers, or the numbers to predict for a regression.
         is_held_out_N: bool, the rows on which the models are scored.
         num_labels: number of labels; 0 for a regression.
         metric: a key of `classification_metrics` or of `regression_metrics`.
@@ -158,7 +162,7 @@ def _best_penalty(
         return smallest_penalty
 
     def held_out_score(penalty: float) -> float:
-        """Fit a model with one penalty, and return its metric on the held-out rows."""
+        """Fit a model with one L2 penalty to the other rows, and return its metric on the held-out rows."""
         model = _fit_linear(fitted_features, fitted_targets, penalty, num_labels)
         predictions = model.predict(held_out_features)
         if is_classification:
@@ -171,8 +175,9 @@ def _best_penalty(
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
     """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline.
 
-    The model is a logistic regression, or a ridge regression if `num_labels` is 0. `penalty` is the factor of the
-    squared weights in the loss; scikit-learn's C of a logistic regression is its inverse.
+    The model is a logistic regression, or a ridge regression if `num_labels` is 0. `penalty` is the L2 penalty, the
+    factor of the squared weights in the loss. Ridge takes it as `alpha`, LogisticRegression as its inverse, C = 1 /
+    penalty.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline

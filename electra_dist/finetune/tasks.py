@@ -1,12 +1,14 @@
 """Defines the interface of fine-tuning tasks, the nine tasks of GLUE, and custom tasks on single texts or pairs.
 
 Guarantee: columns, labels, metrics and folders are those of the standard GLUE download, as google-research/electra
-reads them; MRPC and STS are trained on both orders of a pair. The `digest` of a task covers the bytes of its files.
+reads them; the pairs (A, B) of MRPC and STS, whose order has no meaning, are used in training as (B, A), too. The
+`digest` of a task covers the bytes of its files and the way in which they are read.
 
-The scores are those of the paper's development tables: Matthews correlation for CoLA, Spearman for STS, accuracy for
-all others. MNLI is scored on the matched set; metrics of the mismatched set have the prefix `mismatched_`.
+The metric that counts as a task's score is that of the ELECTRA paper's tables of development results: Matthews
+correlation for CoLA, Spearman for STS, accuracy for all others. MNLI is scored on the matched set; metrics of the
+mismatched set have the prefix `mismatched_`.
 
-Limits: one task per model. WNLI, which the reference leaves out, is read like the others.
+Limits: a model is trained on one task. WNLI, which the reference leaves out, is read like the others.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """Metrics of a model on the development data, and whether the result counts as failed."""
+    """Metrics of a model on the development data, and the reason if the result counts as failed.
+
+    Metrics are fractions, those of SQuAD per cent. `failure` is empty for a good result; a failed one keeps its
+    metrics unless the loss diverged.
+    """
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD
     failure: str  # why the result counts as failed, in one line; empty for a good one
@@ -47,11 +53,17 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples as rows of token ids with their targets."""
+        """Return the training examples as rows of token ids, without padding, with their targets.
+
+        The encoder provides the tokenizer and the special ids; the settings limit the length of a row.
+        """
 
     @abc.abstractmethod
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
-        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`."""
+        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`.
+
+        The settings give the layers of the head and the dropout.
+        """
 
     @abc.abstractmethod
     def evaluate(
@@ -62,14 +74,18 @@ class Task(abc.ABC):
         Args:
             model: a model of this task (see `model`), in evaluation mode, on any device.
             encoder: provides the tokenizer and the special ids.
-            settings: the settings of the training; lengths and batch size are used.
-            progress: called after each batch.
+            settings: the settings of the training; the limits of lengths and the batch size are used.
+            progress: called after each batch with ("predict", rows done, rows in total).
         """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """Description of a task on texts: its files, their columns, its labels and its metric."""
+    """Description of a task on texts: names of its files, their columns, its labels and its metric.
+
+    A column is a title in the header, a key of the JSON objects, or an index from 0 in a file without header. An empty
+    `labels` means a regression, or a classification whose labels are those of the training data, sorted.
+    """
 
     name: str
     text_a: Column
@@ -138,9 +154,9 @@ class TextTask(Task):
 
         Args:
             spec: names of files, columns and labels.
-            data: folder of the GLUE download (the task's own folder or glue/ below it is found), or of a custom task
-                with train and dev as .tsv or .jsonl.
-            max_train: number of training examples to use, always the same ones; None for all.
+            data: for a GLUE task, the folder of the download, which has the task's folder (such as MRPC/) in it or in
+                its folder glue/. For a custom task, the folder of the files train and dev, as .tsv or .jsonl.
+            max_train: number of training examples to use, drawn with a fixed seed; None for all.
 
         Raises:
             UserError: a file or a column is missing, or a label is unknown or not a number.
@@ -175,7 +191,7 @@ class TextTask(Task):
         """Return the training examples as rows of token ids with their targets.
 
         If the order of the two texts has no meaning (MRPC, STS) and `settings.both_orders` is set, each pair (A, B) is
-        there as (B, A), too: with N pairs, rows i and i + N are the two orders of pair i.
+        also returned as (B, A): with N pairs, rows i and i + N are the two orders of pair i.
         """
         first_texts = self.train.a
         second_texts = self.train.b
@@ -190,7 +206,8 @@ class TextTask(Task):
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
         """Return the examples of one development file as rows of token ids, in the order of the file.
 
-        `prefix` selects the file: it stands before the names of the file's metrics, and is "" for a task's main file.
+        `prefix` selects the file. It is the text before the names of the file's metrics: "mismatched_" for the second
+        file of MNLI, and "" for the main file of a task.
         """
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
@@ -213,7 +230,8 @@ class TextTask(Task):
             model: a model from `model`, trained, in evaluation mode.
             encoder: provides the tokenizer and the special ids.
             settings: `max_length` and `batch` are used.
-            progress: called after each batch.
+            progress: called after each batch with ("predict", rows done, rows in total). The count starts again with
+                each development file.
         """
         assert isinstance(model, Classifier)
         device = next(model.parameters()).device
@@ -234,12 +252,13 @@ class TextTask(Task):
         `mismatched_` for the second one of MNLI and "" for the first.
 
         Args:
-            outputs: prefix of a file -> outputs in the order of its N examples: one value for each of L labels
-                [N, L], of which the highest is the prediction, or predicted numbers [N, 1] for a regression.
+            outputs: prefix of a file -> outputs in the order of its N examples. A classification has one value per
+                label, [N, L], and the label with the highest value is the prediction; a regression has predicted
+                numbers, [N, 1].
 
         Returns:
-            The metrics of all files, as fractions. The outcome has failed if all predictions for a file are equal; its
-            reason is that of the first such file.
+            The metrics of all files, as fractions. The outcome counts as failed if all predictions for a file are
+            equal; the reason describes the first such file.
         """
         metrics: dict[str, float] = {}
         failures = []
@@ -268,8 +287,8 @@ class TextTask(Task):
         """Read the examples of one of the task's files, such as MRPC/train.tsv.
 
         Args:
-            data: folder of the data. A GLUE task has its own folder in it, or in its folder glue/; the files of a
-                custom task are in `data` itself, as .tsv or .jsonl.
+            data: folder of the data. The folder of a GLUE task (such as MRPC/) is in it or in its folder glue/; the
+                files of a custom task are in `data` itself, as .tsv or .jsonl. If both exist, the .tsv file is read.
             stem: name of the file without suffix, such as "train".
 
         Raises:
@@ -287,8 +306,9 @@ class TextTask(Task):
     def _targets(self, texts: Texts) -> torch.Tensor:
         """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
 
-        The labels of a regression are scaled so that the range of the task's labels becomes [0, 1]. If the task does
-        not define the range, it is that of the training labels; development labels may then lie outside [0, 1].
+        The labels of a regression are scaled linearly, so that the lowest possible label becomes 0 and the highest 1.
+        If the task does not define these two, the lowest and the highest training label are taken; development labels
+        may then lie outside [0, 1].
 
         Raises:
             UserError: a label is unknown or not a number; the message names the line.
@@ -327,7 +347,7 @@ def _label_values(texts: Texts) -> list[float]:
     """Return each example's label as a number, for a regression.
 
     Raises:
-        UserError: a label is not a number; the message names the file and the line.
+        UserError: a label is not a number; the message names the file, the line and the alternative, a classification.
     """
     values = []
     for label, line in zip(texts.label, texts.line):
@@ -344,7 +364,7 @@ def _label_values(texts: Texts) -> list[float]:
 def _label_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the lowest and the highest of `values`, the labels of a regression.
 
-    The highest is raised to at least 1e-9 above the lowest, so that callers can divide by the difference.
+    If all values are equal, the highest is raised by 1e-9, so that callers can divide by the difference.
     """
     low = min(values)
     high = max(max(values), low + 1e-9)

@@ -1,9 +1,10 @@
 """Runs the training and prediction loops of fine-tuning in one process on one device.
 
-Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A seed that was interrupted
-and is started again therefore ends with the same numbers: bit for bit on a CPU with the same number of threads. Rows
-come from one infinite sequence, a new keyed permutation in each pass; step t takes its rows
-[t * batch, (t + 1) * batch). There are int(examples * epochs / batch) steps, at least one.
+Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A training that was
+interrupted and starts again from step 0 therefore ends with the same numbers: bit for bit on a CPU with the same
+number of threads. All rows come from one infinite sequence, which in each pass over the examples is a new permutation,
+a function of seed and pass. Step t takes the elements [t * batch, (t + 1) * batch) of this sequence. There are
+int(examples * epochs / batch) steps, at least one.
 
 How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
 multiple of 8. Prediction processes the rows in order of length.
@@ -42,7 +43,10 @@ _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronize
 
 
 class Examples(NamedTuple):
-    """Training examples of a task: one row of token ids without padding and one target per example."""
+    """Training examples of a task: for each example, a row of token ids without padding and its targets.
+
+    Targets are int64 label numbers or positions, or fp32 numbers for a regression, [N, K] with K numbers per example.
+    """
 
     ids: Ids
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
@@ -55,14 +59,16 @@ class Diverged(Exception):
 def quiet(what: str, done: int, total: int) -> None:
     """Ignore a progress report; the default callback of functions with a parameter `progress`.
 
-    Its parameters are those of every progress callback: the activity, and how many of its parts are done, of how many.
+    Every progress callback has these parameters: what is being done, how many parts of it are done, and how many there
+    are.
     """
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
     """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
 
-    The rounding leaves out the last rows if they do not fill a batch; every step has a whole batch.
+    Every step has a whole batch. Rows at the end of the last pass that do not fill a batch are not used; if there is
+    less than one batch in all, rows are repeated to fill it.
     """
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
@@ -77,19 +83,21 @@ def fit(
 ) -> float:
     """Train `model` in place, on the device where its parameters are.
 
-    Each step runs one whole batch; batches run on from one pass over the examples into the next. The loss is checked
-    every 16 steps only, because each check waits for the device.
+    Each step has a whole batch: the last batch of a pass over the examples is filled with the first rows of the next
+    pass. The loss is checked every 16 steps only, because each check waits for the device.
 
     Args:
         model: an encoder with a task head; left in training mode.
         num_layers: transformer layers of the encoder, for the layer-wise learning rates.
         examples: the training rows and their targets, on the host.
         settings: schedule, batch size and optimizer settings.
-        seed: determines the order of the rows and the dropout. Torch's global generator is restored at the end.
+        seed: determines the order of the rows and the dropout. The state of torch's global generator is the same after
+            the call as before.
         progress: called every 16 steps, and after the last, with ("train", steps done, steps in total).
 
     Returns:
-        The mean training loss of the last tenth of the steps (of the last step if there are fewer than 20).
+        The mean training loss over the last tenth of the steps, rounded down; with fewer than 20 steps, the loss of
+        the last one.
 
     Raises:
         Diverged: the loss became NaN or infinite; the message names the step.
@@ -131,11 +139,11 @@ def predict(
 ) -> Iterator[tuple[list[int], T]]:
     """Apply `function` to all rows in batches, longest rows first, without gradients.
 
-    Rows of similar length share a batch, so little of it is padding. The longest come first, so a batch that does not
-    fit into memory fails at the start.
+    Rows of similar length share a batch, so little of it is padding. The longest rows come first, so that lack of
+    memory shows at the first batch.
 
     Args:
-        function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast.
+        function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast (bf16 on a GPU).
         ids: rows of token ids without padding.
         pad: id of the padding token.
         batch: rows per batch; the last batch may have fewer.
@@ -160,8 +168,9 @@ def predict(
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
     """Yield row numbers without end: a new permutation of all rows in each pass over the examples.
 
-    The permutation of a pass is a function of (seed, number of the pass), so a training that starts again reads the
-    same rows in the same order. With 3 examples, for instance, the sequence may begin 2, 0, 1, 1, 2, 0, ...
+    The permutation of a pass is a function of (seed, number of the pass), so a training that is started again with the
+    same seed reads the same rows in the same order. With 3 examples, for instance, the sequence may begin 2, 0, 1, 1,
+    2, 0, ...
     """
     epoch = 0
     while True:
@@ -196,7 +205,8 @@ def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed:
         model: an encoder with a task head, in training mode.
         examples: all training examples, on the host.
         rows: numbers of the examples in the batch.
-        seed: seed of the training. Dropout is a function of `seed` and `step`, whatever was drawn before.
+        seed: seed of the training. Dropout is a function of `seed` and `step` only: the function sets the seed of
+            torch's global generator.
         step: number of the optimizer step, from 0.
     """
     device = next(model.parameters()).device
@@ -216,9 +226,10 @@ def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed:
 
 
 def _check_finite(losses: Sequence[torch.Tensor]) -> None:
-    """Raise `Diverged` for the first NaN or infinite loss of the last 16 steps.
+    """Raise `Diverged` for the first NaN or infinite loss among the last 16 losses.
 
-    `losses` holds one scalar for each step so far, on the device; reading them waits for the device.
+    `losses` holds one scalar for each step so far, on the device. Reading them waits for the device, so `fit` calls
+    this function only every 16 steps.
     """
     recent_losses = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
     first_step = len(losses) - len(recent_losses)

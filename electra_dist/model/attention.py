@@ -54,13 +54,13 @@ _TRIAL_TOLERANCE = 0.05  # largest difference allowed between sdpa and flex; bf1
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> AttentionMask:
     """Return the attention mask that lets tokens attend to tokens of the same example only.
 
-    A row may hold several examples, packed one after another. Its pads count as one more example. One mask serves all
-    layers of both towers.
+    A row may hold several examples, packed one after another. Its pads are treated as one more example, so a pad
+    attends to pads. One mask serves all layers of generator and discriminator.
 
     Args:
         layout: structure of the rows, from `row_layout.derive`.
         dtype: dtype of the bias; flex ignores it.
-        backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for a `BlockMask`.
+        backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for a `BlockMask` of FlexAttention.
     """
     if backend == "sdpa":
         return attention_bias(layout, dtype)
@@ -68,9 +68,9 @@ def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> Attenti
     num_rows, num_tokens = example_BS.shape
 
     def in_same_example(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether a query and a key belong to one example of a row.
+        """Return whether a query and a key are in the same example of a row, as FlexAttention's `mask_mod`.
 
-        FlexAttention calls this with index tensors: row, attention head, and the positions of query and key.
+        FlexAttention passes index tensors: row, attention head (unused), and the positions of query and key.
         """
         return example_BS[row, query] == example_BS[row, key]
 
@@ -94,8 +94,8 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
 
-    The type of the mask selects the backend: with a tensor, an additive bias, torch's scaled_dot_product_attention
-    ("sdpa") runs; with a `BlockMask`, FlexAttention ("flex") runs.
+    The type of the mask selects the backend. A tensor is added to the scores by torch's scaled_dot_product_attention
+    ("sdpa"); a `BlockMask` selects FlexAttention ("flex").
 
     Args:
         query_BNSD: queries.
@@ -103,8 +103,8 @@ def attend(
         value_BNSD: values.
         attention_mask: result of `same_example`; a bias may have more entries set to -inf.
         dropout: probability of dropping an attention probability, drawn from torch's generator; must be 0 with flex.
-        keep_BNSS: dropout as given factors of the attention probabilities, 0 or 1 / (1 - p), in place of `dropout`,
-            which is then ignored; the mask must be a bias. Used on a CPU, where torch has no fused attention with
+        keep_BNSS: factors by which the attention probabilities are multiplied, 0 or 1 / (1 - p); then `dropout` is
+            ignored and the mask must be a bias. They are used on a CPU, where torch has no fused attention with
             dropout and needs 10 ns for each random bit.
     """
     if keep_BNSS is not None:
@@ -148,10 +148,10 @@ def _attend_with_factors(
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """Choose the attention backend of a run, "sdpa" or "flex", on this rank's device, and return it with the reason.
+    """Choose the attention backend of a run, "sdpa" or "flex", on this rank's device; return it with the reason.
 
-    With `engine.attention: auto` on a GPU this compiles FlexAttention and runs it once. Not collective: ranks may
-    come to different results, so the caller must make all ranks use the same one.
+    With `engine.attention: auto` on a GPU this compiles FlexAttention and compares one forward and backward pass with
+    sdpa's. Not collective: ranks may come to different results, so the caller must make all ranks use the same one.
 
     Args:
         config: the run's config; `engine.attention`, the objective, dropout and precision decide.
@@ -168,7 +168,9 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
     if config.engine.attention != "auto":
         return AttentionChoice(config.engine.attention, "set by engine.attention")
     if config.objective.name == "electric":
-        return AttentionChoice("sdpa", "objective electric reads in two directions, which FlexAttention does not")
+        return AttentionChoice(
+            "sdpa", "objective electric reads in two directions, and its one-way masks exist for sdpa only"
+        )
     if config.model.attention_dropout:
         return AttentionChoice("sdpa", "model.attention_dropout is not 0, and FlexAttention has no dropout")
     if device != "cuda":
@@ -185,9 +187,9 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 def _find_flex_fault(device: str, dtype: torch.dtype) -> str:
     """Return what is wrong with FlexAttention on this device, or "" if it may be used.
 
-    This is a trial of both backends, sdpa and flex, on two packed rows of random numbers, forward and backward. A
-    fault is an exception of either backend, or a difference above 0.05 between them in the output or in the gradient
-    of query, key or value.
+    Both backends, sdpa and flex, run forward and backward on the same two rows of random numbers, each of which packs
+    several examples. A fault is an exception of either backend, or an absolute difference above 0.05 between their
+    outputs or between their gradients of query, key or value.
 
     Args:
         device: "cuda" or "cpu".

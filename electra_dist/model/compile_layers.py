@@ -1,16 +1,16 @@
-"""Applies torch.compile to the layers of the towers, if `engine.compile` is set.
+"""Applies torch.compile to the layers of the towers (generator and discriminator), if `engine.compile` is set.
 
 Guarantee: one compiled graph for each tower, for training and for evaluation, whatever its number of layers and the
-step. Everything that differs between layers and between steps is passed in tensors. There are no graph breaks
-(tests/objectives/test_compile.py counts them). The fused operations and the keyed draws stay opaque to the compiler,
-which fuses the operations between them.
+step, because everything that differs between layers and between steps is passed in tensors. There are no graph breaks
+(tests/objectives/test_compile.py counts them). The compiler treats the fused operations and the random draws keyed by
+(seed, step, row) as opaque operators, and fuses what is between them.
 
 Cost: a minute or more at the first step (two cores, busy: 85 s). Later starts find the compiled code in the cache
 folder of the node. Their first step takes 25 s on the same machine, because layers are traced, but not compiled.
 
 Limits: whole parameters only (ZeRO 0 to 2). Compiling does not pay on a CPU: steps of ELECTRA-Small are 5 % faster,
-and the first one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). benchmarks/gpu.py measures the effect on
-a GPU and has not been run.
+and the first one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). benchmarks/gpu.py measures the effect on a
+GPU and has not been run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
     """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called.
 
     Args:
-        module: any module that contains the towers, such as an objective.
+        module: any module that contains the towers (generator and discriminator), such as an objective.
         cache: folder for compiled code, on a disk of this node. It is written to the environment variable
-            TORCHINDUCTOR_CACHE_DIR, unless that variable already names a folder other than torch's default. With
-            None, torch's default is used.
+            TORCHINDUCTOR_CACHE_DIR, unless the user has set that variable to a folder other than torch's default. None
+            leaves the variable as it is.
         backend: backend of torch.compile; tests pass their own.
     """
     if cache is not None:

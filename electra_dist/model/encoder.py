@@ -32,10 +32,10 @@ from electra_dist.model.matrix_products import Linear
 
 
 class DropoutKeys(NamedTuple):
-    """Keys that determine which elements a tower drops in one forward pass, and the backend that applies dropout.
+    """Keys that determine which elements a network drops in one forward pass, and the backend that applies dropout.
 
-    Dropout is a function of seed, step, row number and position instead of a random stream: equal keys drop equal
-    elements of a row, whatever other rows are in the batch.
+    Which elements of a row are dropped is a function of seed, step, row number and position. Unlike with a stream of
+    random numbers, the other rows of the batch have no influence.
     """
 
     seed: int  # seed of this tower, derived from the run's
@@ -54,16 +54,16 @@ class DropoutKeys(NamedTuple):
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layer(self, number: int) -> LayerDropoutKeys:
-        """Return the dropout keys of one layer of the tower; `number` counts layers from 0.
+        """Return the dropout keys of one layer of the network; `number` counts layers from 0.
 
-        The layer's number is part of the key, so each layer drops other elements.
+        The layer's number is part of the key, so that each layer drops different elements.
         """
         key_3 = torch.tensor([self.seed, self.step, number])
         return LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend)
 
 
 class LayerDropoutKeys(NamedTuple):
-    """Keys that determine which elements one layer drops in one forward pass.
+    """Keys that determine which elements one layer of a network drops in one forward pass.
 
     Seed, step and layer number are in a tensor and not Python integers, so that one graph of torch.compile serves all
     layers and all steps.
@@ -75,16 +75,19 @@ class LayerDropoutKeys(NamedTuple):
 
 
 class DropoutAddNorm(nn.LayerNorm):
-    """LayerNorm of a residual plus the sub-layer's output after dropout, computed in one pass."""
+    """Module that computes LayerNorm(residual + dropout(x)) in one fused operation, where x is a sub-layer's output.
+
+    The parameters and their names are those of nn.LayerNorm.
+    """
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
         """Create the LayerNorm.
 
         Args:
-            width: hidden width of the tower.
+            width: hidden width of the network.
             model: gives the eps and the dropout probability.
-            site: index of this sub-layer within its layer, 0 for attention and 1 for feed-forward. It keys the
-                dropout, so the two must differ.
+            site: which of the layer's two sub-layers this module follows: 0 for attention, 1 for feed-forward. It is
+                part of the dropout's random key, so that the two drop different elements.
         """
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
@@ -100,8 +103,9 @@ class DropoutAddNorm(nn.LayerNorm):
 
         Args:
             x_BSH: output of the sub-layer (attention or feed-forward).
-            residual_BSH: input of the sub-layer, in any floating-point dtype.
-            dropout_keys: keys of this layer; which elements are dropped follows from them and from this module's site.
+            residual_BSH: input of the sub-layer, in any floating-point dtype; it is cast to that of `x_BSH`.
+            dropout_keys: keys of this layer. Together with `site`, the index of this sub-layer in the layer, they
+                determine which elements are dropped.
         """
         probability = self.probability if self.training else 0.0
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
@@ -133,14 +137,14 @@ class DropoutAddNorm(nn.LayerNorm):
 
 
 class SharedEmbeddings(nn.Module):
-    """Token, position and type tables and their LayerNorm.
+    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm.
 
-    As in Google's code, generator and discriminator read one instance by default; other values of `model.sharing` give
-    the discriminator an instance of its own.
+    By default generator and discriminator read one instance, as in Google's code. With `model.sharing` "none" or
+    "gdes" the discriminator has an instance of its own.
     """
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
-        """Create the tables.
+        """Create the three tables, the LayerNorm and the dropout.
 
         Args:
             model: sizes of the tables, eps and dropout.
@@ -172,16 +176,17 @@ class SharedEmbeddings(nn.Module):
         token_type_BS: torch.Tensor,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return dropout(layer_norm(sum of the tables)), [B, S, E].
+        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E].
 
-        Dropout draws from torch's generator, anew for each call, so the two towers drop different elements.
+        Dropout draws from torch's generator, anew for each call, so generator and discriminator drop different
+        elements even where they share this instance.
 
         Args:
             ids_BS: int64 token ids.
             position_BS: int64 positions within the example.
             token_type_BS: int64 token types.
-            base_BSE: sums from the generator's tables, added before LayerNorm. Passed for the discriminator with
-                `model.sharing: gdes`, where this instance holds only the difference to the generator's tables.
+            base_BSE: sums of entries of the generator's tables, added before LayerNorm. Passed for the discriminator
+                with `model.sharing: gdes`, where this instance holds only the difference to the generator's tables.
         """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
@@ -233,7 +238,8 @@ class SelfAttention(nn.Module):
     def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
         """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout).
 
-        Equal keys give equal factors to a row, whatever other rows are in the batch.
+        The factors of a row follow from the keys and the row's number, so they are the same whatever other rows are in
+        the batch.
 
         Args:
             B: number of rows.
@@ -248,7 +254,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Layer of a tower: attention and feed-forward, each followed by dropout, residual and LayerNorm."""
+    """Transformer layer: self-attention and feed-forward, each with dropout, residual sum and LayerNorm after it."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
         """Create the sub-layers; `tower` gives their sizes, `model` the dropout probabilities and LayerNorm's eps."""
@@ -277,18 +283,21 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Transformer layers of one tower, without embeddings and head.
+    """Transformer layers of one tower (generator or discriminator), without embeddings and head.
 
-    A projection comes first if the embeddings have another width than the layers.
+    The layers are preceded by a projection if the embeddings have another width than the layers.
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
-        """Create the layers, uncompiled and without recomputation of activations in the backward pass.
+        """Create the layers and, if the widths differ, the projection of the embeddings.
+
+        The layers are not compiled; `compile_layers` marks them. The attribute `recompute` starts as False; set it to
+        recompute activations in the backward pass instead of storing them.
 
         Args:
             model: gives the dropout probabilities and LayerNorm's eps.
             tower: gives the number and the sizes of the layers.
-            embedding_size: width of the tables that this tower reads; None for `model.embedding_size`.
+            embedding_size: width of the embedding tables that the layers read; None for `model.embedding_size`.
         """
         super().__init__()
         width = model.embedding_size if embedding_size is None else embedding_size

@@ -27,7 +27,10 @@ BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head."""
+    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head.
+
+    They are FLOPs of matrix products only, as for model FLOPs utilisation (MFU).
+    """
 
     discriminator: float  # 0 while the generator trains alone
     generator: float  # 0 without a generator network; its forward pass only while it is frozen
@@ -39,14 +42,14 @@ class TokenFlops:
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return the training FLOPs per token of each tower, for full rows of `seq_len` tokens.
+    """Return the training FLOPs per token of generator and discriminator, for rows of `seq_len` tokens without pads.
 
     Args:
-        model: sizes of both towers.
-        seq_len: tokens per row; attention grows with it.
+        model: sizes of both networks.
+        seq_len: tokens per row; a token's attention FLOPs grow with it.
         objective: decides which networks run, and at how many positions logits over the vocabulary are needed.
-        step: number of the step, which matters only for two-stage training: first the generator trains alone, then
-            the discriminator against the frozen generator. None means the second stage.
+        step: number of the step. It matters in two-stage training only, where the generator first trains alone, and
+            then the discriminator trains while the generator is frozen. None means the second stage.
     """
     tower_forward = _encoder(model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
@@ -80,7 +83,10 @@ def run_flops(config: Config, num_steps: int | None = None) -> float:
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
-    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`; inverts `run_flops`.
+    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`.
+
+    It is the inverse of `run_flops`. With two-stage training it takes into account that steps of the first stage, in
+    which the generator trains alone, cost less.
 
     Args:
         config: the run's config; `train.num_steps` is ignored.
@@ -97,10 +103,10 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the training FLOPs of a step while only the generator trains, and of a step after that stage.
+    """Return the training FLOPs of a step in the first and in the second stage of two-stage training.
 
-    Both are for a global batch of full rows. Without two-stage training (`objective.generator_only_steps` is 0), there
-    is no first stage and both numbers are equal.
+    In the first stage (`objective.generator_only_steps` steps) only the generator trains. Both numbers are for a
+    global batch of rows without pads. Without two-stage training both are the FLOPs of any step.
     """
     objective = config.objective
     seq_len = config.data.seq_len
@@ -111,7 +117,12 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row."""
+    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row.
+
+    A head that predicts tokens at masked positions only costs nothing at the others, so its FLOPs are multiplied by
+    the share of masked positions. With the objectives that predict tokens, the large network counts as the
+    discriminator.
+    """
     hidden = model.discriminator.hidden_size
     if objective.name == "all_tokens_mlm":
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
@@ -127,10 +138,10 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the generator and its head.
+    """Return the forward FLOPs per token of the generator and its head, averaged over all positions of a row.
 
     The result is 0 if the objective has no generator network: with `mlm`, or with replacements drawn from fixed
-    probabilities.
+    probabilities (`objective.generator` "uniform" or "unigram").
     """
     if objective.name == "mlm" or objective.generator != "trained":
         return 0.0
@@ -157,9 +168,9 @@ def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) 
 
 
 def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of a tower's layers, and of the projection of its embeddings, if any.
+    """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any.
 
-    An m x n weight costs 2mn per token. A token attends to all `seq_len` tokens of its row.
+    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row.
     """
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
@@ -203,6 +214,8 @@ KNOWN_GPUS = tuple(words.upper() for words in _PEAK_TFLOPS if " " not in words)
 def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") -> float | None:
     """Return the dense 16-bit peak of a GPU model in FLOP/s, or None if it is not known.
 
+    Dense means without structured sparsity. The peak is that of bf16; of V100, which has no bf16, it is that of fp16.
+
     Args:
         device_name: name as the driver reports it ("NVIDIA H100 80GB HBM3"), or just the model ("H100"). Case and
             punctuation do not matter.
@@ -223,7 +236,10 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") ->
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the model FLOPs utilisation: the share of the GPUs' peak that the run's matrix products use, in [0, 1].
+    """Return the model FLOPs utilisation: the share of the GPUs' peak that the run's matrix products use, 0 to 1.
+
+    Recomputation of activations is not counted. Every token counts as attending to its whole row, also where a row
+    packs several examples.
 
     Args:
         tokens_per_s: tokens per second of all GPUs together.
@@ -232,7 +248,7 @@ def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float 
         peak: dense FLOP/s of one GPU, from `peak_flops`.
 
     Returns:
-        None if `peak` is None.
+        The share; None if `peak` is None.
     """
     if peak is None:
         return None

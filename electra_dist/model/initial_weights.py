@@ -59,11 +59,13 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
     """Overwrite every parameter of `towers` in place with its initial value.
 
-    Random values are keyed by the seed and the parameter's name. Biases and difference tables (`model.sharing: gdes`)
-    become zero, weights of LayerNorms one, and the other weights Glorot-uniform or truncated normal.
+    Each parameter has its own random generator, seeded with the run's seed and the parameter's name, so its values do
+    not depend on other parameters. Biases, the pad rows of token tables, and tables that hold differences to the
+    generator's tables (`model.sharing: gdes`) become zero, weights of LayerNorms one. The other weights are drawn:
+    Glorot-uniform for embedding projections and layers of one unit, truncated normal for the rest.
 
     Args:
-        towers: towers on the host.
+        towers: networks, embeddings and heads, on the host.
         model: the config's section `model`, from which the towers were built.
         seed: the run's seed.
     """
@@ -117,9 +119,9 @@ def _glorot_uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tens
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
     """Return fp32 draws from a normal distribution of mean 0 and deviation `std`, cut at two deviations.
 
-    A uniform draw u in (-1, 1) becomes a normal draw by the inverse CDF, std * sqrt(2) * erfinv(u). Limiting u to
-    the probability mass within two deviations cuts the distribution there. This takes one pass. torch's own function
-    may use a rejection loop instead, whose results could change with torch's version.
+    A uniform draw u becomes a normal draw by the inverse CDF, std * sqrt(2) * erfinv(u). u is drawn from (-p, p),
+    where p is the probability that a normal draw lies within two deviations, so no result lies outside. This takes one
+    pass. torch's own function may use a rejection loop instead, whose results could change with torch's version.
     """
     mass_within_two_deviations = math.erf(2.0 / math.sqrt(2.0))
     uniform = torch.empty(shape).uniform_(-mass_within_two_deviations, mass_within_two_deviations, generator=generator)

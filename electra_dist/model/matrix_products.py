@@ -16,9 +16,9 @@ HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whethe
 
 
 class Linear(nn.Linear):
-    """nn.Linear with a faster product in bf16 on CPUs without bf16 instructions; see `linear` in this module.
+    """Drop-in nn.Linear that computes bf16 products faster on CPUs without bf16 instructions.
 
-    Parameters and their names are those of nn.Linear.
+    The product is computed by `linear` of this module. Parameters and their names are those of nn.Linear.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

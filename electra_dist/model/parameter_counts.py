@@ -12,23 +12,26 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128."""
+    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128.
+
+    Parameters that both networks use count for the discriminator.
+    """
 
     discriminator: int  # with the embeddings that it reads and its head
     generator_only: int  # parameters that only the generator uses
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; shared ones count once."""
+        """Number of all trainable parameters; those that generator and discriminator share count once."""
         return self.discriminator + self.generator_only
 
 
 def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
-    """Return the number of trainable parameters of each tower.
+    """Return the numbers of trainable parameters of the discriminator and of the generator alone.
 
     Args:
-        model: sizes and sharing of the towers.
-        objective: decides which towers and heads exist; None for replaced-token detection.
+        model: sizes of both networks, and what they share.
+        objective: decides which networks and heads exist; None for replaced-token detection.
     """
     if objective is None:
         objective = ObjectiveConfig()
@@ -67,7 +70,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of the token, position and type tables of one width, and of their LayerNorm."""
+    """Return the number of parameters of token, position and type tables of `width` features, with their LayerNorm."""
     table_rows = model.vocab_size + model.max_positions + model.type_vocab_size
     layer_norm = 2 * width  # weight and bias
     return table_rows * width + layer_norm
@@ -99,5 +102,5 @@ def _encoder(tower: TowerConfig, embedding_size: int) -> int:
 
 
 def _dense(num_in: int, num_out: int) -> int:
-    """Return the number of parameters of a dense layer with bias."""
+    """Return the number of parameters of a dense layer: a `num_in` x `num_out` weight and `num_out` biases."""
     return num_in * num_out + num_out

@@ -24,9 +24,9 @@ from electra_dist.model.matrix_products import Linear, linear
 
 
 class GeneratorHead(nn.Module):
-    """Masked-language-model head that is tied to a tower's token table.
+    """Head that predicts tokens, and whose output matrix is the token table of the network that it follows.
 
-    Used for every tower that predicts tokens: the generator, and the large tower of the MLM objectives.
+    It is used for the generator, and for the large network of objectives that train it to predict tokens.
     """
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
@@ -67,15 +67,16 @@ class GeneratorHead(nn.Module):
     ) -> MlmHeadOutput:
         """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
 
-        A slot is a place for one masked position. Every row has the same number of slots, so some may be empty; M
-        counts those of all rows. Samples are a function of (seed, step, row_M) and the logits, and carry no gradient.
-        `electra_kernels.mlm_head.mlm_head_loss_and_sample` computes everything after `transform`.
+        A slot is a place for one masked position. Every row has the same number of slots, so some may be unused; M is
+        the number of slots of all rows. Samples are a function of (seed, step, row_M) and the logits, and carry no
+        gradient. `electra_kernels.mlm_head.mlm_head_loss_and_sample` computes everything after `transform`.
 
         Args:
-            hidden_MH: the tower's states at the slots' positions.
-            table_VE: token table, with its pad rows at the end.
+            hidden_MH: the network's states at the slots' positions.
+            table_VE: token table; the rows beyond the vocabulary, which only pad it, are neither predicted nor
+                sampled.
             target_M: int64 original tokens.
-            weight_M: weights in the loss; 0 for empty slots.
+            weight_M: weights in the loss; 0 for unused slots.
             seed: the run's seed.
             step: number of the optimizer step.
             row_M: int64 numbers of the slots within the step's global batch, which key the samples.
@@ -126,7 +127,7 @@ class DiscriminatorHead(nn.Module):
     ) -> RtdOutput:
         """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics.
 
-        See `electra_kernels.discriminator_tail.rtd_loss`, which computes them.
+        The caller turns the weighted sum into a mean. `electra_kernels.discriminator_tail.rtd_loss` computes it.
 
         Args:
             hidden_BSH: states of the discriminator.

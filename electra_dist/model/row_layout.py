@@ -32,21 +32,22 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from a mapping of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]` to ids.
+        """Build from a mapping of "[PAD]", "[UNK]", "[CLS]", "[SEP]" and "[MASK]" to their ids.
 
-        The manifest of a corpus, corpus.json, holds such a mapping.
+        The manifest of a corpus, corpus.json, holds this mapping.
 
         Raises:
-            KeyError: a token is missing.
+            KeyError: one of the five tokens is missing.
         """
         return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):
-    """Structure of a batch of rows, which hold one or more examples each: four tensors [B, S], one entry per token.
+    """Structure of a batch of rows, each packing one or more examples: four tensors [B, S], one entry per token.
 
-    The tensors hold the number of a token's example in its row, the token's position in that example, its token type,
-    and whether it is a real token. Pads have example -1, position 0 and token type 0.
+    An example starts with [CLS] and has one or two segments, each ended by [SEP]. The tensors hold the number of a
+    token's example in its row, the token's position in that example, its token type (0 in the first segment, 1 in the
+    second), and whether it is a real token. Pads have example -1, position 0 and token type 0.
     """
 
     example_BS: torch.Tensor  # int64, number of the example within its row, from 0
@@ -93,7 +94,8 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
 def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
     """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere.
 
-    Every query may attend at least to itself, so no row of scores is -inf throughout, and no softmax yields NaN.
+    The pads of a row count as one example. Every query may attend at least to itself, so no query has only scores of
+    -inf, whose softmax would be NaN.
 
     Args:
         layout: structure of the rows, from `derive`.

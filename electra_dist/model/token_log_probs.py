@@ -50,14 +50,20 @@ def token_log_probs(
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the logits over the vocabulary without the pad rows of the table, [M, vocab_size] in fp32 or wider."""
+    """Return the logits over the vocabulary, x W^T + bias, [M, vocab_size] in fp32 or wider.
+
+    The rows of the table beyond `vocab_size`, which only pad it, get no logit.
+    """
     logits_MV = (x_MD @ table_VD.t())[:, :vocab_size]
     wide_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     return logits_MV.to(wide_dtype) + bias_V
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Autograd function behind `token_log_probs`; its backward pass computes the logits again, chunk by chunk."""
+    """Autograd function that `token_log_probs` applies.
+
+    Logits are computed for a limited number of rows at a time and not kept; the backward pass computes them again.
+    """
 
     @staticmethod
     def forward(

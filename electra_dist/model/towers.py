@@ -1,5 +1,7 @@
 """Builds the towers and heads of an objective as one module, whose parameter names are those in a checkpoint.
 
+A tower is a stack of transformer layers: the generator, or the large one, usually the discriminator.
+
 Guarantee: a parameter exists if and only if its objective trains it, so that ZeRO finds no gradient missing.
 
     embeddings                 token, position and type tables and their LayerNorm; with sharing `none` and `gdes` only
@@ -14,8 +16,8 @@ Guarantee: a parameter exists if and only if its objective trains it, so that Ze
     token_head                 if the large tower predicts tokens
     copy_gate                  all_tokens_mlm: the gate between copying and predicting
 
-The token table has its rows padded to a multiple of 128. The up to 127 pad rows start at zero, are never looked up and
-are in no softmax, so they never train. `parameter_counts.py` counts parameters without them.
+The number of rows of the token table is rounded up to a multiple of 128. The up to 127 pad rows start at zero, are
+never looked up and are in no softmax, so they never train. `parameter_counts.py` counts parameters without them.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose l
 def has_generator(objective: ObjectiveConfig) -> bool:
     """Return whether the objective trains a generator network.
 
-    There is none with `mlm`, which replaces no tokens, nor with a fixed generator, which draws replacements from fixed
-    probabilities.
+    The objective `mlm` does not, because it replaces no tokens. Every other objective does, unless
+    `objective.generator` is "uniform" or "unigram": replacements are then drawn from fixed probabilities.
     """
     return objective.name != "mlm" and objective.generator == "trained"
 
@@ -43,16 +45,17 @@ def has_generator(objective: ObjectiveConfig) -> bool:
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
     """Return whether the discriminator has embedding parameters of its own.
 
-    These are whole tables with `model.sharing: none`, and differences that are added to the generator's tables with
-    `gdes`. In all other cases, and without a generator, there is one set of tables.
+    With `model.sharing: none` these are whole tables. With `gdes` they are differences that are added to the
+    generator's tables. With any other value, and without a generator network, there is one set of tables.
     """
     return model.sharing in ("none", "gdes") and has_generator(objective)
 
 
 class ElectraTowers(nn.Module):
-    """Module with the embeddings, towers and heads of one objective; `initial_weights.build_towers` builds it.
+    """Module with the embeddings, networks (towers) and heads that one objective trains.
 
-    Which of the annotated submodules exist depends on the objective and on `model.sharing`; test with `hasattr`.
+    `initial_weights.build_towers` builds it with its initial weights. Which of the annotated submodules exist depends
+    on the objective and on `model.sharing`; test with `hasattr`.
     """
 
     generator: Encoder
@@ -114,10 +117,12 @@ class ElectraTowers(nn.Module):
             self.baseline = nn.Linear(hidden_size, 1)
 
     def _add_discriminator(self, objective: ObjectiveConfig) -> None:
-        """Create the large tower and its head, which predicts tokens or detects replaced ones.
+        """Create the large tower (the network that is kept after pretraining) and its head.
+
+        The head detects replaced tokens or, with an objective that trains the tower to predict tokens, predicts them.
 
         Args:
-            objective: decides on the head, and whether there is a gate for copying input tokens.
+            objective: decides on the head, and whether there is a gate for copying input tokens (all_tokens_mlm).
         """
         model = self.model
         hidden_size = model.discriminator.hidden_size
@@ -130,23 +135,25 @@ class ElectraTowers(nn.Module):
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """Return the generator's embeddings, [B, S, E]. With shared tables, they are the discriminator's as well.
+        """Return the embeddings of the rows by the tables that the generator reads, [B, S, E].
+
+        Where generator and discriminator share the tables, the discriminator's embeddings are computed by them, too.
 
         Args:
             ids_BS: int64 ids of the rows, original or masked.
-            layout: structure of the original rows.
+            layout: structure of the original rows, which gives positions and token types.
         """
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
 
     def embed_discriminator(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """Return the discriminator's embeddings, [B, S, E].
+        """Return the discriminator's embeddings of the rows, [B, S, E].
 
-        With `model.sharing: gdes`, the discriminator's own tables hold differences to the generator's tables. Both are
-        added, and no gradient reaches the generator's.
+        With `model.sharing: gdes`, the discriminator's own tables hold differences to the generator's tables. The
+        entries of both are added, and the generator's tables get no gradient from this sum.
 
         Args:
             ids_BS: int64 ids of the rows, original, masked or corrupted.
-            layout: structure of the original rows.
+            layout: structure of the original rows, which gives positions and token types.
         """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embed(ids_BS, layout)

@@ -30,13 +30,20 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
 class AdversarialGenerator(ReplacedTokenDetection):
-    """Replaced-token detection with a generator that learns by REINFORCE to raise the discriminator's loss."""
+    """Replaced-token detection whose generator learns by REINFORCE to raise the discriminator's loss.
+
+    The generator gets no gradient from its own masked-language-model (MLM) loss, which is reported only.
+    """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the discriminator's loss and the generator's REINFORCE loss, each scaled and weighted.
 
-        The generator is rewarded for samples that the discriminator classifies wrongly. Only the gradient of the
-        REINFORCE loss has a meaning, its value has none; compare runs by the metrics instead.
+        The generator is rewarded for samples that the discriminator classifies wrongly. The REINFORCE loss exists for
+        its gradient only: its value does not show how well the generator does. Compare runs by the metrics, not by
+        this loss.
+
+        The REINFORCE loss is a sum over the masked positions, times `batch.first_scale` and `objective.mlm_weight`.
+        The discriminator's is a sum over the real tokens, times `batch.second_scale` and `objective.rtd_weight`.
         """
         # The MLM loss is reported but not trained, so the head runs without gradient.
         masking = self.mask(batch)
@@ -67,15 +74,15 @@ class AdversarialGenerator(ReplacedTokenDetection):
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
-        REINFORCE multiplies the gradient of log p(sample) by the advantage R - b of the sample. R, the reward, is the
-        discriminator's loss there, -log D(right label). b, the baseline, is a learned estimate of R from the
-        generator's state, which lowers the variance of the gradient.
+        For each masked position, REINFORCE multiplies the gradient of log p(sample) by the advantage R - b. The reward
+        R is the discriminator's loss at the position, -log D(right label). The baseline b is an estimate of R by a
+        linear layer on the generator's state. Subtracting it lowers the variance of the gradient.
 
         Args:
-            states_MH: the generator's states at the M slots for masked tokens, with gradient.
-            sampled_M: int64 token that the generator sampled for each slot.
-            right_logit_M: the discriminator's logit of the right label (replaced or original) at each slot.
-            weight_M: 1 in used slots, 0 in empty ones.
+            states_MH: the generator's states at M masked positions, with gradient.
+            sampled_M: int64 token that the generator sampled at each position.
+            right_logit_M: the discriminator's logit of the right label (replaced or original) at each position.
+            weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
         """
         # log p(sample) under the distribution that was sampled from, so its logits are divided by the temperature.
         head = self.towers.generator_head

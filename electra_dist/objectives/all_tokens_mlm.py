@@ -1,10 +1,11 @@
 """Implements All-Tokens MLM: every token is predicted, with a copy gate (the paper's third ablation, section 3.4).
 
-The large tower reads the generator's text, as in Replace MLM. At every real position t it predicts the original token
-with a mixture of two distributions: copying the token that it reads, and a softmax over the vocabulary. A learned gate
-D = sigmoid(w . h_t + b) on the tower's state h_t weighs them:
+The large tower, which is the network that is kept, reads text whose masked tokens the generator has replaced. At every
+real position t it predicts the original token x with a mixture of two distributions: one copies the token that the
+tower reads at t, the other is a softmax over the vocabulary. A learned gate D = sigmoid(w . h_t + b) on the tower's
+state h_t weighs them:
 
-    p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(original)
+    p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(x)
 
 Cost: a softmax over the vocabulary at every position, not only at the masked ones.
 
@@ -22,16 +23,21 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 
 class AllTokensMlm(CorruptingObjective):
-    """Prediction of the original token at every position of corrupted text, with a gate for copying the input."""
+    """Objective that predicts the original token at every position of corrupted text.
+
+    A learned gate decides at each position between copying the token that is read and predicting one.
+    """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the generator's MLM loss and the large tower's loss over all real tokens.
+        """Return the generator's MLM loss plus the large tower's loss over all real tokens, each scaled and weighted.
 
-        The large tower reads the corrupted text. Its probability of the original token is a mixture, which a learned
-        gate D weighs: D * [the token that is read is the original] + (1 - D) * softmax(original).
+        The large tower reads the text in which the generator replaced tokens. Its probability of the original token is
+        a mixture with a learned gate D: D * (1 if the token that is read is the original, 0 if not) + (1 - D) *
+        softmax(original).
 
-        `batch.first_scale` must be 1 / (number of masked slots) and `batch.second_scale` 1 / (number of real tokens);
-        `loss_counts` returns these numbers.
+        Both losses are sums that the caller's scales turn into means: `batch.first_scale` must be 1 / (number of
+        masked positions) and `batch.second_scale` 1 / (number of real tokens). `loss_counts` returns these two
+        numbers.
         """
         corruption = self.corrupt(batch)
         hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)

@@ -3,11 +3,13 @@
     StepInput -> forward: Batch, which adds examples, positions and attention mask -> compute_loss -> StepOutput
 
 Guarantee: what `forward` computes for a row follows from its ids, (seed, step, row number) and the weights, and not
-from the other rows of the batch. Losses are fp32 sums times the scales that the caller passes: 1 / global counts
-(`loss_counts`) for a mean over the global batch, whatever the number of ranks and micro-batches, or 1 / local counts
-for Google's mean per replica. Nothing waits for the device, and shapes are static.
+from the other rows of the batch. Each loss is an fp32 sum over tokens, times a scale that the caller passes. With
+scales of 1 / (count over the global batch), the losses of all ranks and micro-batches add up to the mean over the
+global batch, however it is split. With scales of 1 / (count over one rank's rows), each rank has its own mean, as in
+Google's code. `loss_counts` returns the counts. The device is never synchronised with the host, and shapes are static.
 
-How: a head's tied table is read in the objective's own forward, where DeepSpeed finds and gathers it under ZeRO-3.
+How: the token table that a head uses as its output matrix is read in the objective's own forward, where DeepSpeed
+finds and gathers it under ZeRO-3.
 
 Shapes: B rows, S tokens.
 """
@@ -41,8 +43,8 @@ REVERSE = 2**32 - 3
 class Sums(NamedTuple):
     """Sums over the tokens of a batch, from which metrics are computed.
 
-    Add them over micro-batches and ranks first, then divide: the MLM loss is mlm_loss_sum / mlm_weight, for example.
-    Sums that an objective does not have are 0. Losses are in nats.
+    Add them over micro-batches and ranks first, then divide: the mean MLM loss is mlm_loss_sum / mlm_weight, for
+    example. Sums that an objective does not have are 0. Losses are in nats.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
@@ -66,7 +68,9 @@ class Sums(NamedTuple):
 class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    The two scales turn sums of losses into means. `loss_counts` returns the numbers of tokens that they divide by.
+    An objective has one or two losses, each a sum over tokens. `first_scale` and `second_scale` are the factors that
+    make them means: 1 / the first and 1 / the second number of tokens that `loss_counts` returns, summed over all rows
+    of the mean.
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks look into tuples and rebuild them: ZeRO-3's with other tensor
@@ -82,9 +86,9 @@ class StepInput:
 
 
 class StepOutput(NamedTuple):
-    """Result of one forward pass of an objective: the loss, sums for metrics, and outputs per token.
+    """Result of one forward pass of an objective: the loss, the sums for metrics, and outputs per token.
 
-    Only `loss` carries a gradient.
+    Only `loss` carries a gradient. The outputs per token are the logits, labels and pads of replaced-token detection.
     """
 
     loss: torch.Tensor  # fp32 scalar, scaled: what the backward pass starts from
@@ -96,7 +100,10 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """`StepInput` together with the structure (examples, positions, pads) and the attention mask of its rows."""
+    """Input of an objective's `compute_loss`: a `StepInput` with the structure and the attention mask of its rows.
+
+    The structure is the examples that each row packs, the position of each token in its example, and the pads.
+    """
 
     layout: RowLayout  # examples, positions, token types and real tokens
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
@@ -104,8 +111,9 @@ class Batch(StepInput):
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
         """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots].
 
-        A slot is a place for one masked position of a row. Random numbers for the samples of slots are keyed by these
-        numbers, so samples do not depend on how a global batch is split into micro-batches and ranks.
+        A slot is a place for one masked position of a row. Slot n of global row r has the number r * num_slots + n.
+        The random number that samples a slot's token is keyed by it, so samples do not depend on how the global batch
+        is split into micro-batches and ranks.
 
         Args:
             num_slots: number of slots of every row.
@@ -118,14 +126,14 @@ class Batch(StepInput):
 def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
     """Return for each row the numbers of tokens over which the objective's two losses are averaged, int64 [B, 2].
 
-    The first loss is the generator's, or that of the only tower. The second is the large tower's where there is a
-    generator. The counts follow from the ids alone, so they can be computed for all rows of a step, and summed over
-    ranks, before its first forward pass.
+    Column 0 counts for the generator's loss (for the only loss, if there is no generator), column 1 for the large
+    tower's loss. The scales of a `StepInput` are 1 / the sums of these columns. The counts follow from the ids alone,
+    so they can be summed over all rows of a step, and over ranks, before its first forward pass.
 
     Args:
         ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
-        objective: its name decides which tokens count, its masking how many are masked.
+        objective: its name decides which tokens count, its `mask_prob` how many are masked.
     """
     masked_B = num_masked(ids_BS, special, objective)
     first_B = masked_B
@@ -139,21 +147,22 @@ def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveC
 
 
 class Objective(nn.Module, ABC):
-    """Base class of the objectives: a module with the towers and the loss that trains them, which DeepSpeed wraps.
+    """Base class of the objectives: a module that holds the networks and computes the loss that trains them.
 
-    A subclass implements `compute_loss`. Call the module with a `StepInput`; it returns a `StepOutput`.
+    A subclass implements `compute_loss`. DeepSpeed wraps the module. Call it with a `StepInput`; it returns a
+    `StepOutput`.
     """
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
     ) -> None:
-        """Store towers and settings.
+        """Store the networks and the settings.
 
-        The attention backend is torch's scaled_dot_product_attention ("sdpa") until the caller sets the attribute
-        `attention`.
+        Until the caller sets the attribute `attention`, attention runs in torch's scaled_dot_product_attention
+        ("sdpa").
 
         Args:
-            towers: towers that were built for `objective`.
+            towers: networks, embeddings and heads, built for `objective`.
             objective: the config's section `objective`.
             special: ids of the special tokens.
             backend: `kernels.backend` of the config, which selects implementations of the fused operations.
@@ -176,9 +185,10 @@ class Objective(nn.Module, ABC):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the loss, the metric sums and the outputs per token of a batch.
 
-        Subclasses implement this method; callers call the module. The loss must be the sum of the objective's one or
-        two losses. Each of these is a sum over tokens, times `batch.first_scale` or `batch.second_scale`, times its
-        weight in the config (such as `objective.mlm_weight`). Build the result with `output`.
+        Subclasses implement this method; callers call the module instead. The loss must be the sum of the objective's
+        one or two losses. Each is a sum over tokens, multiplied by its scale (`batch.first_scale` for the first,
+        `batch.second_scale` for the second) and by its weight in the config (such as `objective.mlm_weight`). Build
+        the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
@@ -201,17 +211,19 @@ class Objective(nn.Module, ABC):
         )
 
     def mask(self, batch: Batch) -> Masking:
-        """Draw the masked positions of each row; return them with the rows in which they show [MASK].
+        """Draw the masked positions of each row; return them with the masked rows that the generator reads.
 
-        The draw is a function of (seed, step, row number, token ids), so a repeated call gives equal results.
+        The draw is a function of (seed, step, row number, token ids), so a repeated call gives equal results. At a
+        share 1 - `objective.mask_token_prob` of the masked positions, the generator reads the original token, not
+        [MASK].
         """
         return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the dropout keys of one tower for this batch.
+        """Return the keys from which one network (tower) derives which elements it drops for this batch.
 
         Args:
-            batch: gives the run's seed, the step and the rows.
+            batch: gives the run's seed, the step and the numbers of the rows.
             tower: GENERATOR, DISCRIMINATOR or REVERSE (constants of this module; REVERSE is Electric's right-to-left
                 generator). Different towers drop different elements.
         """
@@ -219,7 +231,9 @@ class Objective(nn.Module, ABC):
         return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the discriminator's states for a masked or corrupted version of the batch, [B, S, H].
+        """Run the discriminator on a masked or corrupted version of the batch; return its states, [B, S, H].
+
+        The structure of the rows is taken from the original tokens, since a replacement could be a [SEP] or a [PAD].
 
         Args:
             batch: the original rows, which give positions, attention mask and dropout keys.
@@ -271,11 +285,11 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a head that predicts masked tokens, by their names in `Sums`.
+    """Return the metric sums of a head that predicts masked tokens, by the names of the fields of `Sums`.
 
     Args:
-        mlm: output of the generator's head. With the objective `mlm`, which has no generator, it is the output of the
-            large tower's head.
+        mlm: output of the generator's head; with the objective `mlm`, which has no generator, output of the large
+            tower's head.
     """
     return {
         "mlm_loss_sum": mlm.loss_sum,
@@ -286,10 +300,11 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of the discriminator's head, by their names in `Sums`.
+    """Return the metric sums of the discriminator's head, by the names of the fields of `Sums`.
 
     Args:
-        rtd: output of the head: loss sum and counts of replaced and original tokens.
+        rtd: output of the head: the sum of the losses, and the numbers of replaced and original tokens, each also of
+            those classified correctly.
     """
     return {
         "rtd_loss_sum": rtd.loss_sum,

@@ -37,12 +37,13 @@ _CORRUPTING: dict[str, type[CorruptingObjective]] = {
 def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
     """Raise if the config's sections `model` and `objective` contradict each other.
 
-    The config has already checked each section by itself. This needs no GPU and no corpus, so it runs before a run
-    writes anything.
+    Each section by itself was checked when the config was read. This needs no GPU and no corpus, so it runs before a
+    run writes anything.
 
     Raises:
-        UserError: two-stage training with towers of different sizes or with shared parameters; `model.sharing` set
-            for an objective with one tower; `electric` with fully shared towers.
+        UserError: two-stage training (`objective.generator_only_steps` above 0) with towers of different sizes or with
+            shared parameters; a `model.sharing` other than the default for an objective with one tower; `electric`
+            with `model.sharing: all`.
     """
     if objective.generator_only_steps:
         _check_two_stage(model)
@@ -61,8 +62,9 @@ def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
 def _check_two_stage(model: ModelConfig) -> None:
     """Raise unless generator and discriminator have the same sizes and share no parameters.
 
-    Two-stage training needs this: after `objective.generator_only_steps` steps the discriminator becomes a copy of the
-    generator, and the generator is frozen.
+    Two-stage training trains the generator alone for `objective.generator_only_steps` steps. Then the discriminator
+    starts as a copy of the generator, which needs equal sizes, and the generator is frozen, which shared parameters
+    cannot be.
 
     Raises:
         UserError: the sizes differ, or `model.sharing` is not none.
@@ -119,12 +121,12 @@ def _fixed_generator(
 ) -> FixedGenerator | None:
     """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network.
 
-    The probabilities are equal for all tokens ("uniform"), or follow the corpus ("unigram").
+    "uniform" gives all tokens the same probability; "unigram" follows how often tokens occur in the corpus.
 
     Args:
         model: gives the size of the vocabulary.
-        objective: its `generator` decides; `temperature` flattens the corpus's frequencies.
-        special: ids of the special tokens, of which "unigram" draws only [UNK].
+        objective: its `generator` decides; with "unigram", a `temperature` above 1 makes the probabilities more equal.
+        special: ids of the special tokens; of these, "unigram" draws [UNK] only.
         count_V: how often each token occurs in the corpus; needed for "unigram" only.
     """
     if objective.generator == "trained":

@@ -1,10 +1,10 @@
 """Corrupts rows: masks tokens, samples replacements from the generator, and labels the tokens that changed.
 
 Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
-id differs from the original, so a sample that equals the original counts as original. With a fixed generator
-(`objective.generator`) there is no MLM loss.
+id differs from the original, so a sample that equals the original counts as original. A generator with fixed token
+probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss.
 
-Shapes: B rows, S tokens, N slots a row, M = B * N.
+Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from electra_dist.objectives.masking import Masking
 
 
 class Corruption(NamedTuple):
-    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss."""
+    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss.
+
+    The discriminator, or another large tower, reads these rows and learns from them.
+    """
 
     masking: Masking  # the masked positions, one per slot, and the slots' weights
     corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
@@ -36,7 +39,7 @@ class Corruption(NamedTuple):
 
 
 class CorruptingObjective(Objective):
-    """Base class of objectives whose large tower reads text with replaced tokens.
+    """Base class of objectives whose large tower reads text in which a generator replaced tokens.
 
     `corrupt` masks a batch and replaces the masked tokens; a subclass computes the large tower's loss on the result.
     """
@@ -49,17 +52,17 @@ class CorruptingObjective(Objective):
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
     ) -> None:
-        """Store towers and settings.
+        """Store the networks and the settings.
 
         The attribute `early_generator` starts as False. If the caller sets it, the generator's gradients are computed
-        before the discriminator runs, which lowers peak memory.
+        before the discriminator runs, so that its activations are freed and peak memory is lower.
 
         Args:
-            towers: towers that were built for `objective`.
+            towers: networks, embeddings and heads, built for `objective`.
             objective: the config's section `objective`.
             special: ids of the special tokens.
             backend: `kernels.backend` of the config.
-            fixed_generator: draws the replacements in place of a network; None if the towers have a generator.
+            fixed_generator: draws the replacements in place of a network; None if the generator is a network.
         """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
@@ -69,8 +72,9 @@ class CorruptingObjective(Objective):
         """Mask the rows, sample a token for each masked position, and put the samples in these positions.
 
         The samples come from the generator network or, with `objective.generator` "uniform" or "unigram", from fixed
-        probabilities. `batch.first_scale` must be 1 / (number of masked positions), so that the generator's loss in
-        the result is a mean.
+        probabilities. The generator's loss in the result is its sum over the masked positions, times
+        `batch.first_scale` and `objective.mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions)
+        the sum becomes a mean.
         """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
@@ -107,7 +111,8 @@ class CorruptingObjective(Objective):
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
         """Run the generator on the masked rows; return its states at the masked positions, [M, H].
 
-        M is B * N: every row has N slots for masked positions, and empty slots read position 0.
+        Every row has N slots, each for one masked position, so M is B * N. A row with fewer masked positions leaves
+        slots empty. An empty slot gets the state of position 0, which its weight of 0 in the loss excludes.
 
         Args:
             batch: the original rows, which give the attention mask and the dropout keys.
@@ -122,7 +127,7 @@ class CorruptingObjective(Objective):
 
         Args:
             batch: the original rows, whose ids are the targets.
-            masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
+            masking: N slots per row, each for one masked position, and their weights in the loss, 0 for unused slots.
             hidden_MH: the generator's states at the slots' positions, from `generator_states`.
         """
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
@@ -157,12 +162,12 @@ class CorruptingObjective(Objective):
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows with the samples at the masked positions, int64 [B, S], and which ids changed, bool [B, S].
 
-        A sample that equals the original token changes nothing. A position that was drawn twice gets the floor of the
-        mean of its samples' ids, as in Google's code.
+        A sample that equals the original token changes nothing. With `masking: reference` a position may be drawn
+        twice, which gives it two samples. Its id is then the mean of both ids, rounded down, as in Google's code.
 
         Args:
             batch: the original rows.
-            masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
-            sampled: int64 sampled tokens, one per slot, [B, N] or [M].
+            masking: N slots per row, each for one masked position, and their weights, 0 for unused slots.
+            sampled: int64 sampled tokens, one per slot, [B, N] or [M] with M = B * N.
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

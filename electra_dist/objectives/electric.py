@@ -30,20 +30,23 @@ from electra_dist.objectives.masking import is_candidate
 
 
 class Electric(CorruptingObjective):
-    """Objective Electric: two causal towers model the noise, and the discriminator learns energies of tokens.
+    """Objective Electric: two causal networks model the noise, and the discriminator learns energies of tokens.
 
-    The discriminator detects noise with a logit that contains the noise model's log-probability of the token. Its own
-    output then learns the token's negative log-probability in its context, up to a constant.
+    The discriminator detects tokens that were sampled from the noise model. Its logit is its output plus the noise
+    model's log-probability of the token, plus a constant. To classify well, the output must then become the negative
+    log-probability of the token in its context, up to a constant.
     """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the noise model's loss and the discriminator's loss, each scaled and weighted.
 
-        The noise model predicts every token that may be masked from the tokens on both sides of it. The discriminator
-        reads text whose masked tokens were sampled from the noise model, and detects the samples.
+        The noise model predicts every token that may be masked (all except [PAD], [CLS], [SEP] and [MASK]) from the
+        tokens on both sides of it. The discriminator reads text whose masked tokens were sampled from the noise model,
+        and detects the samples.
 
-        `batch.first_scale` must be 1 / (number of tokens that may be masked) and `batch.second_scale` 1 / (number of
-        real tokens); `loss_counts` returns these numbers.
+        Both losses are sums over tokens that the caller's scales turn into means: `batch.first_scale` must be 1 /
+        (number of tokens that may be masked) and `batch.second_scale` 1 / (number of real tokens). `loss_counts`
+        returns these two numbers.
         """
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
@@ -70,15 +73,16 @@ class Electric(CorruptingObjective):
     def _detection_sums(
         logit_BS: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the discriminator's loss over the real tokens and the counts for its metrics, by names of `Sums`.
+        """Return the discriminator's loss over the real tokens, and the counts for its metrics, as fields of `Sums`.
 
         Args:
-            logit_BS: logits of "replaced".
+            logit_BS: logits of "replaced"; a token counts as detected if its logit is above 0.
             label_BS: bool, True for replaced tokens.
             is_real_BS: bool, False for pads, which do not count.
 
         Returns:
-            Scalars; only `rtd_loss_sum`, the binary cross-entropy, has a gradient.
+            Scalars by the names of the fields. Only `rtd_loss_sum`, the sum of the binary cross-entropy, has a
+            gradient.
         """
         dtype = logit_BS.dtype
         weight_BS = is_real_BS.to(dtype)

@@ -1,17 +1,18 @@
 """Draws replacements without a network: uniformly, or as often as tokens occur in the corpus.
 
-Guarantee: token v is drawn with probability weight_v / total, exact to 2**-31, as a function of (seed, step, row,
-slot) only. With `disallow_correct` the original token is never drawn, and the others keep their proportions.
+Guarantee: token v is drawn with probability weight_v / (sum of all weights), exact to 2**-31, as a function of (seed,
+step, row, slot) only, where a slot is a place for one masked position of a row. With `disallow_correct` the original
+token is never drawn, and the probabilities of the others keep their ratios.
 
-How: the range of a 32-bit random word is divided into one interval per token, of a length in proportion to its weight.
-The token is the one whose interval the word falls into (inverse CDF, one binary search per slot). The ends of the
-intervals are an int64 buffer, which casts to bf16 leave alone. No checkpoint holds it, because it follows from the
-config and the corpus.
+How: the range of a 32-bit random word is divided into one interval per token, whose length is in proportion to the
+token's weight. The drawn token is the one whose interval contains the word (inverse CDF, one binary search per slot).
+The ends of the intervals are an int64 buffer, so casting the module to bf16 does not change them. No checkpoint holds
+the buffer, because it follows from the config and the corpus.
 
 `uniform` draws from the whole vocabulary, special tokens included, as Google's code does. `unigram` (in the paper, but
 not in its code) draws by `count ** (1 / temperature)` and never draws [PAD], [CLS], [SEP] and [MASK].
 
-Shapes: B rows, N slots a row, V tokens.
+Shapes: B rows, N slots in every row, V tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _RANGE = 1 << 32  # number of different 32-bit random words
 
 
 class FixedGenerator(nn.Module):
-    """Generator that draws tokens by fixed weights, whatever the text is. It has no parameters.
+    """Generator that draws tokens with fixed probabilities, whatever the text is. It has no parameters.
 
-    It stands in for the generator network with `objective.generator` "uniform" or "unigram".
+    It replaces the generator network with `objective.generator` "uniform" or "unigram".
     """
 
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
@@ -69,12 +70,13 @@ class FixedGenerator(nn.Module):
         return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
 
     def _skip_original(self, word_BN: torch.Tensor, target_BN: torch.Tensor) -> torch.Tensor:
-        """Return the random words mapped to the range outside the original tokens' intervals, int64 [B, N].
+        """Return random words that never select the original token, int64 [B, N], computed from `word_BN`.
 
-        Every token owns an interval [begin, end) of the 32-bit words. A word is scaled down to a range that is shorter
-        by the length of its original token's interval; from `begin` on, it then moves up by that length. So no result
-        lies in the interval, and the other tokens keep their proportions. With a range of 8 words and the interval
-        [2, 4), word 4 is scaled to 4 * 6 / 8 = 3 and moves up to 5.
+        A word selects the token whose interval [begin, end) contains it. To exclude the original token's interval, a
+        word is first scaled down to a range that is shorter by end - begin. If the scaled word is below `begin`, it is
+        the result; if not, the result is the scaled word plus (end - begin), which lies at or above `end`. The other
+        tokens keep the ratios of their probabilities. Example: 8 words and the interval [2, 4) leave a range of 6.
+        Word 2 is scaled to 2 * 6 / 8 = 1 (rounded down) and stays; word 4 is scaled to 3 and becomes 5.
 
         Args:
             word_BN: int64 random words in [0, 2**32).
@@ -91,7 +93,7 @@ class FixedGenerator(nn.Module):
 
 
 def uniform_weights(vocab_size: int) -> np.ndarray:
-    """Return weights for a `FixedGenerator` that draws all tokens with equal probability: ones, float64 [V]."""
+    """Return weights with which a `FixedGenerator` draws all tokens equally often: ones, float64 [vocab_size]."""
     return np.ones(vocab_size)
 
 
@@ -102,8 +104,8 @@ def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: 
 
     Args:
         count_V: how often each token occurs in the corpus.
-        special: ids that get weight 0.
-        temperature: 1 for the corpus's own frequencies; higher values flatten them.
+        special: ids that get weight 0, whatever their counts are.
+        temperature: 1 keeps the ratios of the counts; values above 1 bring the weights closer together.
     """
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0

@@ -1,12 +1,13 @@
 """Computes the gradients of a loss during the forward pass, so that its activations can be freed at once.
 
-The generator's samples carry no gradient, so nothing that comes after them is needed for the generator's backward
-pass. If that pass runs immediately, peak memory holds the activations of the larger tower, not those of both towers.
-DeepSpeed allows one backward pass per micro-batch. The gradients therefore wait in buffers of the parameters' size
-until that pass, which multiplies them by the upstream gradient and hands them on to the parameters.
+The generator's samples carry no gradient, so the generator's backward pass needs nothing that is computed after them.
+If that backward pass runs at once, the generator's activations are freed before those of the discriminator are
+allocated, and peak memory never holds both. DeepSpeed allows one backward pass per micro-batch. The gradients are
+therefore kept in buffers of the parameters' size. DeepSpeed's backward pass multiplies the buffers by the upstream
+gradient and passes them on to the parameters.
 
-Guarantee: gradients are those of an ordinary backward pass, except for rounding where both towers share a table,
-because its gradients are added in another order.
+Guarantee: gradients are those of an ordinary backward pass, except for rounding where generator and discriminator
+share a table, because its gradients are added in another order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _PrecomputedGradients(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the kept gradients times `upstream`, and None for the loss and the list of gradients.
 
-        It works once, because it overwrites and releases the buffers.
+        It works once only: the gradients are scaled in their own memory and then released.
         """
         gradients = ctx.gradients
         ctx.gradients = []
@@ -53,8 +54,8 @@ class _PrecomputedGradients(torch.autograd.Function):
 def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
 
-    A later backward pass through the result multiplies the gradients by the upstream gradient and adds them to the
-    parameters. It may run once only.
+    A later backward pass through the result does not need the activations: it multiplies the stored gradients by the
+    upstream gradient and adds them to the parameters. It may run once only.
 
     Args:
         loss: a scalar, already scaled, so that gradients stored in low precision have their final size.

@@ -1,21 +1,21 @@
 """Decides which tokens of a row are masked at a step, and which ids the generator reads.
 
-Guarantee: a pure function of (seed, step, row, ids), independent of the batch around the row, the rank and the device.
-The number of slots N follows from the row length. Empty slots have weight 0 and position 0 and change nothing, so
-shapes are static and the host never waits.
+Guarantee: a pure function of (seed, step, row, ids), independent of the other rows of the batch, of the rank and of
+the device. Each row has N slots, and a slot holds one masked position. N follows from the row length. Unused slots
+have weight 0 and position 0 and change nothing, so shapes are static and the host never waits for the device.
 
-How: candidates are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). Of a row with r real
-tokens, n = clamp(round(mask_prob * r), 1, N) slots are used (half to even, and never more than there are candidates).
-`without_replacement` takes the n candidates with the smallest random keys. `reference` repeats Google's draw with
-replacement: a position that is drawn twice has two slots, so it weighs double in the loss, and the id inserted there
-is the floor of the mean of its samples (`replace_and_label` does that); at 25 % of 512, 22.3 % of the candidates are
-masked. 85 % of the slots show [MASK] in the generator's input, and the rest keep their token. There is no
-random-token branch.
+How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
+real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has
+candidates. `without_replacement` takes the n candidates with the smallest random keys. `reference` repeats Google's
+draw with replacement: a position that is drawn twice has two slots, so it counts twice in the loss, and its new id is
+the mean of its samples' ids, rounded down (`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 %
+are masked at 25 %. The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT,
+it never reads a random token.
 
-Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update).
-Cost: one Philox grid and one sort of [B, S] integers.
+Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one grid of random words
+from Philox (a counter-based generator) and one sort of [B, S] integers.
 
-Shapes: B rows, S tokens, N slots a row.
+Shapes: B rows, S tokens, N slots in every row.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Masking(NamedTuple):
 
 
 def num_slots(mask_prob: float, seq_len: int) -> int:
-    """Return the number N of slots per row, which is the most positions that a row may have masked, in [1, seq_len].
+    """Return the number N of slots per row, which is the largest number of masked positions of a row.
 
-    It equals the reference's max_predictions_per_seq: 130 for 25 % of 512, of which a full row uses 128.
+    N is in [1, seq_len] and equals the reference's max_predictions_per_seq, whose formula leaves a small margin: N is
+    130 for 25 % of 512 tokens, of which a row without pads uses 128.
 
     Args:
         mask_prob: share of the tokens to mask.
@@ -76,9 +77,10 @@ def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
 def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
     """Return the number of masked positions of each row, int64 [B]: `mask_prob` of its real tokens, at least 1.
 
-    The number is rounded half to even, and it is at most the number of slots per row and the number of tokens that may
-    be masked. A position that is drawn twice counts twice. The numbers follow from the ids alone, so the total that a
-    global mean needs can be computed for all rows of a step before its first forward pass.
+    The number is rounded half to even. It is limited by the number of slots per row (`num_slots`) and by the number of
+    tokens that may be masked. With `masking: reference`, a position that is drawn twice counts twice. The numbers
+    follow from the ids alone, so the total that a mean over the global batch divides by is known before the step's
+    first forward pass.
 
     Args:
         ids_BS: int64 token ids of the original rows.
@@ -137,14 +139,15 @@ def mask_rows(
 def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
     """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
 
-    Each candidate gets a random key, and those with the N smallest keys are taken. A key is a random word followed by
-    the position in its lowest `_POSITION_BITS` bits. So no two keys are equal, and sorting the keys sorts the
-    positions with them. If a row has fewer than N candidates, its last entries are meaningless.
+    Each candidate gets a random key, and the N candidates with the smallest keys are taken. A key is a 32-bit random
+    word, followed by the token's position as its lowest `_POSITION_BITS` bits. The position makes all keys of a row
+    different, and it can be read from a sorted key. If a row has fewer than N candidates, its last entries are
+    meaningless, and the caller must not use them.
 
     Args:
         bits_BS: int64 random words in [0, 2**32).
         candidate_BS: bool, tokens that may be masked.
-        N: number of slots.
+        N: number of positions to draw, the row's number of slots for masked positions.
     """
     S = bits_BS.shape[1]
     assert S <= 1 << _POSITION_BITS
@@ -161,13 +164,14 @@ def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: i
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
     """Return N positions drawn from the candidates of each row with replacement, int64 [B, N].
 
-    A slot's random word, divided by 2**32, is uniform in [0, 1). Times the number of candidates and rounded down, it
-    is the rank of a candidate in its row, from 0. For candidates at positions 1, 2 and 4, rank 2 is position 4.
+    A random word divided by 2**32 is uniform in [0, 1). Multiplied by the row's number of candidates and rounded down,
+    it gives the index, from 0, of a candidate among the candidates of its row. For candidates at positions 1, 2 and 4,
+    index 2 means position 4.
 
     Args:
-        bits_BS: int64 random words in [0, 2**32), of which the first N are used.
+        bits_BS: int64 random words in [0, 2**32); the first N of a row are used, one for each drawn position.
         candidate_BS: bool, tokens that may be masked.
-        N: number of slots.
+        N: number of positions to draw, the row's number of slots for masked positions.
     """
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]

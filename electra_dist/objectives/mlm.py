@@ -1,9 +1,9 @@
 """Implements masked language modelling by the large tower: BERT without next-sentence prediction.
 
-There is no generator. The large tower reads the masked text and predicts the original tokens at the masked positions
-through a head that is tied to its token table. Masks are drawn as for the other objectives: anew at every step, with
-[MASK] at `mask_token_prob` of the masked positions and the original token at the rest, as in Google's code. BERT's
-third branch, a random token, does not exist.
+There is no generator. The large tower, which is the network that is kept, reads the masked text and predicts the
+original tokens at the masked positions. The output matrix of its head is its token table. Positions are drawn anew at
+every step, as for the other objectives. As in Google's ELECTRA code, a share `mask_token_prob` of them show [MASK] and
+the others keep their token; none shows a random token, as some do in BERT.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from electra_dist.objectives.masking import Masking
 
 
 class MaskedLanguageModel(Objective):
-    """Masked language modelling with the large tower alone, as in BERT."""
+    """Masked language modelling as in BERT, with one network: no generator and no discriminator."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the large tower's loss over the masked tokens, scaled and weighted.
+        """Return the large tower's loss over the masked positions, scaled and weighted.
 
-        `batch.first_scale` must be 1 / (number of masked slots); `loss_counts` returns this number. There is no second
-        loss, so `batch.second_scale` is not used.
+        The loss is a sum that `batch.first_scale` turns into a mean; it must be 1 / (number of masked positions).
+        `loss_counts` returns this number. There is no second loss, so `batch.second_scale` is not used.
         """
         masking = self.mask(batch)
         hidden_BSH = self.read(batch, masking.input_BS)
@@ -38,9 +38,9 @@ def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_B
     The result also has a sampled token for each position, because the fused operation draws one; callers ignore it.
 
     Args:
-        objective: gives the large tower's `token_head` and the token table that the head is tied to.
+        objective: gives the large tower's `token_head` and the token table, which is the head's output matrix.
         batch: the original rows, whose ids are the targets.
-        masking: N slots per row, each for one masked position, and their weights, 0 for empty slots.
+        masking: N slots per row, each for one masked position, and their weights in the loss, 0 for unused slots.
         hidden_BSH: the large tower's states.
     """
     hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)

@@ -13,16 +13,16 @@ from electra_dist.objectives.mlm import predict_slots
 
 
 class ReplaceMlm(CorruptingObjective):
-    """Prediction of the original tokens where the generator's samples replaced them."""
+    """Masked language modelling in which the large tower reads the generator's samples instead of [MASK]."""
 
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's and the large tower's loss, each scaled and weighted.
 
-        Both losses are cross-entropies of the original tokens at the masked positions. The generator reads [MASK]
-        there, and the large tower reads the generator's samples.
+        Both losses are cross-entropies of the original tokens, summed over the masked positions. The generator reads
+        [MASK] there, and the large tower reads the generator's samples.
 
-        `batch.first_scale` and `batch.second_scale` must both be 1 / (number of masked slots); `loss_counts` returns
-        it.
+        Both scales must be 1 / (number of masked positions), to turn the sums into means: `batch.first_scale`
+        multiplies the generator's loss, `batch.second_scale` the large tower's. `loss_counts` returns that number.
         """
         corruption = self.corrupt(batch)
         hidden_BSH = self.read(batch, corruption.corrupted_BS)

@@ -17,13 +17,18 @@ from electra_dist.objectives.corruption import CorruptingObjective, Corruption
 
 
 class ReplacedTokenDetection(CorruptingObjective):
-    """Replaced-token detection: the generator replaces tokens, the discriminator detects which ones."""
+    """Replaced-token detection, the objective of the ELECTRA paper.
+
+    A generator replaces masked tokens by its samples, and the discriminator classifies every token as original or
+    replaced.
+    """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the generator's MLM loss and the discriminator's RTD loss, each scaled and weighted.
+        """Return the sum of the generator's MLM loss and the discriminator's detection loss, each scaled and weighted.
 
-        `batch.first_scale` must be 1 / (number of masked slots) and `batch.second_scale` 1 / (number of real tokens);
-        `loss_counts` returns these numbers.
+        The generator's loss is a sum over the masked positions, which `batch.first_scale` turns into a mean: it must
+        be 1 / (number of masked positions). The discriminator's is a sum over the real tokens, and
+        `batch.second_scale` must be 1 / (number of real tokens). `loss_counts` returns these two numbers.
         """
         corruption = self.corrupt(batch)
         rtd = self.detect(batch, corruption)
@@ -42,8 +47,9 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return the weight of each token in the discriminator's loss, [B, S], bool or float.
+        """Return the factor of each token's loss in the sum that is the discriminator's loss, [B, S], bool or float.
 
-        In this class all real tokens weigh 1 and pads weigh 0. Subclasses override it.
+        In this class every real token has weight 1 and every pad weight 0. A subclass whose loss covers fewer tokens
+        overrides it.
         """
         return batch.layout.is_real_BS

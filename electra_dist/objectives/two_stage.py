@@ -19,6 +19,9 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 def is_generators(name: str) -> bool:
     """Return whether a parameter belongs to the generator, which two-stage training freezes after the first stage.
 
+    The shared name `towers.embeddings` counts as the generator's: in two-stage training the discriminator has tables
+    of its own, under another name.
+
     Args:
         name: name of the parameter in the objective, such as "towers.generator_head.bias".
     """
@@ -26,7 +29,10 @@ def is_generators(name: str) -> bool:
 
 
 class TwoStageDetection(ReplacedTokenDetection):
-    """Replaced-token detection in two stages: the generator trains alone, then the discriminator trains."""
+    """Replaced-token detection in two stages: the generator trains alone, then the discriminator.
+
+    In the second stage the generator is frozen, and the discriminator learns from its samples.
+    """
 
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the loss of the tower that trains at this step; the other tower gets no gradient.

@@ -22,7 +22,7 @@ from electra_dist.model.parameter_counts import ParameterCounts, parameter_count
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Predicted time of a run on the GPUs that the config's section `plan` states."""
+    """Predicted speed and duration of a run on the GPUs that the config's section `plan` states."""
 
     gpu: str
     num_gpus: int
@@ -53,11 +53,12 @@ class Budget:
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
     """Return the budget of a run: its parameters, rows and tokens, FLOPs, time and epochs.
 
-    Rows count as full, so pads count as tokens. Time is predicted for the GPUs of the config's section `plan`.
+    Every position of a row counts as a token, so pads count, too. Time is predicted for the GPUs of the config's
+    section `plan`.
 
     Args:
         config: the configuration of the run.
-        corpus: manifest of its corpus, from which the epochs follow; None leaves them out.
+        corpus: manifest of its corpus, from which the epochs follow; with None the budget's `epochs` is None.
 
     Raises:
         UserError: the peak of `plan.gpu` is not known.
@@ -83,7 +84,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Return the time that `tokens` take on the GPUs of the config's section `plan`.
+    """Return the predicted speed, and the time that `tokens` take, on the GPUs of the config's section `plan`.
 
     The GPUs are assumed to compute at `plan.utilisation` times their dense bf16 peak.
 
@@ -93,7 +94,7 @@ def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | N
         tokens: tokens of the whole run.
 
     Returns:
-        The prediction; None in fp32, for which no peak is assumed.
+        The prediction; None if the run trains in fp32, because only bf16 peaks are known.
 
     Raises:
         UserError: the peak of `plan.gpu` is not known.

@@ -4,12 +4,13 @@ Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 
 compares it with the collectives of real steps; `benchmarks/scaling.py` compares the step time with times measured at
 limited bandwidth.
 
-How: a step is compute, followed by communication. Neither is hidden behind the other, so the step time is an upper
-bound where DeepSpeed overlaps them. Collectives are rings, whose slowest link decides. Within a node that is the link
-of a GPU; between nodes it is all links of a node together, because only one edge of the ring leaves each node.
+How: a step is compute, followed by communication. Neither is assumed to overlap with the other, so the step time is an
+upper bound where DeepSpeed overlaps them. Collectives are rings, which are as fast as their slowest link. On one node
+that is the link between GPUs. On several nodes it may be the network: only one edge of the ring leaves each node, and
+it is assumed to use the bandwidth of all network links of the node together.
 
-Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted. `ASSUMPTIONS` states this and
-the model in the printed plan.
+Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted. The constant `ASSUMPTIONS`
+states all this, and the printed plan shows it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    An element is sent in 2 bytes in bf16 and in 4 in fp32; at stage 0 bf16 is autocast with fp32 gradients. Over W
-    ranks, a ring reduce-scatter or all-gather of n bytes sends n (W - 1) / W from each rank, an all-reduce twice that
-    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
+    An element is sent in 2 bytes in bf16 and in 4 in fp32. Stage 0 always sends 4, because its bf16 is autocast with
+    fp32 gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and
+    twice that in an all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step
+    DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
@@ -58,7 +60,7 @@ def bytes_on_wire(
                  all-gather of the small ("persistent") tensors
 
     DeepSpeed gathers models of more than 1e9 parameters twice as often at stage 3, which is not counted.
-    Source: tests/planning/test_multi_node_scaling.py, which counts the bytes of real steps.
+    tests/planning/test_multi_node_scaling.py compares the result with the bytes of real steps.
 
     Args:
         parameters: number of trained parameters.
@@ -146,7 +148,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Prediction for a run on a certain number of nodes: bytes, seconds, tokens per second and days."""
+    """Prediction for a run on one number of nodes: bytes sent, seconds per step, tokens per second and days."""
 
     nodes: int
     ranks: int
@@ -165,15 +167,15 @@ class Scaled:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that is compute, from 0 to 1; it is 1 on one GPU."""
+        """Share of the step's time that is compute, from 0 to 1; it is 1 on one GPU, which sends nothing."""
         return self.compute_s / self.step_s
 
 
 def scale(config: Config, cluster: Cluster) -> list[Scaled]:
-    """Return predictions of the run on 1, 2, 4, ... and `cluster.nodes` nodes.
+    """Return predictions of the run for numbers of nodes that are powers of two, and for `cluster.nodes`.
 
-    Numbers of nodes whose GPUs cannot share the global batch evenly are left out. For 6 nodes, the result is for 1, 2,
-    4 and 6 nodes.
+    The powers of two are those below `cluster.nodes`: for 6 nodes, the predictions are for 1, 2, 4 and 6. A number of
+    nodes is left out if its GPUs cannot share the global batch evenly in whole micro-batches.
 
     Raises:
         UserError: the links or the peak of the GPU are not known, or the GPUs of `cluster.nodes` nodes cannot share
@@ -203,10 +205,13 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
-    """Return the tokens per second of one `gpu`: its peak times `plan.utilisation`, over the FLOPs of a token.
+    """Return the tokens per second that one `gpu` is assumed to train.
+
+    It is the GPU's peak FLOP/s times `plan.utilisation`, divided by the training FLOPs of a token. It is used if the
+    user passes no measured throughput.
 
     Raises:
-        UserError: the peak is not known for the GPU, or not in fp32.
+        UserError: the GPU's peak is not known, or the run trains in fp32, for which no peak is known.
     """
     one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
     one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
@@ -220,13 +225,14 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Predict the run on `nodes` nodes, each GPU of which computes `gpu_tokens_per_s` tokens per second.
+    """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second.
 
-    A step is its compute, followed by its communication over the slowest link of the ring: a GPU's link within one
-    node, and with several nodes the slower of that and `cluster.fabric_bytes_per_s`.
+    A step is compute, followed by communication over a ring of all GPUs, at the speed of its slowest link. On one node
+    that is the link between its GPUs; on several nodes it is that link or the network (`cluster.fabric_bytes_per_s`),
+    whichever is slower.
 
     Raises:
-        UserError: the links of `cluster.gpu` are not known.
+        UserError: the bandwidth of the links between GPUs of type `cluster.gpu` is not known.
     """
     gpu_model = cluster.gpu.upper()
     if gpu_model not in _NODE_LINK:

@@ -37,7 +37,7 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 class Network:
     """Sizes of one transformer, and its forward FLOPs per token, by the paper's method and by that of MFU.
 
-    A size of 0 stands for the default that is in its comment.
+    MFU is model FLOPs utilisation. A field of 0 stands for the default that the comment of the field names.
     """
 
     hidden: int  # width of the states
@@ -75,7 +75,7 @@ class Network:
 
     @property
     def _num_attentions(self) -> int:
-        """Number of attentions in a layer: 2 in a decoder, which also attends to its encoder's states."""
+        """Number of attention blocks in a layer: 1, or 2 in a decoder, which also attends to the encoder's states."""
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
@@ -88,7 +88,8 @@ class Network:
     def _paper_layer(self) -> int:
         """Return the forward FLOPs of one layer per token, with the terms of the script's get_block_flops.
 
-        A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its row.
+        A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its row. The script's
+        omissions are repeated: its LayerNorm after the attention lacks the factor `hidden`.
         """
         hidden = self.hidden
         seq_len = self.seq_len
@@ -126,7 +127,8 @@ class Network:
     def _paper_head(self) -> float:
         """Return the forward FLOPs of the head per token, as the paper's script counts them.
 
-        A head over the vocabulary counts at a share `output_share` of the positions, a detecting head at all.
+        A head that predicts tokens counts at a share `output_share` of the positions. A head that detects replaced
+        tokens counts at all positions.
         """
         hidden = self.hidden
         embedding = self._embedding_width
@@ -142,8 +144,8 @@ class Network:
     def matmul(self) -> float:
         """Return the forward FLOPs of a token in matrix products only, as MFU counts them (`model/flops.py`).
 
-        A product with an m x n matrix counts 2mn. Look-ups of embeddings are free. A head over the vocabulary counts
-        at a share `masked` of the positions.
+        A product with an m x n matrix counts 2mn. Look-ups of embeddings are free. A head that predicts tokens counts
+        at a share `masked` of the positions, one that detects replaced tokens at all positions.
         """
         hidden = self.hidden
         embedding = self._embedding_width
@@ -162,7 +164,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFlops:
-    """One model of the paper's table: the networks it trains, the amount of training, and the printed figure."""
+    """One model of the paper's table of FLOPs: its networks, the rows it trains on, and the printed figure.
+
+    A model for which the paper's script has only profiled FLOPs has no networks.
+    """
 
     name: str
     printed: str  # training FLOPs as the paper prints them; empty if the paper does not list the model
@@ -171,12 +176,18 @@ class PaperFlops:
     profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Return the model's training FLOPs by the paper's method: 2 x the forward FLOPs of all rows."""
+        """Return the model's training FLOPs by the paper's method: 2 x the forward FLOPs of all rows.
+
+        The factor is 2 because the paper counts the backward pass as much as the forward pass.
+        """
         forward_per_row = sum(network.paper() * network.seq_len for network in self.networks)
         return 2 * (self.profiled + forward_per_row * self.rows)
 
     def mfu(self) -> float | None:
-        """Return the training FLOPs by MFU's method, 3 x forward; None where only a profile is known."""
+        """Return the training FLOPs by MFU's method, or None for a model that is known by profiled FLOPs only.
+
+        They are 3 x the forward FLOPs of all rows, because MFU counts the backward pass as two forward passes.
+        """
         if not self.networks:
             return None
         forward_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
@@ -188,7 +199,8 @@ def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
 
     Args:
         discriminator: sizes of the discriminator.
-        generator: hidden width of the generator, which has as many layers and embedding tables of the same width.
+        generator: hidden width of the generator; all its other sizes equal those of `discriminator`, with widths that
+            are not set following the hidden width.
     """
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 

@@ -1,8 +1,8 @@
-"""Prints the plan of a run, what it would take, for `--dry-run` and `electra-dist plan`.
+"""Prints the plan of a run, which is what the run would take, for `--dry-run` and `electra-dist plan`.
 
 Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is read or
-written, no GPU is needed and torch is not imported. A terminal gets tables, any other stream plain aligned text, with
-the same words and numbers.
+written, no GPU is needed and torch is not imported. On a terminal the plan is printed as tables, on any other stream
+as aligned plain text, with the same words and numbers.
 
 Limits: the docstring of budget.py names what the numbers leave out, such as activations.
 """
@@ -31,7 +31,7 @@ _LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some m
 
 @dataclass(frozen=True)
 class PlanSection:
-    """Titled table of a plan, whose cells are text; printed as a rich table or as aligned plain text."""
+    """Table of a plan, with a title and cells of text; printed as a rich table or as aligned plain text."""
 
     title: str
     rows: list[list[str]]  # equally many cells in every row, and in the header
@@ -74,6 +74,8 @@ def print_plan(
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
     """Return the plan as tables: parameters, data, state per GPU, compute and possible numbers of GPUs.
 
+    The state is weights, gradients and what the optimizer keeps, in memory.
+
     Args:
         config: the configuration of the run.
         corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
@@ -92,11 +94,11 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes; with a price it has a column of costs.
+    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes, one row for each number of nodes.
 
     Args:
         config: the configuration of the run.
-        cluster: GPUs, nodes and the network between them, and the price of a GPU-hour, if known.
+        cluster: GPUs, nodes and the network between them; a price of a GPU-hour adds a column of costs.
 
     Raises:
         UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
@@ -123,7 +125,8 @@ def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
 
     Args:
         prediction: the run on one number of nodes.
-        gpu_hour_price: price of a GPU-hour, which adds the cell of the run's cost; None leaves it out.
+        gpu_hour_price: price of a GPU-hour in any currency, which adds the cell of the run's cost; None leaves the
+            cell out.
     """
     cells = [
         str(prediction.nodes),
@@ -165,7 +168,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; there is a dash for the epochs if `corpus` is None."""
+    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash."""
     train = config.train
     optimizer = config.optimizer
     seq_len = config.data.seq_len
@@ -188,8 +191,8 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
 def _memory(config: Config, budget: Budget) -> PlanSection:
     """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked.
 
-    The state is weights, gradients, fp32 master copy and Adam's moments. Columns are in GB, or in MB for models of at
-    most 50 million parameters.
+    The state is weights, gradients, fp32 master copy and Adam's moments, without activations and buffers. It is
+    computed for `plan.num_gpus` GPUs. Columns are in GB, or in MB for models of at most 50 million parameters.
     """
     world_size = config.plan.num_gpus
     num_parameters = budget.parameters.total
@@ -254,9 +257,10 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of GPU counts that can share the global batch evenly, with their micro-batches per step.
+    """Return the table of numbers of GPUs that can share the global batch evenly, with the micro-batches per step.
 
-    Of more than 16 counts, it shows the first 13 and the last 3.
+    Of more than 16 numbers, it shows the first 13 and the last 3. A note warns if `plan.num_gpus` cannot share
+    the batch.
     """
     train = config.train
     shown = list(budget.accumulation)
@@ -288,7 +292,10 @@ def _widths(section: PlanSection) -> list[int]:
 
 
 def _plain(section: PlanSection) -> str:
-    """Return a section as aligned text: title, header, rows, and the note in parentheses; ">" marks a row."""
+    """Return a section as aligned text: title, header, rows, and the note in parentheses.
+
+    The row that the config selects starts with ">"; all other lines of the table start with spaces.
+    """
     widths = _widths(section)
     lines = [section.title]
     if section.header:
@@ -320,16 +327,19 @@ def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marke
 
 
 def _is_text(section: PlanSection, column: int) -> bool:
-    """Return whether a column, counted from 0, holds text, which is aligned to the left, or numbers.
+    """Return whether a column holds text, which is aligned to the left; other columns hold numbers.
 
-    The first column always holds text. The last one does if the section's `prose` is set.
+    The first column always holds text. The last one does if the section's `prose` is set. `column` counts from 0.
     """
     last_column = len(section.rows[0]) - 1
     return column == 0 or (section.prose and column == last_column)
 
 
 def _rich_table(section: PlanSection) -> Table:
-    """Return a section as a rich table, with the marked row in bold green."""
+    """Return a section as a table of the library rich; the row that the config selects is bold green.
+
+    Cells are shown as they are: brackets in them are not interpreted as markup.
+    """
     table = Table(
         title=section.title,
         title_justify="left",

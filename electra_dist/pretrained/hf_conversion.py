@@ -1,11 +1,13 @@
 """Convert weights to and from the names and files of Hugging Face's ELECTRA models.
 
 Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
-load, with the same logits, whatever the towers share and whatever the large one learnt. `from_hf_discriminator` and
-`from_hf_generator` invert the name maps exactly. Weights are in fp32, and the token table is without its pad rows.
+load, with the same logits, whichever weights generator and discriminator share and whichever objective trained them.
+`from_hf_discriminator` and `from_hf_generator` invert the name maps exactly. Weights are in fp32. The exported token
+table has no pad rows, which round its size up in this project.
 
-How: one table of (our name, Hugging Face's name) per tower; the fused query, key and value product is split and
-joined. transformers is not imported: config.json, model.safetensors and the tokenizer's files are written directly.
+How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
+has one fused parameter for query, key and value; it is split and joined. transformers is not imported: config.json,
+model.safetensors and the tokenizer's files are written directly.
 
 Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline and Electric's two causal towers have no counterpart in Hugging Face's models and are left out.
@@ -86,7 +88,7 @@ def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.
 
     Args:
         theirs: state dict of ElectraForPreTraining or ElectraForMaskedLM; the head may be missing.
-        model: a config of the same shape.
+        model: section `model` of a config that gives the discriminator the same shape.
 
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
@@ -101,7 +103,7 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 
     Args:
         theirs: state dict of ElectraForMaskedLM.
-        model: a config of the same shape.
+        model: section `model` of a config that gives the generator the same shape.
 
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
@@ -112,14 +114,14 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
 
-    The towers may share all weights, only the embeddings, or nothing. In the result, `embeddings.` are those that this
-    tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other parameters, such as
-    heads, keep their names; a prefix `towers.` is removed from all names.
+    Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
+    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other
+    parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
         model: section `model` of the config that they were trained with.
-        tower: the tower to read.
+        tower: the tower to read, "generator" or "discriminator".
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
     if tower == "generator" and model.sharing == "all":
@@ -212,7 +214,7 @@ def export_generator(
 
 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
-    """Return a tower's shape, and the width of the embedding tables that it reads.
+    """Return the shape of a tower (generator or discriminator), and the width of the embedding tables that it reads.
 
     If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and tower.
     """
@@ -243,7 +245,8 @@ def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, s
 def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
     """Yield (name in this project, Hugging Face's name) of every parameter of a tower except query, key and value.
 
-    No state dict holds all of these names: embeddings have no bias, for example, and a tower has one kind of head.
+    These are all names that can occur; a state dict holds only some of them. Embeddings have no bias, for example, and
+    a tower has one kind of head.
     """
     for ours, theirs in _module_names(model, tower):
         for kind in ("weight", "bias"):
@@ -266,7 +269,7 @@ def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list
 
 
 def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a tower's weights under Hugging Face's names, without the pad rows of the token table.
+    """Return a tower's weights under Hugging Face's names, without the rows that pad the token table.
 
     No two tensors share memory, so that safetensors can write them.
 
@@ -291,11 +294,11 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
 
 
 def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights under this project's names, with pad rows of zeros in the token table.
+    """Return Hugging Face weights under this project's names; rows of zeros pad the token table.
 
     Args:
         theirs: state dict of a Hugging Face ELECTRA model with one tower.
-        model: a config of the same shape; its padded vocabulary size decides the number of pad rows.
+        model: section `model` of a config with the same shape; the table is padded to its padded vocabulary size.
         tower: the tower that the weights are for.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
 `head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
-the next. `digest` covers every weight; results are stored under it.
+the next. `digest` covers every weight and the vocabulary; results of fine-tuning are stored under it.
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
@@ -42,9 +42,9 @@ _RANDOM = "random:"  # prefix of a model specification that names a config inste
 
 
 class Backbone(nn.Module):
-    """Embeddings and encoder of one tower as a module, from token ids to the states of the last layer.
+    """Embeddings and encoder of one tower (generator or discriminator), from token ids to states of the last layer.
 
-    Rows hold one example each, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] to their end.
+    Each row of its input holds one example, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] up to its end.
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
@@ -77,7 +77,10 @@ class Backbone(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer."""
+    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer.
+
+    The weights are on the host in fp32. Call `backbone` to get a module with a copy of them.
+    """
 
     name: str  # for messages and tables, such as "runs/small at step 1,000"
     model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
@@ -98,7 +101,7 @@ class Pretrained:
         tower: TowerName = "discriminator",
         reads_masks: bool = True,
     ) -> Pretrained:
-        """Take one tower out of a state dict that holds generator and discriminator.
+        """Take one tower (generator or discriminator) out of a state dict that holds both.
 
         Args:
             name: name for messages and tables.
@@ -107,7 +110,8 @@ class Pretrained:
             vocabulary: the vocabulary that they were trained with.
             lowercase: whether the tokenizer lower-cases.
             tower: the tower to take, with the embeddings that it reads and its head.
-            reads_masks: whether the tower was trained on text with [MASK].
+            reads_masks: whether a tower that predicts tokens was trained on text with [MASK], not with replaced
+                tokens.
 
         Raises:
             UserError: the vocabulary has another size than the model, or the model has no such tower.
@@ -165,7 +169,8 @@ class Pretrained:
     def head_state(self) -> dict[str, torch.Tensor]:
         """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head.
 
-        A generator's head predicts tokens; a discriminator's head mostly detects replaced tokens.
+        A generator's head predicts tokens. A discriminator's head detects replaced tokens, except after an objective
+        in which the discriminator predicts tokens.
         """
         return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
 
@@ -206,12 +211,12 @@ def device_of_choice() -> torch.device:
 def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
     """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and `head.`.
 
-    The head is the one that the tower was pretrained with; there may be none.
+    The head is the one that the tower was pretrained with; without a head, there are no names with that prefix.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
         model: section `model` of the config that they were trained with.
-        tower: the tower to take.
+        tower: the tower to take, "generator" or "discriminator".
 
     Raises:
         UserError: the generator is wanted, but there is none, or it is a pair of causal towers (objective `electric`).
@@ -224,7 +229,8 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
         is_causal_pair = bool(_submodule(weights, "generator_reverse"))
         if not head or is_causal_pair:
             raise UserError(
-                "--tower generator: the model has no bidirectional generator; leave --tower out to use the large tower"
+                "--tower generator: the model has no bidirectional generator; leave --tower out to use the "
+                "discriminator"
             )
     tower_state = _with_prefix("embeddings.", _submodule(weights, "embeddings"))
     tower_state |= _with_prefix("encoder.", _submodule(weights, tower))
@@ -235,9 +241,9 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
     """Return the parameters of the head that the discriminator was pretrained with; empty if there is none.
 
-    It is the head that detects replaced tokens or, for a discriminator that predicts tokens, the token head. With the
-    latter the objective `all_tokens_mlm` has a gate between copying and predicting, whose names begin with
-    `copy_gate.`.
+    Most objectives train a head that detects replaced tokens. Otherwise it is the head that predicts tokens. With the
+    objective `all_tokens_mlm` the result also has the gate between copying and predicting a token, under names that
+    begin with `copy_gate.`.
     """
     detection_head = _submodule(weights, "discriminator_head")
     if detection_head:
@@ -256,7 +262,7 @@ def _submodule(weights: State, name: str) -> dict[str, torch.Tensor]:
 
 
 def _with_prefix(prefix: str, weights: State) -> dict[str, torch.Tensor]:
-    """Return the parameters with `prefix` put before their names."""
+    """Return the parameters with `prefix` put before their names, for example "head." before "dense.weight"."""
     return {prefix + key: weight for key, weight in weights.items()}
 
 
@@ -287,18 +293,25 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
-    """Return whether a tower is trained on text with [MASK]: every generator, and the tower of objective `mlm`.
+    """Return whether a tower is trained on text with [MASK]: every generator, and the one tower of objective `mlm`.
 
-    The other discriminators read text in which tokens are replaced.
+    All other discriminators read text in which the generator has replaced tokens.
     """
     return tower == "generator" or objective.name == "mlm"
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
-    """Return a tower from a run's checkpoint.
+    """Return a tower (generator or discriminator) from a run's checkpoint.
 
-    `step` selects the checkpoint; None is the newest good one. One line on stderr names each damaged checkpoint
-    that was skipped.
+    One line on stderr names each damaged checkpoint that was skipped.
+
+    Args:
+        run_dir: the run folder.
+        tower: the tower to take.
+        step: number of steps after which the checkpoint was taken; None for the newest good one.
+
+    Raises:
+        UserError: it is not a run, there is no such good checkpoint, or the model has no such tower.
     """
     run = load_run_weights(run_dir, step)
     for line in run.damaged:
@@ -317,7 +330,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 def _from_hugging_face(folder: Path) -> Pretrained:
     """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
 
-    A model that predicts tokens (it has `generator_predictions`) counts as a generator.
+    A model with the parameters `generator_predictions`, which predict tokens, counts as a generator.
 
     Raises:
         UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
@@ -340,9 +353,9 @@ def _from_hugging_face(folder: Path) -> Pretrained:
 
 
 def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return the `model` section of a config that has the shape of a Hugging Face model.
+    """Return the section `model` of this project's config for a Hugging Face model of the given shape.
 
-    The folder holds one tower; the section gives its shape to generator and discriminator alike.
+    The folder holds one tower, whereas the section describes two: generator and discriminator get the same shape.
 
     Args:
         folder: the model's folder, for messages.

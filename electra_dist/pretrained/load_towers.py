@@ -1,16 +1,16 @@
 """Load weights of released checkpoints or of other runs into the towers, for continued pretraining.
 
-Guarantee: every parameter of the towers either gets its value from the source or is named in the notes, the lines of
-text that are returned for the run's log. The notes also name the optimizer's moments, which no Hugging Face folder
-holds. A source of another shape or vocabulary size is refused, with the first difference in the message.
+Guarantee: the towers are the generator and the discriminator. Every parameter of them either gets its value from the
+source or is named in the notes, the lines of text that are returned for the run's log. The notes also name the
+optimizer's moments, which no Hugging Face folder holds. A source of another shape or vocabulary size is refused, with
+the first difference in the message.
 
 How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors` or
-`pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. Under `gdes` the
-discriminator's difference is set so that table plus difference equals the source's table.
+`pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. With
+`model.sharing: gdes` the discriminator reads the generator's table plus a trainable difference; the difference is set
+so that the sum equals the table of the source's discriminator.
 
 Limits: the checkpoints that Google released hold no optimizer state, and some conversions of discriminators no head.
-
-Shapes follow `towers.model`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, gener
     A note is a line of text for the run's log, such as that a head keeps its random initial weights.
 
     Args:
-        towers: initialised towers on the host, not yet under an engine.
-        discriminator_dir: Hugging Face folder of the large tower, or None.
+        towers: initialised generator and discriminator on the host, not yet under an engine.
+        discriminator_dir: Hugging Face folder of the discriminator, or None.
         generator_dir: Hugging Face folder of the generator, or None.
 
     Raises:
@@ -61,8 +61,9 @@ def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, gener
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
     """Overwrite the parameters of the towers that two state dicts hold; return a note on each part that they lack.
 
-    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; it keeps its random
-    initial values. A note is also returned if both states have embeddings, these differ, and the towers share one set.
+    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; what the states lack of
+    it keeps its random initial values. There is one more note if the states have different embeddings but the towers
+    share one set: then those of `large` are used.
 
     Args:
         towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
@@ -87,11 +88,11 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Raise if a tower of a source has another shape than the config's, or fewer positions.
+    """Raise if the weights to load have another shape than a tower of the config, or fewer positions than it.
 
     Args:
-        where: file or folder of the source, for the message.
-        given: the source's shape, under the names of a Hugging Face config.json. It may have more positions.
+        where: file or folder of the weights, for the message.
+        given: shape of the weights, under the keys of a Hugging Face config.json. They may have more positions.
         model: the config's section `model`.
         tower: the tower to compare with.
 
@@ -116,9 +117,9 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return the sizes of a tower that weights must have to fit it, under the keys of a Hugging Face config.json.
+    """Return the sizes that weights must have to fit a tower, under the keys of a Hugging Face config.json.
 
-    The number of positions is among them, although a source may have more.
+    For the number of positions it is the smallest that fits: weights may have more, which are cut.
 
     Args:
         model: section `model` of the config.
@@ -141,8 +142,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
 
-    An ElectraModel that was saved without a head gets the prefix `electra.` that models with a head have. Tensors
-    that are not of floating point are left out.
+    A model with a head has the prefix `electra.` before the names of its encoder. An ElectraModel that was saved
+    without a head gets this prefix, too. Tensors that are not of floating point are left out.
 
     Raises:
         UserError: the folder holds no weights.
@@ -173,8 +174,8 @@ def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts.
 
-    A conflict is that both states have embeddings, and these differ, but the towers share one set. Its note is a line
-    of text for the run's log.
+    There is a conflict if the two states have different embeddings, but the towers share one set: those of `large` are
+    used. A note is a line of text for the run's log.
 
     Args:
         towers: towers to fill; they are not changed.
@@ -198,11 +199,11 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
     """Return the values of both towers' embeddings, for towers in which the discriminator has embeddings of its own.
 
-    The generator reads `embeddings.`, and the discriminator `discriminator_embeddings.`.
+    In the result the generator's names begin with `embeddings.`, the discriminator's with `discriminator_embeddings.`.
 
     Args:
-        is_difference: whether the discriminator reads the sum of both tables (sharing `gdes`): its own tables are then
-            the difference. Its LayerNorm is never a difference.
+        is_difference: whether the discriminator reads the sum of both towers' tables (`model.sharing: gdes`). Its own
+            tables are then set to `large` minus the generator's. Its LayerNorm is used without a sum.
         large: the embeddings that the discriminator reads in the source, named `embeddings.`; may be empty.
         small: the embeddings that the generator reads in the source, named `embeddings.`; may be empty.
     """
@@ -218,7 +219,7 @@ def _assign_separate_embeddings(is_difference: bool, large: State, small: State)
 
 
 def _differ(large_embeddings: State, small_embeddings: State) -> bool:
-    """Return whether a tensor of the small tower's embeddings differs from that of the same name in the large's."""
+    """Return whether any tensor of the generator's embeddings differs from the discriminator's of the same name."""
     return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
@@ -227,7 +228,7 @@ def _read_tower(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[s
 
     Args:
         towers: the towers that the weights are for; they are not changed.
-        tower: which of the two the folder holds.
+        tower: "generator" or "discriminator", whichever the folder holds.
         folder: folder with config.json and the weights.
 
     Raises:

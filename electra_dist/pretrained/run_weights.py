@@ -1,7 +1,7 @@
 """Load a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
 
 Guarantee: every byte is verified against the checkpoint's manifest. If a checkpoint is damaged, the result names it
-and the next older good one is read. A run folder that was moved is read at its new place.
+and the next older good one is read. A run folder that was moved since training can still be read.
 
 Cost: the fp32 weights once in host memory. Needs no process group and no GPU.
 """

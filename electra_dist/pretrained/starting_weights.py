@@ -1,15 +1,15 @@
 """Start a run with the weights of another model instead of random ones, as `train.init_from` selects.
 
-Guarantee: the weights are in the towers before DeepSpeed takes them over, so all ZeRO stages start alike. The log
-names everything that the source lacks (a head, the generator, and always the optimizer's moments). A source whose
-vocabulary or shape differs from the config's is refused before anything is written. Once the run has a checkpoint of
-its own, the source is not read again.
+Guarantee: the weights are in the towers (generator and discriminator) before DeepSpeed takes them over, so all ZeRO
+stages start alike. The log names everything that the source lacks (a head, the generator, and always the optimizer's
+moments). A source whose vocabulary or shape differs from the config's is refused before anything is written. Once the
+run has a checkpoint of its own, the source is not read again.
 
 How: from a run, the newest good checkpoint is taken, whatever its objective and whatever its towers share. An export
 or a Hugging Face folder is read by `load_towers.py`. Every rank reads the source, so it must be visible on all nodes.
 
-Limits: step number, schedule and moments start anew. In bf16 at ZeRO 1 to 3 the master weights start rounded to bf16,
-as random initial weights do.
+Limits: step number, schedule and moments start anew. In bf16 at ZeRO 1 to 3 DeepSpeed casts the weights to bf16 before
+it makes the fp32 masters, so these start rounded to bf16, as they do with random initial weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", 
 
 
 class Source(NamedTuple):
-    """Folders that `train.init_from` names: either a run's, or one or two Hugging Face folders."""
+    """Folders that `train.init_from` names: either one run folder, or one or two Hugging Face folders.
+
+    Of the Hugging Face folders one holds the discriminator, the other one, which may be missing, the generator.
+    """
 
     run: Path | None = None  # run folder
     discriminator: Path | None = None  # Hugging Face folder of the large tower
@@ -44,13 +47,13 @@ class Source(NamedTuple):
 
 
 def find_source(train: TrainConfig) -> Source:
-    """Return the folder of the run, or the folders of towers, that `train.init_from` names; it must be set.
+    """Return the run folder, or the Hugging Face folders, that `train.init_from` names.
 
-    The generator's folder is `train.init_generator_from`, if that is set. An export (a folder with `discriminator` and
-    mostly `generator` in it) brings one of its own.
+    An export is a folder with the Hugging Face folders `discriminator` and mostly `generator` in it. The generator is
+    taken from `train.init_generator_from` if that is set, otherwise from the export, if it has one.
 
     Args:
-        train: the config's section `train`.
+        train: the config's section `train`, with `init_from` set.
 
     Raises:
         UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
@@ -104,11 +107,11 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
     """Return whether the run must load the weights that `train.init_from` names.
 
-    This is so if `init_from` is set and no store of `targets` holds a committed checkpoint of the run yet.
+    It must if `init_from` is set and no store in `targets` holds a committed checkpoint of the run yet.
 
     Args:
         train: the config's section `train`.
-        targets: the run's checkpoint stores; they are listed, on the calling rank only.
+        targets: the run's checkpoint stores; the calling rank lists them.
     """
     return bool(train.init_from) and not any(committed(target) for target in targets)
 
@@ -116,11 +119,11 @@ def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
 def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
     """Load the weights that `train.init_from` names, unless the run has a checkpoint; return lines for the log.
 
-    Collective: rank 0 decides for all ranks, then every rank reads the source. Without anything to load, no line is
-    returned.
+    Collective: rank 0 decides for all ranks, then every rank reads the source. If `init_from` is not set or the run
+    has a checkpoint, nothing is loaded and the list is empty.
 
     Args:
-        towers: initialised towers on the host, not yet under an engine.
+        towers: initialised generator and discriminator on the host, not yet under an engine.
         train: the config's section `train`.
         targets: the run's checkpoint stores.
 
@@ -182,5 +185,5 @@ def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
 
 
 def _with_prefixes(state: State, prefixes: tuple[str, ...]) -> State:
-    """Return the parameters whose names begin with one of `prefixes`."""
+    """Return the parameters whose names begin with one of `prefixes`; their names do not change."""
     return {name: value for name, value in state.items() if name.startswith(prefixes)}

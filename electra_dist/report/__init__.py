@@ -1,1 +1,1 @@
-"""Write the report of a run: report.html and its curves."""
+"""Write report.html, the report of a training run on one page, with its curves."""

@@ -1,9 +1,10 @@
 """Draw the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
 
-Guarantee: a curve is thinned to at most some 1,200 points by keeping the lowest and the highest value of each bucket,
-so a spike of one step stays visible in a run of 400,000 steps. SVG colors are names of CSS variables (`--ink`,
-`--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and in dark mode. Text is
-kept as text. No global state of matplotlib is changed: neither pyplot nor a backend is used.
+Guarantee: a curve is thinned to at most some 1,200 points. It is cut into buckets of consecutive points, and the
+lowest and the highest point of each are kept, so a spike of one step stays visible in a run of 400,000 steps. SVG
+colors are names of CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the
+colors, in light and in dark mode. Text is kept as text. No global state of matplotlib is changed: pyplot is not
+imported, and no backend is chosen.
 
 Cost: 0.1 s per panel, after 1 s for importing matplotlib.
 """
@@ -45,7 +46,10 @@ _PRINT = {_INK: "#374151", _GRID: "#e5e7eb", _FIRST: "#2563eb", _SECOND: "#ea580
 
 @dataclass(frozen=True, kw_only=True)
 class CurveLine:
-    """Line of a diagram: the field of the records in metrics.jsonl that it shows, and how it is drawn."""
+    """Line of a diagram: which field of the records in metrics.jsonl it shows, and how it is drawn.
+
+    A record is one logged training step or one evaluation. A line whose field is in no record is left out.
+    """
 
     field: str  # of the records in metrics.jsonl
     label: str  # in the legend
@@ -57,7 +61,10 @@ class CurveLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One diagram of the report: its lines over the optimizer steps and the format of its y axis."""
+    """One diagram of the report: its lines over the optimizer steps and the format of its y axis.
+
+    `PANELS` lists all diagrams in the order of the page.
+    """
 
     name: str  # identifies the panel, and seeds the ids within its SVG
     title: str  # above the diagram, with the unit
@@ -66,10 +73,10 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str) -> Panel:
-    """Return the diagram of one loss, in training and on held-out rows.
+    """Return the diagram of one loss, with one line for training and one for held-out rows.
 
     Args:
-        tower: selects the loss: "mlm" is the generator's, "rtd" the discriminator's.
+        tower: prefix of the loss's field in the records: "mlm" for the generator's, "rtd" for the discriminator's.
         title: title of the diagram, with the unit.
     """
     field = f"{tower}_loss"
@@ -119,10 +126,10 @@ PANELS = (
 
 
 def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = ()) -> str | None:
-    """Return a diagram as an <svg> element to embed in a page; None if no record has a finite value for its lines.
+    """Return a diagram as an <svg> element to embed in a page; None if no record has a value to draw.
 
-    The element has no width, no height and no XML header, so that the page decides its size. Equal arguments give
-    equal text.
+    The element has no width, no height and no XML header, so that the page decides its size. A value that is not
+    finite is not drawn. Equal arguments give equal text.
 
     Args:
         panel: what to draw, one of `PANELS`.
@@ -144,9 +151,12 @@ def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = 
 def _for_page(svg_file: str, title: str) -> str:
     """Return the <svg> element of an SVG file, changed so that the page decides its size and its colors.
 
+    The XML header, the width and the height are removed, and the placeholder colors that the diagram is drawn with are
+    replaced by CSS variables such as var(--ink).
+
     Args:
         svg_file: text of the file as matplotlib writes it.
-        title: title of the diagram, which screen readers read out.
+        title: title of the diagram, which screen readers read out; it must need no HTML escaping.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
     # Only the first tag, that of the whole diagram, loses its width and height.
@@ -158,7 +168,10 @@ def _for_page(svg_file: str, title: str) -> str:
 
 
 def write_curves_png(run_dir: Path, out: Path) -> Path:
-    """Draw generator and discriminator loss, accuracies and AUC of a run as a PNG, 1500 x 900 pixels, on white.
+    """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels.
+
+    They show the generator's and the discriminator's loss, the discriminator's accuracies, and the ROC-AUC. A value
+    that the run did not record leaves its diagram empty.
 
     Args:
         run_dir: folder of the run, with its metrics.jsonl.
@@ -181,11 +194,13 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
     """Return the values smoothed without lag: the mean of two exponential means, from the left and from the right.
 
-    An exponential mean lags behind its values. The lags of the two directions cancel.
+    An exponential mean is a running mean in which older values weigh less, so it lags behind its values. The two means
+    lag in opposite directions, and the lags cancel.
 
     Args:
         values: values of consecutive records, [n].
-        span: records over which each exponential mean extends; for a short curve at most a tenth of its length.
+        span: sets how fast weights fall: by the factor 1 - 2 / (span + 1) for each record further away. A short curve
+            uses n / 10 instead, at least 1, if that is less.
     """
     used_span = min(span, max(1.0, len(values) / 10))
     decay = 1 - 2 / (used_span + 1)
@@ -195,13 +210,13 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return at every value the mean of the values up to it, in which older values weigh less, [n].
+    """Return a running mean, [n]: at each value the weighted mean of it and of all earlier ones.
 
     The weights are divided by their sum, so that the first means are not pulled to zero.
 
     Args:
         values: the values, [n].
-        decay: weight of a value relative to the next newer one, in [0, 1).
+        decay: weight of a value divided by the weight of the next newer one, in [0, 1).
     """
     means = np.empty(len(values))
     weighted_sum = 0.0
@@ -214,9 +229,9 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a curve that keep its shape: both ends, and the lowest and highest of every bucket.
+    """Return fewer points that keep a curve's shape: both ends, and the lowest and highest point of each bucket.
 
-    A bucket is a part of the curve with about as many points as the others. A spike of one point stays visible.
+    The buckets are consecutive parts of the curve with about equally many points. A spike of one point stays visible.
 
     Args:
         steps: x values, [n], ascending.
@@ -224,8 +239,8 @@ def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKET
         num_buckets: number of buckets.
 
     Returns:
-        Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets`
-        points is returned whole.
+        Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets` points
+        is returned whole.
     """
     if len(values) <= 2 * num_buckets:
         return steps, values
@@ -240,10 +255,10 @@ def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKET
 
 
 def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a line, float64 [n] each.
+    """Return the points of a line: the optimizer steps and the values, float64 [n] each.
 
-    Records of another kind (training instead of evaluation, or the reverse) and records without a finite value of the
-    line's field are left out; n is 0 if that leaves none.
+    Records of another kind than the line's (training instead of evaluation, or the reverse) are left out, and so are
+    records in which the line's field is missing or not finite. n is 0 if that leaves none.
     """
     steps = []
     values = []
@@ -267,7 +282,8 @@ def _draw(
         panel: the diagram.
         records: all records of metrics.jsonl.
         resumes: steps at which the run was resumed from a checkpoint.
-        colors: real colors for the placeholder colors, which stand for CSS variables; None keeps the placeholders.
+        colors: the color to draw with, for each placeholder color of this module. None draws with the placeholders,
+            which `_for_page` replaces by CSS variables.
     """
     if colors is None:
         colors = {}
@@ -287,8 +303,8 @@ def _draw(
 def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
     """Draw one line of a diagram; draw nothing if the records have no value for it.
 
-    A line of evaluations is drawn with points. One of training is drawn raw, smoothed, or smoothed over a faint raw
-    line, according to `CurveLine.raw` and `CurveLine.smooth`.
+    Values of evaluations are drawn as points joined by a line. Values of training steps are drawn unsmoothed
+    (`CurveLine.raw`), smoothed (`CurveLine.smooth`), or both, then with the unsmoothed line faint.
 
     Args:
         axes: what to draw on.
@@ -337,16 +353,17 @@ def _format_y_axis(axes: Axes, scale: str) -> None:
 
 
 def _scientific(value: float) -> str:
-    """Return a number as text with three digits and an exponent without a leading zero, such as 2.00e-4; "0" for 0."""
+    """Return a number as text with three significant digits and a short exponent, such as 2.00e-4; "0" for 0."""
     if value == 0:
         return "0"
     return f"{value:.2e}".replace("e-0", "e-")
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return the ticks within each decade of a log axis from `low` to `high`: more of them on a shorter axis.
+    """Return which multiples of each power of ten get a tick on a log axis from `low` to `high`.
 
-    For example, (1.0, 2.0, 5.0) means ticks at 1, 2, 5, 10, 20, 50, ... Both ends must be positive.
+    The shorter the axis, the more multiples. For example, (1.0, 2.0, 5.0) means ticks at 1, 2, 5, 10, 20, 50, ... Both
+    ends must be positive.
     """
     decades = math.log10(high / low)
     if decades > 2:
@@ -359,7 +376,8 @@ def _log_ticks(low: float, high: float) -> tuple[float, ...]:
 def print_style() -> dict[str, object]:
     """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`.
 
-    They are the settings of the report's diagrams with real colors and a larger font.
+    They are the settings for an SVG with a larger font and with colors in place of the placeholders, which stand for
+    CSS variables.
     """
     style = _style()
     for key, value in style.items():
@@ -369,9 +387,10 @@ def print_style() -> dict[str, object]:
 
 
 def _style() -> dict[str, object]:
-    """Return matplotlib's settings for an SVG: placeholder colors, text kept as text, a plain light frame.
+    """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors.
 
-    The keys are those of matplotlib's rcParams; sizes are in points.
+    A placeholder is a color that `_for_page` replaces by a CSS variable. The keys are those of matplotlib's rcParams;
+    sizes are in points.
     """
     return {
         "font.family": "sans-serif",

@@ -2,8 +2,8 @@
 
 Guarantee: the page is self-contained (it loads no script, font, image or style, so it opens from a mail or a cluster's
 file system), readable on a phone, in light and in dark mode. It is derived from files of the run folder only
-(metrics.jsonl, ledger.jsonl, config.yaml, environment.json, slurm/jobs.jsonl; the part of a missing file is left
-out), so it can be written again at any time, on any machine. It is written atomically.
+(metrics.jsonl, ledger.jsonl, config.yaml, environment.json, slurm/jobs.jsonl; the part of a missing file is left out),
+so it can be written again at any time, on any machine. It is written atomically.
 
 Cost: about 2 s, 300 KB.
 
@@ -73,7 +73,10 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_page(run_dir: Path) -> str:
-    """Return the HTML text of the report of the run in `run_dir`; a missing file leaves its part of the page out."""
+    """Return the HTML text of the report of the run in `run_dir`; nothing is written.
+
+    A file that is missing in the run folder leaves its part of the page out.
+    """
     metrics = read_metrics(run_dir)
     train = [record for record in metrics if record["kind"] == "train"]
     evals = [record for record in metrics if record["kind"] == "eval"]
@@ -100,13 +103,13 @@ def report_page(run_dir: Path) -> str:
 
 
 def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> str:
-    """Return the heading: the name of the run, its state, and the times of its first and last event.
+    """Return the page's <header>: the name of the run, its state, and the times of its first and last event.
 
     Args:
         name: name of the run, HTML-escaped.
         config_text: config.yaml, for the number of steps; may be empty.
-        train: training records.
-        ledger: all events.
+        train: the records of training steps in metrics.jsonl, oldest first.
+        ledger: all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first.
     """
     state, text = _state(config_text, train, ledger)
     period = ""
@@ -116,14 +119,15 @@ def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequen
 
 
 def _state(config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> tuple[str, str]:
-    """Return the state of the run by the last event of its ledger: a CSS class, and a text with the steps done.
+    """Return the state of a run: a CSS class, and a text for the reader with the steps done.
 
-    The class is "done", "stop", "crash" or, without an event that ends the run, "open".
+    The last event of the ledger decides the class: "done", "stop" (on request) or "crash". After any other event it is
+    "open": the run is still going on, or it was killed and could not record its end.
 
     Args:
-        config_text: config.yaml, for the number of steps; may be empty.
-        train: training records.
-        ledger: all events.
+        config_text: text of config.yaml, for the number of steps; may be empty.
+        train: the records of training steps in metrics.jsonl, oldest first.
+        ledger: all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first.
     """
     step = train[-1]["step"] if train else 0
     total = _total_steps(config_text)
@@ -139,19 +143,21 @@ def _state(config_text: str, train: Sequence[Record], ledger: Sequence[Record]) 
 
 
 def _total_steps(config_text: str) -> int | None:
-    """Return train.num_steps of a config.yaml; None if the text is empty or lacks it."""
+    """Return `train.num_steps` from the text of a config.yaml; None if the text is empty or lacks the key."""
     config = yaml.safe_load(config_text) or {}
     train = config.get("train") or {}
     return train.get("num_steps")
 
 
 def _tiles(train: Sequence[Record], evals: Sequence[Record], account: Goodput) -> str:
-    """Return the section of tiles, each with one figure of the run; empty if nothing was recorded.
+    """Return the HTML section of tiles, small boxes that show one figure of the run each.
+
+    The result is empty if nothing was recorded.
 
     Args:
-        train: training records.
+        train: the records of training steps in metrics.jsonl, oldest first.
         evals: records of evaluations on held-out rows.
-        account: how the run's wall-clock time was spent.
+        account: the run's wall-clock seconds, split by activity.
     """
     tiles = [*_evaluation_tiles(evals), *_training_tiles(train), *_time_tiles(account)]
     if not tiles:
@@ -165,7 +171,10 @@ def _tiles(train: Sequence[Record], evals: Sequence[Record], account: Goodput) -
 
 
 def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
-    """Return the tiles of the newest held-out evaluation; [] if there was none."""
+    """Return the figures of the newest evaluation on held-out rows; [] if there was none.
+
+    A tile is a small box on the page: the name of a figure, its value, and a remark.
+    """
     if not evals:
         return []
     last = evals[-1]
@@ -179,7 +188,8 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
 def _training_tiles(train: Sequence[Record]) -> list[Tile]:
     """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
 
-    Losses and accuracies are means over the newest records, throughput is the median over all records.
+    A tile is a small box on the page: the name of a figure, its value, and a remark. Losses and accuracies are means
+    over the newest 20 records. Throughput and MFU are medians over all records; MFU is left out if no record has it.
     """
     if not train:
         return []
@@ -200,7 +210,10 @@ def _training_tiles(train: Sequence[Record]) -> list[Tile]:
 
 
 def _time_tiles(account: Goodput) -> list[Tile]:
-    """Return the tiles of wall-clock time and goodput; [] before the ledger has events to compute them from."""
+    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them.
+
+    Goodput is the fraction of the time, without the time in Slurm's queue, that went into steps that were kept.
+    """
     if account.fraction is None:
         return []
     starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
@@ -211,11 +224,11 @@ def _time_tiles(account: Goodput) -> list[Tile]:
 
 
 def _curves(metrics: Sequence[Record], ledger: Sequence[Record]) -> str:
-    """Return the section of curves, or a note if no step was recorded; resumes are marked by dotted lines.
+    """Return the HTML section of curves, or a note if no step was recorded; resumes are marked by dotted lines.
 
     Args:
         metrics: all records of metrics.jsonl.
-        ledger: all events; a "resume" is a start of the run from a checkpoint.
+        ledger: all events of ledger.jsonl; a "resume" is a start of the run from a checkpoint, at the event's step.
     """
     resumes = [event["step"] for event in ledger if event["event"] == "resume"]
     cards = ""
@@ -231,7 +244,10 @@ def _curves(metrics: Sequence[Record], ledger: Sequence[Record]) -> str:
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
-    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none."""
+    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none.
+
+    It has at most 12 rows; a note below it gives the number of older evaluations.
+    """
     if not evals:
         return ""
     shown = evals[-MAX_EVALUATIONS:]
@@ -254,13 +270,14 @@ def _evaluations(evals: Sequence[Record]) -> str:
 
 
 def _events(ledger: Sequence[Record], account: Goodput) -> str:
-    """Return the section "How the run went": a table of events, the goodput account, and a note on checkpoints.
+    """Return the section "How the run went": events, where the time went, and the checkpoints.
 
-    Checkpoints and evaluations are too many for the table; the note sums up the checkpoints.
+    The table shows the newest 40 events. Checkpoints and evaluations are too many for it; a note sums up the
+    checkpoints.
 
     Args:
         ledger: all events of the run, oldest first; the section is empty if there are none.
-        account: how the run's wall-clock time was spent.
+        account: the run's wall-clock seconds, split by activity.
     """
     if not ledger:
         return ""
@@ -274,7 +291,7 @@ def _events(ledger: Sequence[Record], account: Goodput) -> str:
 
 
 def _details(event: Record) -> str:
-    """Return the fields of an event as text, such as "attempt 3, ranks 8".
+    """Return the further fields of a ledger event as text, such as "attempt 3, ranks 8".
 
     The fields time, event and step are left out, because they have columns of their own, and so are nested objects.
     """
@@ -387,7 +404,7 @@ def _percent(fraction: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of an event as text; a float has three significant figures, such as 0.0123."""
+    """Return a value of a ledger event as text; a float is rounded to three significant figures, such as 0.0123."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -402,7 +419,10 @@ def _median(records: Sequence[Record], field: str) -> float:
 
 
 def _since(records: Sequence[Record], field: str) -> str:
-    """Return the remark "from X" below a figure, where X is the value of the field in the first record."""
+    """Return the remark "from X" for a figure of the report, where X is the value of the field in the first record.
+
+    It shows how far the figure has come; X has three significant figures, as in "from 10.4".
+    """
     return f"from {records[0][field]:.3g}"
 
 

@@ -97,7 +97,7 @@ def gpus() -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value rounded to one decimal; None, which means that it is not known, stays None."""
+    """Return a value rounded to one decimal. None, which stands for a value that is not known, stays None."""
     return None if value is None else round(value, 1)
 
 

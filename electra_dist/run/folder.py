@@ -1,8 +1,8 @@
 """Define the files of a run folder, write those that begin a run, and open the folder again for commands.
 
-Guarantee: a folder that holds a run is bound to that run's identity (everything that defines its trajectory, and the
-corpus fingerprint). Another config or corpus is refused before anything is written. A folder that was moved or copied
-can be opened at its new place. `docs/run-folder.md` lists every file with its writer and its readers.
+Guarantee: a folder that holds a run is bound to that run's identity (the corpus fingerprint and all config keys that
+define the course of the training). Another config or corpus is refused before anything is written. A folder that was
+moved or copied can be opened at its new place. `docs/run-folder.md` lists every file with its writer and its readers.
 
 Cost: opening reads one YAML file. Imports no torch.
 """
@@ -48,16 +48,21 @@ SAVE_FILE = "save"
 
 
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
-    """Return the path in the run folder of a corpus's token counts, from which the unigram generator draws.
+    """Return the path of the file in the run folder that holds how often each token occurs in a corpus.
+
+    The unigram generator, which replaces masked tokens by random ones, draws by these counts.
 
     Args:
-        corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are in the name.
+        run_dir: folder of the run.
+        corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are part of the file's name.
     """
     return run_dir / f"token_counts-{corpus_fingerprint[:16]}.npy"
 
 
 def supervise_log(run_dir: Path, node: int) -> Path:
     """Return the path of the log that the supervisor of a node writes to the run folder.
+
+    A supervisor is the process that starts, watches and restarts the ranks of one node.
 
     Args:
         node: number of the node in the run, from 0.
@@ -82,19 +87,21 @@ def open_run(folder: Path) -> Config:
 
 
 def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
-    """Return the identity that a run folder is bound to: the corpus, and all config keys that define the trajectory.
+    """Return the identity of a run: the corpus, and all config keys that define the course of the training.
 
-    Keys that may change at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not in it.
+    A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
+    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it.
     """
     return {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a run folder that cannot be written or that holds another run. Nothing is created or changed.
+    """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
 
     Args:
         run_dir: the folder, which need not exist.
-        identity: identity of the run that is to start, from `run_identity`.
+        identity: identity of the run that is to start, from `run_identity`; it is compared with the folder's
+            identity.json.
 
     Raises:
         UserError: names the folder and, for another run, the first key that differs.
@@ -121,7 +128,8 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:
     """Write the files that describe the run: config.yaml, identity.json, tokenizer.json, vocab.txt. Rank 0 only.
 
-    Each file is replaced as a whole. Call `check_run_folder` before, which refuses the folder of another run.
+    Each file is replaced atomically, also at a restart. Call `check_run_folder` first, because this function does not
+    check whether the folder holds another run.
 
     Args:
         config: the resolved config.

@@ -40,7 +40,7 @@ Phase = Literal["setup", "step", "checkpoint", "eval", "done"]
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The newest heartbeat of a rank. Times are Unix seconds."""
+    """The newest heartbeat of a rank: the record of the phase and step that it is in. Times are Unix seconds."""
 
     pid: int
     host: str  # name of the node, as in strikes.jsonl
@@ -54,7 +54,10 @@ class Beat:
 
 
 class Heartbeat:
-    """Writer of this rank's heartbeat file. Call `beat` at every step, and `close` when the run ends normally."""
+    """Writer of this rank's heartbeat file, from which a supervisor notices that the rank hangs.
+
+    Call `beat` at every step and at every change of phase, and `close` when the run ends normally.
+    """
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
         """Open the heartbeat file of a rank and write a first heartbeat, with phase "setup" and step 0.
@@ -62,7 +65,8 @@ class Heartbeat:
         Args:
             run_dir: folder of the run; created if it is missing.
             rank: global rank; it names the file.
-            attempt: number of this start of the run; set the attribute `attempt` later if it is not known yet.
+            attempt: number of this start of the run, from 1; 0 if it is not known yet. Set the attribute `attempt`
+                later then.
 
         Raises:
             StoreError: the run folder cannot be written.
@@ -83,9 +87,10 @@ class Heartbeat:
         self.beat("setup", 0)
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Record that the rank is in `phase` with `step` steps done. Call it at every step and every change of phase.
+        """Record that the rank is in `phase` with `step` steps done. Call it at every step and change of phase.
 
-        The step time is learned from the time between two beats in a row of phase "step". Takes 10 us; no fsync.
+        From two beats in a row with phase "step", the time per step is learned, by which a reader judges whether the
+        rank hangs. The first steps are left out, because they compile and allocate. Takes 10 us; no fsync.
 
         Raises:
             StoreError: the file cannot be written.
@@ -112,18 +117,24 @@ class Heartbeat:
 
     @property
     def last(self) -> Beat:
-        """Return the newest heartbeat of this rank as readers see it, with times rounded to microseconds."""
+        """Return the newest heartbeat that this rank wrote, exactly as readers get it.
+
+        Its times are rounded to microseconds, because the file holds them with six decimals.
+        """
         beat = _decode(self._line)
         assert beat is not None  # The record was encoded by `_encode`, so its checksum fits.
         return beat
 
     def close(self) -> None:
-        """Write a last heartbeat with phase "done" and close the file. A rank that crashes must not call it."""
+        """Write a last heartbeat with phase "done" and close the file.
+
+        A rank that crashes must not call it, because a rank in phase "done" never counts as hung.
+        """
         self.beat("done", self._step)
         os.close(self._file)
 
     def _median_step_s(self) -> str:
-        """Return the median of the newest step times as JSON: seconds, or null before the first one."""
+        """Return the median time of the newest steps as JSON text: seconds, or null if no step time is known yet."""
         if not self._step_times:
             return "null"
         newest = sorted(self._step_times)
@@ -153,10 +164,11 @@ def _file(folder: Path, rank: int) -> Path:
 def _encode(body: str) -> bytes:
     """Return a heartbeat record of exactly `RECORD_BYTES` bytes: JSON with a checksum, padded with spaces.
 
-    The checksum is added as a last field, so that a body `{"pid": 7` becomes `{"pid": 7, "crc": 123}`.
+    The checksum, the CRC-32 of the bytes of `body`, is added as a last field: `{"pid": 7` becomes `{"pid": 7, "crc":
+    123}`.
 
     Args:
-        body: the JSON object without its closing brace; the checksum is the CRC-32 of these bytes.
+        body: the JSON object without its closing brace.
     """
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"

@@ -28,10 +28,15 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlFile:
-    """A JSON-lines file that is open for appending, by one process at a time."""
+    """A JSON-lines file (one JSON object per line) that is open for appending.
+
+    Only one process may have it open at a time; this is not checked.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open the file, create it and its folder if they are missing, and cut off a torn last line.
+        """Open the file for appending; create it and its folder if they are missing.
+
+        A last line without a newline, which a killed process left unfinished, is removed.
 
         Raises:
             UserError: the file cannot be written.
@@ -47,7 +52,10 @@ class JsonlFile:
         self._cut_torn_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record. It survives a kill of the process at once, and a crash of the machine after `sync`."""
+        """Append one record as a line.
+
+        From then on it survives a kill of this process; it survives a crash of the machine only after `sync`.
+        """
         self._file.write(encode(record))
         self._file.flush()
 
@@ -139,9 +147,9 @@ def _floats_to_strings(value: Any) -> Any:
 
 
 def _strings_to_floats(value: Any) -> Any:
-    """Return a JSON tree in which the strings "NaN", "Infinity" and "-Infinity" are floats, at every depth.
+    """Return a JSON tree with floats instead of the strings "NaN", "Infinity" and "-Infinity", at every depth.
 
-    A text of a record that happens to be one of these strings becomes a float, too.
+    The reverse of `_floats_to_strings`. A text that happens to be one of these strings becomes a float, too.
     """
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)

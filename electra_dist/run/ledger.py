@@ -25,7 +25,10 @@ Event = Literal[
 
 
 class Ledger:
-    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one."""
+    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one.
+
+    Supervisors and the Slurm batch script read this file to decide whether the run is done or must be restarted.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         """Open the ledger for appending.
@@ -74,7 +77,8 @@ def read_ledger(path: Path) -> list[Record]:
 def read_jobs(run_dir: Path) -> list[Record]:
     """Return the records of a run's Slurm jobs (slurm/jobs.jsonl), oldest first; an empty list without Slurm.
 
-    Their "event" is "submit", "begin" or "end".
+    The field "event" of a record is "submit", "begin" or "end": there is one record for each submission, and for the
+    begin and the end of each job.
 
     Raises:
         UserError: the file is damaged; names the line.
@@ -85,7 +89,8 @@ def read_jobs(run_dir: Path) -> list[Record]:
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
-    A step that is saved again after a restart does not raise it, so it grows only if the run makes progress.
+    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result. So a larger
+    result means that the run made progress.
 
     Args:
         ledger: events of `read_ledger`, in any order.

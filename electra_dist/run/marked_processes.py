@@ -1,4 +1,7 @@
-"""Find the processes of a run on this node by an environment variable that is set for them. Linux only (/proc)."""
+"""Find the processes of a run on this node by an environment variable that their supervisor sets.
+
+Limits: Linux only, because it reads /proc.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 
 
 def mark_of(run_dir: Path, node: int) -> str:
-    """Return the value of the environment variable `MARK` by which a run's processes on a node are found again.
+    """Return the text by which all processes of a run on a node are found, also after their supervisor was killed.
 
-    It consists of the absolute run folder and the number of the node in the run, for example "/runs/large#0".
+    A supervisor sets it as the environment variable `MARK` for all processes that it starts. It consists of the
+    absolute run folder and the number of the node in the run, for example "/runs/large#0".
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the ids of the living processes whose environment variable `MARK` has the value `mark`.
+    """Return the ids of the living processes on this machine whose environment variable `MARK` has the value `mark`.
 
-    The calling process is left out. Processes of other users, whose environment cannot be read, are left out.
+    The calling process is left out, and so are processes of other users, whose environment cannot be read.
 
     Args:
         mark: value of the variable, from `mark_of`.

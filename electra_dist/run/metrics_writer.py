@@ -1,9 +1,10 @@
 """Write and read the metrics of a run: metrics.jsonl for reports and commands, and a copy for TensorBoard.
 
-Guarantee: each logged step or evaluation is one strict-JSON record of `kind` "train" or "eval", with floats bit for
-bit. After `truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the file of a run that
-was interrupted any number of times has each step once. `sync` before the checkpoint of step t is committed makes the
-records of steps <= t survive a crash of the machine; an evaluation of step t must therefore be written before that.
+Guarantee: each logged step or evaluation is one strict-JSON record of `kind` "train" or "eval", with floats that are
+read back bit for bit. After `truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the
+file of a run that was interrupted any number of times has each step once. `sync` before the checkpoint of step t is
+committed makes the records of steps <= t survive a crash of the machine; an evaluation of step t must therefore be
+written before that.
 
 Cost: 20 us a record; importing TensorBoard takes 1 to 3 s once, only where it is switched on.
 
@@ -82,11 +83,14 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
 
-        TensorBoard is asked to hide its curves after `step`, too.
+        TensorBoard is asked to hide the points of its curves after `step`, too.
+
+        Args:
+            step: the step from which the run resumes.
 
         Returns:
-            The last step that was recorded before, or `step` if that is higher. The run will repeat the steps from
-            `step` to the returned one.
+            The last step that was recorded before the records were dropped, or `step` if that is higher. The run
+            repeats the steps after `step` up to the returned one.
         """
         records = read_records(self._file.path)
         kept_records = [record for record in records if record["step"] <= step]
@@ -97,7 +101,10 @@ class MetricsWriter:
         return max(step, last_recorded_step)
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append the record of a step or of an evaluation. It survives a crash of the machine only after `sync`."""
+        """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
+
+        The record survives a crash of the machine only after `sync`.
+        """
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
         self._file.append({"kind": kind, **fields})
@@ -105,7 +112,10 @@ class MetricsWriter:
             self._write_scalars(self._tensorboard_dir, kind, fields)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk. Call it before a checkpoint is committed."""
+        """Wait until all records of metrics.jsonl are on the disk (fsync). Call it before a checkpoint is committed.
+
+        Otherwise a crash of the machine could lose records of steps that the run does not repeat.
+        """
         self._file.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()

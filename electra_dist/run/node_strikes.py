@@ -1,4 +1,4 @@
-"""Record strikes against faulty nodes in strikes.jsonl, so that the next submission to Slurm excludes them.
+"""Record faults of nodes (strikes) in strikes.jsonl, so that the next submission to Slurm excludes these nodes.
 
 Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add strikes at once: each
 takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
@@ -36,7 +36,10 @@ _NAME_CHARS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """One finding against a node: which device failed, why, and who noticed it."""
+    """Record of one fault of a node: which device failed, when and why, and which part of the software noticed it.
+
+    Submissions to Slurm exclude the node until the strike expires.
+    """
 
     time: float  # Unix seconds
     node: str  # its name for the scheduler and in the host file
@@ -55,9 +58,10 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def add_strike(run_dir: Path, strike: Strike) -> None:
-    """Append a strike to the run's strikes.jsonl; it is on the disk on return. Safe from several nodes at once.
+    """Append a strike (the record of a node's fault) to the run's strikes.jsonl; it is on the disk on return.
 
-    Texts are shortened to one line: 300 characters for the reason, 64 for each other field.
+    Several nodes may call it at once. Texts are shortened to one line: 300 characters for the reason, 64 for each
+    other field.
 
     Raises:
         StoreError: the run folder cannot be written.
@@ -78,9 +82,9 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 
 def _encode_strike(strike: Strike) -> bytes:
-    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF bytes, with long texts cut off.
+    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF (4096) bytes.
 
-    A line of this length can be appended by one write.
+    Long texts are cut off, so that the line can be appended by one write, which other writers do not interrupt.
     """
     fields = dataclasses.asdict(strike)
     fields["reason"] = _plain(strike.reason, _REASON_CHARS)
@@ -92,7 +96,9 @@ def _encode_strike(strike: Strike) -> bytes:
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:
-    """Return all strikes of a run, oldest first, also expired ones; an empty list if there is no file.
+    """Return all strikes (records of faults of nodes) of a run, oldest first, also expired ones.
+
+    An empty list if there is no file.
 
     Raises:
         UserError: a line is not a strike; names the line.
@@ -112,13 +118,15 @@ def read_strikes(run_dir: Path) -> list[Strike]:
 def excluded_nodes(
     strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
 ) -> list[str]:
-    """Return the sorted names of the nodes that must not be used at Unix time `now`. Pure.
+    """Return the sorted names of the nodes with too many strikes (records of faults) to be used. Pure.
+
+    Strikes that are older than `expires_s` at the time `now` are ignored.
 
     Args:
         strikes: all strikes of a run, in any order.
         now: Unix time in seconds.
         expires_s: age in seconds at which a strike no longer counts.
-        threshold: number of strikes at which a node is excluded.
+        threshold: number of strikes that have not expired at which a node is excluded.
     """
     strikes_by_node = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)

@@ -1,8 +1,8 @@
 """Define the records of a logged step and of an evaluation, which console, metrics.jsonl and report share.
 
-All values are over the global batch. Losses are means per token without their weights; only `loss` is the weighted sum
-that is minimised. Fractions are in [0, 1]. `None` means not known or not applicable (no GPU, its peak is not known);
-NaN means undefined (no replaced token in the batch).
+All values are over the global batch. Losses are means per token, not multiplied by their weights in the objective;
+only `loss` is the weighted sum that is minimised. Fractions are in [0, 1]. `None` means not known or not applicable,
+for example without a GPU. NaN means undefined, for example an accuracy on replaced tokens if the batch has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Record of one logged optimizer step; values are over the global batch and all ranks unless noted."""
+    """Record of one logged optimizer step: losses, accuracies, speed, data and health of the GPUs.
+
+    Values are over the global batch and all ranks unless a field is documented otherwise.
+    """
 
     step: int  # optimizer steps done when this was written, this one included
     mlm_loss: float  # nats per masked token
@@ -46,7 +49,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Record of one evaluation on held-out rows; values are over all of these rows. Fractions are in [0, 1]."""
+    """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
+
+    Accuracies, precision and recall are fractions from 0 to 1.
+    """
 
     step: int  # optimizer steps done
     mlm_loss: float  # nats per masked token

@@ -1,1 +1,1 @@
-"""Read and write objects in a local folder or under s3://bucket/prefix through one interface."""
+"""Read and write objects (files, or S3 objects) in a local folder or under s3://bucket/prefix by one interface."""

@@ -1,7 +1,7 @@
 """Replace local files atomically, compute their digests, and report the operating system's errors in one line.
 
-Guarantee: every file that another process may read is replaced through `replacing`. A reader sees the old bytes or the
-new ones, and after a crash the file holds one of the two.
+Guarantee: a file that is written through `replacing` never appears half written. A reader sees the old bytes or the
+new ones, and after a crash the file holds one of the two. Callers use it for every file that another process may read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<ran
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name, given without its folder, is that of an unfinished write: `.NAME.<random>.tmp`."""
+    """Return whether a file name has the form `.NAME.<random>.tmp`, in which `replacing` writes the new file NAME.
+
+    The name is given without its folder. Such a file that no process is writing was left by a killed process.
+    """
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing that becomes `path` when the `with` block ends without an exception.
+    """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an exception.
 
-    The file and its folder are synced to the disk first. If the block raises, the temporary file is deleted and `path`
-    stays as it was. Missing folders are created.
+    The file is synced to the disk before the rename, and its folder after it. If the block raises, the temporary file
+    is deleted and `path` stays as it was. Missing folders are created.
 
     Args:
         path: Final name of the file.
-        only_new: Never replace an existing file.
+        only_new: Never replace an existing file; raise FileExistsError at the end of the block instead.
 
     Raises:
         StoreError: The disk is full or read-only, or refuses the write.
@@ -59,7 +62,10 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; reads the whole file. An OSError is passed on unchanged."""
+    """Return the SHA-256 of a local file in hexadecimal; read the whole file for it.
+
+    An OSError is not converted to a StoreError; call this within `readable(path)` for that.
+    """
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -67,7 +73,7 @@ def file_sha256(path: Path) -> str:
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, so that they survive a power failure; an existing folder is no error.
 
-    A new folder survives once the folder that contains it is synced to the disk.
+    For this, the parent of each new folder is synced to the disk, because the parent holds the new folder's name.
     """
     missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +82,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk: names that were created, renamed or deleted in it.
+    """Call fsync on a folder: wait until the names that were created, renamed or deleted in it are on the disk.
 
     Without this, a power failure may undo a rename, although the content of the file is on the disk.
     """
@@ -89,10 +95,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn an OSError of the `with` block, which reads `path`, into a StoreError of one line with the next step.
+    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
 
     Args:
-        path: The file that the block reads, for the message.
+        path: The file that the block reads; it is used in the message only.
 
     Raises:
         StoreMissing: There is no such file, or it is a folder.
@@ -114,13 +120,14 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn an OSError of the `with` block, which writes `path`, into a StoreError of one line with the next step.
+    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
 
     Args:
-        path: The file that the block writes, for the message.
+        path: The file that the block writes.
 
     Raises:
-        FileExistsError: `path` exists; passed on unchanged, because `replacing` with `only_new` reports it so.
+        FileExistsError: The block refused to replace the existing `path`; this error is not converted, because it is
+            what `replacing` with `only_new` raises.
         StoreError: The file cannot be written: full disk, missing permission, or a file where a folder is needed.
     """
     try:

@@ -1,9 +1,11 @@
 """Define the interface of a store, which a local folder and an S3 prefix both implement.
 
-Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several racing `write_new`
-calls for one key, exactly one returns True. A key cannot name anything outside the store. A user's mistake (missing
-bucket, no permission, full disk) raises an error of one line with the URL and the next step. No error text holds a
-credential.
+A store holds objects: sequences of bytes, each under a key, which is a relative path.
+
+Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several `write_new` calls for
+one free key at the same time, exactly one returns True. A key cannot name anything outside the store. A user's mistake
+(missing bucket, no permission, full disk) raises an error of one line with the URL and the next step. No error text
+holds a credential.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Store(ABC):
     """Folder of objects, local or on S3. An object is a sequence of bytes under a key.
 
     Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may raise
-    StoreError (access refused, disk full), and over S3 also StoreExhausted after all retries.
+    StoreError (access refused, disk full). On S3, a failed request is retried; after the last retry a method raises
+    StoreExhausted, a kind of StoreError.
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
@@ -41,8 +44,8 @@ class Store(ABC):
         """Return all bytes of an object.
 
         Args:
-            must_exist: The caller knows that the object exists (a manifest names it). A store that answers "not found"
-                is then asked a few more times before the error is raised.
+            must_exist: The caller knows that the object exists, for example because a manifest lists it. If S3 answers
+                "not found", the request is then retried a few times before the error is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
@@ -93,20 +96,24 @@ class Store(ABC):
     def write(self, key: str, data: bytes) -> None:
         """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture.
 
-        When the call returns, the object is durable: synced to the disk, or acknowledged by the service.
+        When the call returns, the object survives a crash: it is synced to the disk, or the S3 service has confirmed
+        the write.
         """
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object if its key is free, and return whether this call created it; it can serve as a lock.
+        """Create an object unless there is one with this key already; return whether this call created it.
 
-        Of several writers that race for one key, in any process on any machine, exactly one receives True. An existing
-        object is never changed.
+        An existing object is never changed. Of several writers that call this for one free key at the same time, in
+        any process on any machine, exactly one receives True. The object can therefore serve as a lock.
         """
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object from a local file of any size; no reader ever sees a part of it."""
+        """Create or replace an object with the content of a local file of any size.
+
+        A reader sees the old object or the complete new one, never a part.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
@@ -117,27 +124,29 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete an object. A key without an object is no error, so a deletion can be repeated after an interrupt."""
+        """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete the unfinished writes of killed processes, which `list` does not show, and return their number.
+        """Delete what killed processes left of unfinished writes, and return the number of these writes.
+
+        An unfinished write is a temporary file or an incomplete multipart upload, neither of which `list` returns.
 
         Args:
-            prefix: Only writes of keys that begin with this string are considered.
-            doomed: Called with the key of each unfinished write; those for which it returns True are deleted. It must
-                not return True for the key of a write that may still be going on.
+            prefix: Only writes to keys that begin with this string are considered.
+            doomed: Called with the key of each unfinished write; the write is deleted if it returns True. It must
+                return False for a key that a living process may still be writing.
         """
 
     def __repr__(self) -> str:
-        """Return the class and the URL of the store, which holds no credentials."""
+        """Return the class and the URL of the store, as in LocalStore('runs/a'); the URL holds no credentials."""
         return f"{type(self).__name__}({self.url})"
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged if it is a relative path that stays below the folder of a store.
+    """Return `key` unchanged if it is a relative path that stays inside the folder of a store; otherwise raise.
 
-    Keys come from manifests and tar files, which others may have written; "../x" must not name a file outside.
+    Keys come from manifests and tar files, which others may have written; a key "../x" would name a file outside.
 
     Raises:
         StoreError: The key is empty or absolute, has an empty, `.` or `..` part, or holds a backslash or a control

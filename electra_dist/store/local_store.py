@@ -1,10 +1,10 @@
 """Store objects as files in a local or shared folder.
 
-Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several racing `write_new`
-calls for one key, exactly one returns True.
+Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several `write_new` calls for
+one free key at the same time, exactly one returns True.
 
-How: `atomic_files.py` writes and syncs a temporary file, then renames it. `write_new` makes a hard link instead of
-renaming, because a link fails if the name is taken.
+How: `atomic_files.py` writes and syncs a temporary file, then renames it. `write_new` makes a hard link to the
+temporary file instead of renaming it, because a link fails if the name is taken.
 
 Cost: each write syncs the file and its folder once.
 
@@ -37,22 +37,32 @@ class LocalStore(Store):
     """Store on a local or shared folder; the first write creates the folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Remember the folder without touching it; a missing folder is noticed when the store is used."""
+        """Remember the folder without reading it. If it is missing, the first write creates it; reads find nothing."""
         self.url = str(folder)
         self._folder = folder
 
     def local_path(self, key: str) -> Path:
-        """Return the path of the file that holds an object; the file need not exist."""
+        """Return the path of the file that holds an object; the file need not exist.
+
+        Raises:
+            StoreError: The key is not a valid relative path; see `check_key`.
+        """
         return self._folder / check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Return all bytes of an object's file, or raise StoreMissing; `must_exist` has no effect on local files."""
+        """Return all bytes of an object's file, or raise StoreMissing if there is none.
+
+        `must_exist` has no effect: a missing local file is never retried.
+        """
         path = self.local_path(key)
         with readable(path):
             return path.read_bytes()
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Return the bytes [start, start + length) of an object, fewer if the file ends earlier, in new memory."""
+        """Return the bytes [start, start + length) of an object in new memory; fewer if the file ends earlier.
+
+        Raises StoreMissing if there is no file. `must_exist` has no effect: a missing local file is never retried.
+        """
         path = self.local_path(key)
         data = memoryview(bytearray(length))
         num_read = 0
@@ -76,7 +86,9 @@ class LocalStore(Store):
             return path.stat().st_size
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a file outside the store, which appears only when it is complete and synced to the disk.
+        """Copy an object to the file `destination`, which appears only when it is complete and synced to the disk.
+
+        An existing file is replaced. `must_exist` has no effect: a missing local file is never retried.
 
         Raises:
             StoreMissing: There is no object with this key.
@@ -88,12 +100,16 @@ class LocalStore(Store):
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace the object's file atomically, synced to the disk."""
+        """Create or replace the object's file atomically; return when the file is synced to the disk."""
         with replacing(self.local_path(key)) as out:
             out.write(data)
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create the object's file with a hard link, which fails if the name is taken; return False in that case."""
+        """Create the object's file and return True, or return False and change nothing if the file exists.
+
+        The bytes are written to a temporary file, to which a hard link is made; making the link fails if the name is
+        taken. So exactly one of several simultaneous writers succeeds.
+        """
         path = self.local_path(key)
         try:
             with replacing(path, only_new=True) as out:
@@ -103,15 +119,15 @@ class LocalStore(Store):
         return True
 
     def upload(self, path: Path, key: str) -> None:
-        """Copy a local file into the store, where it appears only when it is complete."""
+        """Copy a local file into the store, where it appears only when it is complete and synced to the disk."""
         with path.open("rb") as stream, replacing(self.local_path(key)) as out:
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys of all files that begin with `prefix`, without unfinished writes.
 
-        The prefix is a plain string: "a/b" matches "a/b/x" and "a/bc". Only the deepest folder that it names in full,
-        in this example a/, is searched.
+        The prefix is a plain string: "a/b" matches "a/b/x" and "a/bc". Only the folder before its last '/', in this
+        example a/, is searched; without a '/', the whole store is.
         """
         prefix_folder, _, _ = prefix.rpartition("/")
         search_folder = self._folder
@@ -124,9 +140,9 @@ class LocalStore(Store):
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Delete the object's file, if it exists, and the folders above it that are then empty.
+        """Delete the object's file, if it exists, and then each folder above it that has become empty.
 
-        The folder of the store itself stays.
+        The folder of the store itself is never deleted.
         """
         path = self.local_path(key)
         with writable(path):
@@ -143,8 +159,9 @@ class LocalStore(Store):
         """Delete temporary files that killed writers left in the folder; return their number.
 
         Args:
-            prefix: Only writes of keys that begin with this string are considered.
-            doomed: Called with the key that was being written; the temporary file is deleted if it returns True.
+            prefix: Only temporary files of keys that begin with this string are considered.
+            doomed: Called with the key that was being written; the temporary file is deleted if it returns True. It
+                must return False for a key that a living process may still be writing.
         """
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
@@ -160,7 +177,7 @@ class LocalStore(Store):
 
 
 def _final_name(temporary_name: str) -> str:
-    """Return NAME for the name `.NAME.<random>.tmp` of an unfinished write, "a.bin" for ".a.bin.1f2e3d4c.tmp"."""
+    """Return the name that a temporary file would have received: "a.bin" for ".a.bin.1f2e3d4c.tmp"."""
     name_and_random = temporary_name.removeprefix(".").removesuffix(TEMPORARY_SUFFIX)
     name, _, _ = name_and_random.rpartition(".")
     return name

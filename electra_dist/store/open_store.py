@@ -1,4 +1,7 @@
-"""Open the store that a URL names: a local path, or s3://bucket/prefix, which needs the extra `s3` (boto3)."""
+"""Open the store that a URL names: a local folder, or s3://bucket/prefix.
+
+S3 needs boto3, which `pip install 'electra-dist[s3]'` installs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from electra_dist.store.retry import RetryPolicy
 def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy | None = None) -> Store:
     """Return the store at a local path or at s3://bucket/prefix.
 
-    Nothing is read or written until the store is used, so only its first use notices a missing folder or bucket.
+    Nothing is read or written by this call. A missing folder or bucket is therefore noticed when the store is first
+    used.
 
     Args:
         url: Local path (~ is expanded), file:// URL or s3:// URL.

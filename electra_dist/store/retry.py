@@ -1,13 +1,14 @@
-"""Decide when a failed request is tried again: exponential back-off with jitter, a deadline and a budget per store.
+"""Decide when a failed storage request is tried again, and when the operation gives up.
 
-Guarantee: an operation ends. It gives up after `tries` consecutive failures without a byte of progress, after
-`deadline_s` without progress, or when the store's budget of retries is used up, whichever comes first. Every retry and
-every second waited is counted (`retries`, `wait_s`), so that a run can report what its storage costs it.
+Guarantee: an operation ends. It gives up after `tries` failures in a row without a new byte between them, after
+`deadline_s` seconds without a new byte, or when the store's budget of retries is used up, whichever comes first. Every
+retry and every second waited is counted (`retries`, `wait_s`), so that a run can report the cost of storage faults.
 
-How: the wait before retry k = 0, 1, ... is uniform in [0, min(max_wait_s, first_wait_s * 2**k)] ("full jitter"), so
-that a thousand ranks that failed together do not retry together. The budget is a token bucket: a retry takes one
-token, and an operation that succeeds returns `REFUND` tokens. The budget ends what the other two limits cannot: reads
-from a storage that always delivers a few bytes and never completes.
+How: the wait before retry k = 0, 1, ... is random, uniform in [0, min(max_wait_s, first_wait_s * 2**k)] (exponential
+back-off with "full jitter"), so that a thousand ranks that failed together do not retry together. All operations of a
+store share its budget, a token bucket: a retry takes one token, and an operation that succeeds returns `REFUND`
+tokens. The other two limits start again with each new byte; the budget also ends a read from a storage that always
+delivers a few bytes and never completes.
 
 Cost: nothing while requests succeed. With the defaults, an operation survives an outage of about three minutes.
 
@@ -31,9 +32,10 @@ REFUND = 10  # Tokens that a successful operation returns; more than ten retries
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Limits on the retries of one store, times in seconds; with the defaults an outage of three minutes is survived.
+    """Limits on the retries of one store, and the time-outs of its connections; times are in seconds.
 
-    The wait before retry k = 0, 1, ... is uniform in [0, min(max_wait_s, first_wait_s * 2**k)].
+    The wait before retry k = 0, 1, ... is random, uniform in [0, min(max_wait_s, first_wait_s * 2**k)]. With the
+    defaults, an operation survives an outage of the service of about three minutes.
     """
 
     tries: int = 30  # consecutive failures without progress after which an operation gives up
@@ -46,7 +48,11 @@ class RetryPolicy:
 
 
 class RetryAccount:
-    """Counters of retries and the retry budget of one store, shared by all threads that use the store."""
+    """Counters of retries and the retry budget of one store, shared by all threads that use the store.
+
+    The budget limits the retries of all operations together: each retry takes one from it, and each operation that
+    succeeds returns a few. At 0, the next failure of any operation is final.
+    """
 
     def __init__(self, policy: RetryPolicy) -> None:
         """Start with a full budget of retries and with counters at 0."""
@@ -60,24 +66,31 @@ class RetryAccount:
     def begin(self, object_name: str) -> Backoff:
         """Return a new `Backoff`, which counts the failures of one operation and waits between its attempts.
 
+        Call this once per storage operation, such as a download, before its first request.
+
         Args:
             object_name: URL of the object, for the error if the operation gives up.
         """
         return Backoff(self, object_name)
 
     def succeeded(self) -> None:
-        """Record that an operation succeeded, which returns `REFUND` retries to the budget. Thread-safe."""
+        """Record that an operation succeeded: add `REFUND` retries to the budget, up to its initial size. Thread-safe.
+
+        The budget limits the retries of all operations of the store together.
+        """
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
-        """Take one retry from the budget, count it, and return the seconds to wait before it. Thread-safe.
+        """Take one retry from the store's budget and return how long to wait before it, in seconds. Thread-safe.
+
+        The retry and the wait are added to the counters `retries` and `wait_s`.
 
         Args:
             longest_wait_s: The wait is random, uniform in [0, longest_wait_s], so that ranks do not retry together.
 
         Returns:
-            The seconds; None if the budget is used up, in which case nothing is counted.
+            The wait; None if the budget is used up. Nothing is counted then, and the operation must give up.
         """
         with self._lock:
             if self._tokens == 0:
@@ -90,16 +103,17 @@ class RetryAccount:
 
 
 class Backoff:
-    """State of the retries of one storage operation: its recent failures and its deadline. Not thread-safe.
+    """State of the retries of one storage operation: its failures since the last new byte, and its deadline.
 
     The operation calls `wait_after_failure` after each failed attempt, and `progress` when new bytes have arrived.
+    Not thread-safe.
     """
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
-        """Start the deadline of the operation.
+        """Start the clock of the operation, which gives up after `deadline_s` seconds without progress.
 
         Args:
-            account: Policy, counters and budget of the store.
+            account: Limits, counters and retry budget of the store.
             object_name: URL of the object, for the error if the operation gives up.
         """
         self._account = account
@@ -113,16 +127,17 @@ class Backoff:
         self._last_progress = time.monotonic()
 
     def wait_after_failure(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
-        """Record a failed attempt and sleep until the next one.
+        """Record a failed attempt, and sleep before the caller's next attempt; or raise if a limit is reached.
 
         Args:
-            reason: The failure in a few words, for the error.
-            tries: Failures with this reason after which to give up, where that is fewer than the policy allows for all
-                reasons together; None for the policy's limit.
+            reason: The failure in a few words, for the error. Failures with equal texts are counted together.
+            tries: Number of failures with this reason, since the last progress, after which to give up. The limit of
+                the policy on failures of all reasons applies, too; None if it is the only one.
             advice: The user's next step, for the error.
 
         Raises:
-            StoreExhausted: A limit is reached; the message names the object, the last failure and the next step.
+            StoreExhausted: A limit (failures, time without progress, or the store's retry budget) is reached. The
+                message names the object, the limit, the last failure and the next step.
         """
         policy = self._account.policy
         self._failures[reason] += 1

@@ -2,15 +2,17 @@
 
 If the object is replaced in the meantime, the download begins again.
 
+A span is a range of bytes of the object.
+
 Guarantee: when `complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
-that the service announced. A span that reaches beyond the object's end gives the bytes up to the end. Bytes that were
-already received before a restart do not count as progress, so an object that is replaced again and again ends in an
-error and not in an endless loop.
+that the service announced. A span that reaches beyond the object's end gives the bytes up to the end. If the object is
+replaced and the download begins again, only bytes beyond the furthest byte so far count as progress for the retry
+limits. So a download of an object that is replaced again and again ends with an error, not in an endless loop.
 
-Cost: a broken connection loses at most one chunk (128 KiB).
+Cost: a broken connection loses at most one chunk (128 KiB), the amount that is read from it at a time.
 
-Limits: bytes that were changed in transit have the right length and are not noticed; the readers verify digests
-(`data/verified_shards.py`).
+Limits: bytes that were changed in transit have the right length and are not noticed. The callers compare SHA-256
+digests (`data/verified_shards.py`).
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Span(NamedTuple):
 
 
 class Download:
-    """State of one download: the version of the object and the number of bytes received.
+    """State of one download: the version (ETag) of the object and the bytes received, which are in a file.
 
-    The caller repeats a GET with `conditions()` and passes each answer to `receive` until `complete`.
+    The caller sends GET requests with the arguments `conditions()` and passes each answer to `receive`, until
+    `complete` is true. After a fault, the next request asks for the missing bytes only.
     """
 
     def __init__(self, sink: IO[bytes], progress: Callable[[], None], span: Span | None = None) -> None:
@@ -42,7 +45,8 @@ class Download:
 
         Args:
             sink: Empty, seekable file for the bytes.
-            progress: Called whenever a byte is received that was never received before.
+            progress: Called after each piece received that reaches beyond all bytes received so far, also beyond those
+                received before a `restart`.
             span: The part of the object to download; None for all of it.
         """
         self._sink = sink
@@ -60,18 +64,19 @@ class Download:
 
     @property
     def ends_before_span(self) -> bool:
-        """Return whether the answer "no byte in this range" (HTTP 416) means that the object ends before the span.
+        """Return how the answer "no byte in this range" (HTTP 416) to the next request is to be understood.
 
-        It means that at the first request. After some bytes were received it means that the object was replaced by a
-        shorter one, so the download must begin again.
+        True: a span was asked for and no byte of it received, so the object ends before the span, and the download is
+        done. False: the object must have been replaced by a shorter one, so the download must begin again.
         """
         return self._has_span and self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
         """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
 
-        They are `Range`, the bytes that are still missing, and once bytes were received `IfMatch`, the object's
-        version (ETag), so that a replaced object is noticed. The first request for a whole object has none.
+        `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` names the version (ETag) of
+        the object that they are of, so that the service refuses the request (HTTP 412) if the object was replaced. The
+        first request for a whole object needs no arguments.
         """
         num_received = self._sink.tell()
         if num_received == 0 and not self._has_span:
@@ -86,14 +91,15 @@ class Download:
         return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
-        """Append the body of the answer to a GET request to the file, as many bytes of it as arrive.
+        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived.
 
         Args:
             answer: Result of boto3's `get_object` with the arguments that `conditions` returned.
 
         Raises:
-            Taken: The answer is of another version or begins at another byte; call `restart`.
-            Again: The body ended early; the bytes received so far are kept.
+            Taken: The answer is of another version of the object or begins at another byte than asked for; call
+                `restart`.
+            Again: The body ended early; send another GET for the rest.
         """
         num_received = self._sink.tell()
         with contextlib.closing(answer["Body"]) as body:
@@ -115,7 +121,10 @@ class Download:
             raise Again(f"the body ended at byte {self._sink.tell()} of {self._total}")
 
     def restart(self) -> None:
-        """Delete all received bytes, so that the next GET asks for the object's current version from the start."""
+        """Delete all received bytes, so that the next GET asks for the object's current version from the first byte.
+
+        Call this if the object was replaced during the download.
+        """
         self._etag = ""
         self._total = -1
         self._sink.seek(0)
@@ -123,7 +132,7 @@ class Download:
 
 
 def _starts_at(answer: dict[str, Any], first: int) -> bool:
-    """Return whether the answer to a ranged GET begins at byte `first`, by its header "bytes FIRST-LAST/SIZE".
+    """Return whether the header Content-Range of an answer, "bytes FIRST-LAST/SIZE", begins at byte `first`.
 
     A service that ignores ranges sends the whole object without this header; the result is then False.
     """

@@ -1,9 +1,10 @@
 """Classify a failed S3 request: try again, read the credentials again, or stop with an error for the user.
 
-Guarantee: only an error's class, code and HTTP status are read. The service's own text never reaches a message or an
-exception chain, because it may quote a key, a token or a signed URL.
+Guarantee: only the class, code and HTTP status of an error are used. The service's own text never reaches a message or
+an exception chain, because it may quote a key, a token or a signed URL.
 
-Limits: a status of 400 to 499 that is not in the tables is final; one of 500 and above is retried.
+Limits: an HTTP status of 400 to 499 that this module does not list ends the operation; one of 500 and above is
+retried.
 """
 
 from __future__ import annotations
@@ -46,23 +47,32 @@ _UNREACHED = (
 
 
 class Taken(Exception):
-    """HTTP status 412 of a conditional request: the key is taken, or the object was replaced by another version."""
+    """Answer to a conditional request whose condition does not hold (HTTP status 412).
+
+    For a write with If-None-Match: * the key is taken; for a read with If-Match the object was replaced.
+    """
 
 
 class EmptyRange(Exception):
-    """HTTP status 416 of a ranged request: the object is empty, or ends before the first byte of the range."""
+    """Answer to a ranged request with no byte in the range (HTTP status 416): the object ends before the range begins.
+
+    An empty object has no byte in any range.
+    """
 
 
 class Again(Exception):
-    """Failure of a request that should be tried again, with the limits and the advice for these attempts."""
+    """Failure of a request that should be tried again.
+
+    It has the number of failures to tolerate, and what to advise the user if all attempts fail.
+    """
 
     def __init__(self, reason: str, *, tries: int | None = None, renew: bool = False, advice: str = CHECK) -> None:
         """Describe the failure.
 
         Args:
             reason: The failure in a few words, for the error if all attempts fail.
-            tries: Consecutive failures after which to give up; None for the limit of the RetryPolicy.
-            renew: Whether the credentials must be read from their source before the next attempt.
+            tries: Number of failures with this reason after which to give up; None for the limit of the RetryPolicy.
+            renew: Whether the credentials must be read again from their source before the next attempt.
             advice: The user's next step if all attempts fail.
         """
         self.reason = reason
@@ -78,12 +88,13 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         error: One of `FAILURES`.
         where: URL of the object and the endpoint, for a message.
         bucket: Name of the bucket, for a message.
-        answered: Whether the service has answered any earlier request of this store.
+        answered: Whether the service has answered an earlier request of this store. If not, the URL or the credentials
+            are probably wrong, so fewer retries are allowed.
         must_exist: Whether the object is known to exist, so that "not found" is tried again.
 
     Returns:
         Again if the request should be repeated. StoreError or StoreMissing, with a message of one line, if repeating
-        is useless. Taken or EmptyRange if the failure is a regular answer to a conditional or ranged request.
+        is useless. Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the range of the request is not met.
     """
     if isinstance(error, boto_errors.ClientError):
         return _classify_answer(error, where, bucket, must_exist=must_exist)
@@ -115,8 +126,8 @@ def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *,
         must_exist: Whether the object is known to exist, so that "not found" is tried again.
 
     Returns:
-        Again if the request should be repeated; Taken or EmptyRange for a regular answer to a conditional or ranged
-        request; otherwise StoreError or StoreMissing with a message of one line.
+        Again if the request should be repeated; Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the
+        range of the request is not met; otherwise StoreError or StoreMissing with a message of one line.
     """
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

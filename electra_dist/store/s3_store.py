@@ -2,9 +2,10 @@
 
 Guarantee: a download holds the bytes of one version of the object. After a broken body, a ranged GET with If-Match on
 the ETag continues from the last good byte; if the object was replaced in the meantime, the download starts again from
-byte 0. `write_new` is a PUT with If-None-Match: *. If the answer to that PUT is lost and a retry finds the key taken,
-a random tag in the object's metadata shows whether the object is the writer's own. Uploads carry Content-MD5, so the
-service refuses bytes that were changed in transit.
+byte 0. `write_new` is a PUT with If-None-Match: *, which fails if the key is taken. Each such PUT stores a random tag
+in the object's metadata. If the answer is lost and the retry finds the key taken, the tag shows whether the first
+attempt of this call created the object. Uploads carry Content-MD5, so the service refuses bytes that were changed in
+transit.
 
 How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
 `s3_errors.py` decides what is retried. Size and existence come from a GET of one byte, because the answer to a HEAD
@@ -56,7 +57,10 @@ _WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the wri
 
 
 class _ObjectInfo(NamedTuple):
-    """Size of an object on S3, and the random tag by which its writer recognizes it."""
+    """Size of an object on S3, and the random tag that its writer stored in the object's metadata.
+
+    By the tag, a writer whose request was answered too late or not at all recognizes its own object.
+    """
 
     size: int  # in bytes
     writer_tag: str | None
@@ -69,7 +73,7 @@ class S3Store(Store):
     """
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Parse and check the URLs; nothing is requested yet.
+        """Parse and check the URLs; the first request is sent when the store is used.
 
         Args:
             url: s3://bucket or s3://bucket/prefix.
@@ -102,12 +106,15 @@ class S3Store(Store):
 
     @property
     def retries(self) -> int:  # type: ignore[override]
-        """Return the number of requests that were repeated since the store was opened."""
+        """Return how many times this store has repeated a failed request since it was opened."""
         return self._account.retries
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return the seconds slept before repeated requests since the store was opened."""
+        """Return how long this store has slept before it repeated failed requests, in seconds.
+
+        The waits of several threads are added up.
+        """
         return self._account.wait_s
 
     def local_path(self, key: str) -> None:
@@ -129,7 +136,11 @@ class S3Store(Store):
         return sink.getvalue()
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Download the bytes [start, start + length) of an object, fewer if it ends earlier, into new memory."""
+        """Download the bytes [start, start + length) of an object into new memory; fewer if the object ends earlier.
+
+        If there is no object, StoreMissing is raised at once. With `must_exist`, the request is retried a few times
+        before StoreExhausted is raised.
+        """
         sink = io.BytesIO()
         if length:
             self._download(key, sink, must_exist, Span(start=start, end=start + length))
@@ -166,10 +177,11 @@ class S3Store(Store):
         self._call(key, lambda s3: s3.put_object(**put))
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object with a conditional PUT; return False if another writer has created it.
+        """Create an object with a conditional PUT; return False if there is an object of another writer already.
 
-        The PUT has the header If-None-Match: *, so the service refuses it if the key is taken. A random tag in the
-        object's metadata shows this call whether an object that it finds is its own.
+        The PUT has the header If-None-Match: *, so the service refuses it if the key is taken. If the answer to a
+        successful PUT is lost, the repeated PUT is refused; a random tag in the object's metadata then shows that the
+        object is this call's own, and the call returns True.
         """
         tag = secrets.token_hex(16)
         put = {**self._object(key), "Body": data, "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}}
@@ -181,10 +193,11 @@ class S3Store(Store):
         return True
 
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object from a local file.
+        """Create or replace an object with the content of a local file; readers never see a part of it.
 
         A file of 64 MiB or more is uploaded in parts, four at a time, each retried independently. If the process is
-        killed, the parts stay on S3, invisible to `list`, until `discard_unfinished` deletes them.
+        killed, the parts stay on S3, where they cost storage and `list` does not show them, until
+        `discard_unfinished` deletes them.
         """
         size = path.stat().st_size
         if size < _MULTIPART_FROM:
@@ -227,7 +240,8 @@ class S3Store(Store):
 
         Args:
             prefix: Only uploads of keys that begin with this string are considered.
-            doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True.
+            doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
+                return False for a key that a living process may still be uploading.
         """
         num_deleted = 0
         request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
@@ -250,9 +264,9 @@ class S3Store(Store):
             self._call(key, lambda s3: s3.abort_multipart_upload(**upload))
 
     def _upload_parts(self, path: Path, size: int, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-        """Upload a file in parts, several at a time; return number and ETag of each part, in order.
+        """Upload a file in parts, several at a time; return the number and the ETag of each part, in order.
 
-        The parts are larger than `_PART` if the file would otherwise have more than `_MAX_PARTS` parts.
+        A part has `_PART` bytes, or more if the file would otherwise have more than `_MAX_PARTS` parts.
 
         Args:
             path: The file to upload.
@@ -264,7 +278,7 @@ class S3Store(Store):
         num_parts = _ceil_div(size, part_size)
 
         def upload_part(number: int) -> dict[str, Any]:
-            """Upload part `number`, counted from 1; return its number and ETag."""
+            """Upload part `number`, counted from 1; return its number and ETag as `_complete_upload` needs them."""
             with path.open("rb") as stream:
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
@@ -282,8 +296,8 @@ class S3Store(Store):
             key: Key of the object, for messages.
             upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
             parts: Number and ETag of each part.
-            tag: Random tag of this writer in the object's metadata. If the answer to an earlier attempt was lost, it
-                shows whether that attempt completed the upload.
+            tag: Random tag that this upload stores in the object's metadata. If the service answers "no such upload",
+                the tag shows whether an earlier attempt, whose answer was lost, has completed the upload.
 
         Raises:
             StoreMissing: The upload no longer exists and was not completed; another process has discarded it.
@@ -296,9 +310,10 @@ class S3Store(Store):
                 raise
 
     def _probe(self, key: str) -> _ObjectInfo:
-        """Return the size of an object and the random tag of its writer, by a GET of one byte.
+        """Return the size of an object and the random tag that its writer stored in the metadata.
 
-        A HEAD would not show whether the bucket, the key or the permission is missing.
+        This costs a GET of one byte. A HEAD request is not used, because its answer does not show whether the bucket,
+        the key or the permission is missing.
 
         Raises:
             StoreMissing: There is no such object.
@@ -316,13 +331,13 @@ class S3Store(Store):
         return _ObjectInfo(size=int(size), writer_tag=answer["Metadata"].get(_WRITER_TAG))
 
     def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
-        """Write an object, or a span of it, to a file; after a fault, continue from the last good byte.
+        """Download an object, or a span of its bytes, to a file; after a fault, continue from the last good byte.
 
         Args:
             key: Key of the object.
             sink: Empty, seekable file.
             must_exist: The object is known to exist, so the answer "not found" is retried.
-            span: The part to download; None for all of the object.
+            span: The range of bytes to download; None for all of the object.
 
         Raises:
             StoreMissing: There is no such object.
@@ -346,7 +361,9 @@ class S3Store(Store):
         self._account.succeeded()
 
     def _call(self, key: str, request: Callable[[Any], _Answer]) -> _Answer:
-        """Return the answer to a request, which is repeated while its failures are worth another attempt.
+        """Send a request until it succeeds or fails for good, and return the answer.
+
+        A failure is repeated if `classify` returns Again for it, until a limit of the RetryPolicy is reached.
 
         Args:
             key: Key of the object, for messages; "" for the store itself.
@@ -354,7 +371,8 @@ class S3Store(Store):
 
         Raises:
             StoreError: The failure is final, or all retries failed (StoreExhausted).
-            Taken, EmptyRange: The regular refusals of a conditional and of a ranged request.
+            Taken: The service refused a conditional request (HTTP 412).
+            EmptyRange: The service has no byte in the range that was asked for (HTTP 416).
         """
         backoff = self._account.begin(self._describe(key))
         while True:
@@ -369,11 +387,14 @@ class S3Store(Store):
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Replace boto3's exception, if the request in the `with` block fails, by the one that `classify` returns.
+        """Convert an exception of boto3 in the `with` block to the one that `classify` returns for it.
+
+        That is Again (repeat the request), Taken, EmptyRange, or a StoreError for the user. A block that succeeds is
+        recorded in `_answered`.
 
         Args:
             key: Key of the object, for messages; "" for the store itself.
-            must_exist: The object is known to exist, so the answer "not found" is worth a retry.
+            must_exist: The object is known to exist, so the answer "not found" is to be repeated.
         """
         try:
             yield
@@ -391,10 +412,11 @@ class S3Store(Store):
     def _wait(self, failure: Again, backoff: Backoff) -> None:
         """Sleep before the next attempt of a failed request.
 
-        If `failure.renew` is set, the client is dropped, so that the next one reads the credentials again.
+        If `failure.renew` is set, the boto3 client is dropped. The next attempt then makes a new client, which reads
+        the credentials again.
 
         Raises:
-            StoreExhausted: No attempt is left.
+            StoreExhausted: A limit of the RetryPolicy or of this kind of failure is reached.
         """
         if failure.renew:
             self._client_of = None
@@ -421,7 +443,9 @@ class S3Store(Store):
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     def _describe(self, key: str) -> str:
-        """Return the URL of an object for messages, with the endpoint if it is not AWS: "s3://b/x at 10.0.0.1:9000".
+        """Return the URL of an object for messages, for example "s3://b/x at 10.0.0.1:9000".
+
+        The endpoint (" at HOST:PORT") is left out for AWS.
 
         Args:
             key: Key of the object; "" for the store itself.
@@ -430,7 +454,10 @@ class S3Store(Store):
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:
-    """Reset a download to byte 0, because the object was replaced in the meantime, and wait before the next GET."""
+    """Discard what was received of an object that was replaced during its download, and wait before the next GET.
+
+    The replacement counts as a failure; too many of them raise StoreExhausted.
+    """
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")
 
@@ -446,7 +473,9 @@ def _md5(data: bytes) -> str:
 
 
 def _check_endpoint(endpoint_url: str | None) -> str:
-    """Check the endpoint URL; return " at host:port", which messages add to an s3:// URL, or "" for None (AWS).
+    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port".
+
+    The text is "" for None, which means AWS.
 
     Raises:
         UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it

@@ -1,1 +1,1 @@
-"""Run pretraining: inputs, the step loop, the step, the guard, checkpoints, evaluation and reports."""
+"""Run pretraining: input checks, step loop, refusal of steps with a bad loss, checkpoints, evaluation, reports."""

@@ -1,7 +1,7 @@
-"""Save and restore the state of a run: connect the engine and the step loop to the stores of checkpoints.
+"""Save and restore the state of a run: connect the engine and the step loop to the stores that hold checkpoints.
 
-Limits: the package `checkpoint` decides which checkpoints are kept, and verifies them; the step loop decides when to
-save.
+Limits: this module decides neither when to save, which the step loop does, nor which checkpoints are kept or good,
+which the package `checkpoint` does.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from electra_dist.train.step import StepResult
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The progress of a run, which a checkpoint records beside weights and moments. Equal on all ranks.
+    """The progress of a run: what a checkpoint records beside the weights and the optimizer's moments.
 
-    The step loop changes it after every step.
+    It is equal on all ranks. The step loop changes it in place after every step.
     """
 
     step: int  # steps done or skipped
@@ -55,19 +55,21 @@ class TrainState:
     def updated(self, result: StepResult) -> None:
         """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
 
-        `step` does not change, because the step loop sets it for skipped and stopped steps, too.
+        The guard stops steps with a bad loss; it compares later losses with this one. `step` does not change, because
+        the step loop sets it for all steps, also for those without an update.
         """
         self.receipt += result.receipt
         self.guard.accept(result.loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the train state that a restored checkpoint records, or the initial one without a checkpoint.
+        """Return the state that a start begins with: a restored checkpoint's, or the initial one without a checkpoint.
 
         Args:
-            restored: state of the restored checkpoint; None at the beginning of a run.
-            config: settings of the guard, which gets back its window of recent losses.
-            skips: list of the steps that the run skips; the run folder keeps it, not the checkpoint.
+            restored: state of the restored checkpoint; None if there is none.
+            config: settings of the guard, which compares each loss with recent ones; a checkpoint records these.
+            skips: list of the steps that the run skips. It is passed in, because the run folder keeps it, not the
+                checkpoint.
         """
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
@@ -92,20 +94,22 @@ class TrainState:
 class Checkpointer:
     """Restores a run from its newest good checkpoint, and saves checkpoints in the background.
 
-    Call `restore` once, then `save` at any step, and `close` at the end, which waits for the save in flight.
+    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any step,
+    and at the end `close`, which waits for a save that is still being written.
     """
 
     def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
-        """Open the stores for checkpoints, and reserve the number of this start of the run ("attempt"). Collective.
+        """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective.
 
         Args:
             config: the resolved config of the run.
             engine: the engine whose state is saved and restored.
             corpus_fingerprint: digest of the corpus; a checkpoint of another corpus is refused.
-            skipped: all steps that this run skips. A checkpoint that did not skip the same steps is not used.
+            skipped: all steps that this run skips. A checkpoint of step t is used only if its run had skipped exactly
+                those of them that are before t.
 
         Raises:
-            UserError: a target holds checkpoints of another run, or cannot be written.
+            UserError: a store holds checkpoints of another run, or cannot be written.
         """
         self._config = config
         self._module = engine.deepspeed.module
@@ -145,15 +149,16 @@ class Checkpointer:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
         Args:
-            pristine: whether the engine still holds the initial weights. They are then rebuilt only if a damaged
-                checkpoint was partly read over them.
+            pristine: whether the engine still holds the initial weights, as after it was built. If there is no good
+                checkpoint, they are then left as they are, unless a damaged checkpoint was partly read over them.
 
         Returns:
             restored: state of the loaded checkpoint; None if there is none.
-            set_aside: one line of text for each damaged checkpoint; no later start tries to load it.
+            set_aside: one line of text for each checkpoint that was found damaged; its manifest is renamed, so that no
+                later start tries to load it.
 
         Raises:
-            StoreError: a checkpoint cannot be read, and no other target has it.
+            StoreError: a checkpoint cannot be read, and no other store has a copy of it.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -195,10 +200,11 @@ class Checkpointer:
     def save(self, train_state: TrainState) -> SaveTiming:
         """Start saving the state after `train_state.step` steps; return when it is copied to host memory. Collective.
 
-        Writing and committing go on in a thread. A save that is still in flight is waited for first.
+        A thread then writes the copy to the stores. If the previous save is still being written, this call first waits
+        until it is finished.
 
         Returns:
-            The seconds that this call waited for the previous save, and those of the copy.
+            How long this call held up the step loop: seconds waited for the previous save, and seconds for the copy.
 
         Raises:
             BaseException: the previous save has failed; its error is raised again.
@@ -217,13 +223,13 @@ class Checkpointer:
         return sum(target.retry_wait_s for target in self._targets)
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints on any target, ascending; equal on all ranks. Collective.
+        """Return the steps of all committed checkpoints in any store, ascending; equal on all ranks. Collective.
 
         A checkpoint is committed when its manifest is written; it may still be found damaged when it is read.
         """
 
         def list_steps() -> list[int]:
-            """Return the steps of the committed checkpoints in all targets, each once, ascending."""
+            """List the checkpoints in all stores, on rank 0 only; return their steps, each once, ascending."""
             steps: set[int] = set()
             for target in self._targets:
                 steps.update(step for step, _attempt, _folder in committed(target))
@@ -232,7 +238,7 @@ class Checkpointer:
         return from_rank_0(list_steps)
 
     def close(self) -> None:
-        """Wait until every started save is committed, and release the host buffer. Calling it twice is fine.
+        """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine.
 
         Raises:
             BaseException: the last save has failed; its error is raised again.

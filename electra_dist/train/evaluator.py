@@ -1,7 +1,8 @@
 """Evaluate on held-out rows: the losses and the discriminator's ROC-AUC, with the same rows and masks every time.
 
-Guarantee: rows, masks and samples depend on (corpus, seed) only, so two evaluations differ by the weights alone, and
-the number of ranks changes nothing but the order of sums. Collective: every rank calls it at the same step.
+Guarantee: rows, masks and the generator's samples depend on the corpus and the seed only. So two evaluations of a run
+differ by the weights alone, and the number of ranks changes nothing except the order in which sums are added up. An
+evaluation is collective: every rank calls it after the same step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    """Sums of losses, and the discriminator's score and the label of each token, for the rows of one rank.
+    """Result of one rank's share of an evaluation: sums of losses, and score and label of each token.
 
-    Axes: K fields of `Sums`; B rows that this rank evaluates, padding rows included; S tokens of a row.
+    Each token's score is the discriminator's logit, and its label is 1 if the token was replaced. Axes: K fields of
+    `Sums` (sums over tokens from which means are computed); B rows that this rank evaluates, padding rows included; S
+    tokens of a row.
     """
 
     sum_K: torch.Tensor  # float64
@@ -38,7 +41,11 @@ class _LocalScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluation of a model on held-out rows of a corpus: losses, and how well replaced tokens are detected."""
+    """Evaluation of a model on held-out rows of a corpus: losses, and how well replaced tokens are detected.
+
+    Every rank creates one with equal values, and all ranks call `run` together, as often as the weights are to be
+    evaluated.
+    """
 
     cache: ShardCache  # of the held-out corpus; the caller closes it
     num_rows: int  # rows to evaluate; all rows if the corpus has fewer
@@ -49,16 +56,16 @@ class Evaluator:
     def run(self, engine: Engine, step: int) -> EvalRecord:
         """Evaluate the current weights of `engine` without dropout. Collective; the result is equal on all ranks.
 
-        The same rows with the same masks are used at every call. The engine is in training mode afterwards. The name
-        suffixes below: R rows and S tokens of the evaluation, K fields of `Sums`, T tokens of all ranks.
+        The same rows with the same masks are used at every call. The engine is in training mode afterwards. The names
+        of tensors end in their axes: R rows and S tokens of a row, K fields of `Sums`, T tokens of all ranks.
 
         Args:
             engine: holds the model.
             step: optimizer steps done; it is only copied to the result.
 
         Returns:
-            Token means of the losses, and how well the discriminator separates replaced from original tokens (NaN
-            for an objective that detects nothing).
+            Means of the losses over tokens, and ROC-AUC, accuracy, precision and recall of the detection of replaced
+            tokens; these are NaN for an objective without detection.
         """
         engine.train(False)
         ids_RS = self._rows()
@@ -87,10 +94,11 @@ class Evaluator:
         )
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
-        """Run this rank's share of the rows through the model, without gradients.
+        """Run this rank's share of the rows through the model without gradients; return sums, scores and labels.
 
-        The ranks take turns: in each round every rank evaluates one batch of consecutive rows. Rows of padding fill
-        the last round, so that all ranks run the same number of forward passes; padding does not count in any sum.
+        The rows are processed in rounds. In a round, rank r evaluates the r-th of W consecutive batches of
+        `micro_batch` rows, where W is the number of ranks. Rows of padding fill the last round, so that all ranks run
+        the same number of forward passes; padding does not count in any sum.
 
         Args:
             engine: holds the model, in evaluation mode.
@@ -126,9 +134,10 @@ class Evaluator:
         return _LocalScores(sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels))
 
     def _rows(self) -> np.ndarray:
-        """Return the token ids of the evaluation's rows, [R, S]: rows evenly spaced over the held-out corpus.
+        """Return the token ids of the evaluation's rows, [R, S]: evenly spaced over the held-out corpus.
 
-        Rows are numbered through all shards: with shards of 10 and 5 rows, row 12 is row 2 of the second shard.
+        These are all rows if the corpus has at most `num_rows`. Rows are numbered through all shards: with shards of
+        10 and 5 rows, row 12 is row 2 of the second shard.
         """
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
@@ -146,7 +155,10 @@ class Evaluator:
 
 
 def _mean(total: float, count: float) -> float:
-    """Return `total` / `count`, a mean over tokens; 0 for a loss that the objective does not have (both are 0)."""
+    """Return `total` / `count`, a mean over tokens; 0 if both are 0.
+
+    That is so for a loss that the objective does not have. A count between 0 and 1 is taken as 1.
+    """
     return total / max(count, 1.0)
 
 

@@ -88,7 +88,7 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def _check_kernels(backend: str) -> None:
-    """Refuse a kernel backend that cannot run on the device that the run would use, a GPU if there is one.
+    """Refuse a kernel backend that cannot run on the device of the run: a GPU if there is one, otherwise the CPU.
 
     Args:
         backend: `kernels.backend` of the config, such as "triton" or "auto".
@@ -104,7 +104,7 @@ def _check_kernels(backend: str) -> None:
 
 
 def _read_vocabulary(url: str, corpus: OpenCorpus) -> Vocabulary:
-    """Read the vocabulary file of an opened corpus.
+    """Read the vocabulary file of an opened corpus; the corpus manifest gives its name.
 
     Args:
         url: location of the corpus, for error messages.

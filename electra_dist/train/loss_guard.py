@@ -1,18 +1,20 @@
 """Decide which steps do not update the weights ("the guard"), and which steps a rollback to a checkpoint skips.
 
 Guarantee: a step whose loss or gradient norm is not finite, or whose loss is a spike, is stopped before the optimizer,
-on all ranks alike (they judge the same all-reduced numbers). A stopped step is recorded in the run folder before the
-run goes on, and is from then on a skipped step: its rows are not used and nothing is updated. So a run that the guard
-stopped equals, bit for bit, a run whose config skips these steps from the start (`train.skip_steps`).
+on all ranks alike (they judge the same all-reduced numbers, so they need not exchange the decision). A stopped step is
+recorded in the run folder before the run goes on, and is from then on a skipped step: its rows are not used and
+nothing is updated. So a run that the guard stopped equals, bit for bit, a run whose config skips these steps from the
+start (`train.skip_steps`).
 
-After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint and also skips `skip_before` steps before
-the first of them: this discards a state that has gone bad, and the rows that led to it. (Going back without skipping
-more would only repeat what happened, because steps are exact.)
+After `max_in_a_row` stopped steps in a row the run goes back to an earlier checkpoint (a rollback). It then skips not
+only the stopped steps, but also `skip_before` steps before the first of them. This discards weights that have gone
+bad, and the rows that led to them. (Steps are computed exactly alike each time, so going back without skipping more
+would only repeat what happened.)
 
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
 steps; no spike is detected before the window is full. The window is part of a checkpoint.
 
-Limits: a single bad update that does not show in its own loss is noticed only when a later loss shows it.
+Limits: an update that damages the weights, although the loss of its step was normal, is noticed only by a later loss.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordina
 
 
 class Guard:
-    """Check of each step's loss against a window of recent losses, to find steps that must not update the weights.
+    """Check of each step's loss against recent losses, to find steps that must not update the weights.
 
     The decisions depend only on the config and on the losses accepted before. So every rank has a guard of its own,
     and all guards decide alike. Call `fault` before an update and `accept` after it.
@@ -39,7 +41,8 @@ class Guard:
         """Create a guard with no recent losses, or with those that a checkpoint records.
 
         Args:
-            config: gives the size of the window and the height, in standard deviations, from which a loss is a spike.
+            config: gives the number of recent losses to compare with (`window`), and how many standard deviations
+                above their mean a loss is a spike (`spike_sigma`).
             recent_losses: accepted losses, oldest first; only the last `config.window` are kept.
         """
         self._config = config
@@ -47,7 +50,7 @@ class Guard:
 
     @property
     def recent_losses(self) -> tuple[float, ...]:
-        """The accepted losses that a new loss is compared with, at most `guard.window`, oldest first."""
+        """The accepted losses that a new loss is compared with, at most `guard.window`, the oldest first."""
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
@@ -55,8 +58,8 @@ class Guard:
 
         A loss that is not finite is always a fault. A finite one is a fault if it is more than `guard.spike_sigma`
         standard deviations above the mean of the recent losses. Spikes are not looked for while there are fewer than
-        `guard.window` recent losses, or if `guard.spike_sigma` is 0. The recent losses do not change; `accept` adds to
-        them.
+        `guard.window` recent losses, or if `guard.spike_sigma` is 0. The standard deviation counts as at least 0.1 %
+        of the mean. The recent losses do not change; `accept` adds to them.
 
         Args:
             loss: loss of the step over the global batch.
@@ -77,22 +80,27 @@ class Guard:
         return ""
 
     def accept(self, loss: float) -> None:
-        """Add the loss of a step that has updated the weights to the window; a full window drops its oldest loss."""
+        """Add the loss of a step that has updated the weights to the recent losses.
+
+        If there are `guard.window` of them already, the oldest one is dropped.
+        """
         self._losses.append(loss)
 
 
 def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[int]) -> int:
-    """Return the first step to skip after the return to a checkpoint; the last one is the last stopped step.
+    """Return the first step to skip after a rollback, a return to a checkpoint after several stopped steps.
 
-    The wanted step is `skip_before` steps before the first stopped one (at least 0). A checkpoint that did not skip
-    the same steps is not used, so the run would start again from step 0 if all checkpoints lay after the wanted step.
-    In that case the step of the oldest checkpoint is returned: fewer steps are skipped. For example, with
-    first_stopped 100 and skip_before 20 the result is 80 for the checkpoints [70, 90], 90 for [90], and 80 for [].
+    A stopped step is one whose update the guard has prevented. The run then skips all steps from the returned one to
+    the last stopped one. The first to skip should be `skip_before` steps before the first stopped one (at least 0).
+    But only a checkpoint at or before the first skipped step can be restored, as a later one was trained on a step
+    that is now skipped. So if all checkpoints are later, the step of the oldest one is returned instead: fewer steps
+    are skipped, and the run need not start again from step 0. For example, with first_stopped 100 and skip_before 20
+    the result is 80 for the checkpoints [70, 90], 90 for [90], and 80 for [].
 
     Args:
         first_stopped: the first of the steps in a row that the guard has stopped.
         skip_before: `guard.skip_before`.
-        checkpoints: steps of the committed checkpoints, in any order.
+        checkpoints: steps of the committed checkpoints, in any order; those after `first_stopped` are ignored.
     """
     wanted = max(0, first_stopped - skip_before)
     usable = [step for step in checkpoints if step <= first_stopped]

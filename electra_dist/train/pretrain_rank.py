@@ -43,8 +43,8 @@ def run(config: Config) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. A UserError is raised only by the checks of the inputs. A later one, on any rank, is
-    printed once, and all ranks return exit code 78.
+    destroyed within the call. Only the checks of the inputs at the beginning raise UserError. If any rank meets a
+    UserError after them, it is printed once, and all ranks return exit code 78 instead of raising it.
 
     Args:
         config: the resolved config of the run.
@@ -85,7 +85,10 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
         begin: `time.perf_counter()` at the start of `run`.
 
     Returns:
-        An exit code of `electra_dist/errors.py`.
+        An exit code of `electra_dist/errors.py`, equal on all ranks.
+
+    Raises:
+        UserError: starting weights, a checkpoint store or the run folder cannot be used, or the run diverges.
     """
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
@@ -132,7 +135,7 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
     Args:
         config: the resolved config of the run.
-        module: the built objective, whose attention implementation is chosen.
+        module: the model with its loss, whose attention implementation is chosen already.
     """
     notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
     if cpu_library.permute is None:
@@ -147,6 +150,8 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
     """Write the files that every start of a run writes: config, identity, tokenizer and vocabulary. Rank 0 only.
+
+    The identity lists what must not change between the starts of a run, such as the corpus.
 
     Args:
         config: the resolved config of the run.
@@ -168,12 +173,13 @@ def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
 def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Objective:
     """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
 
-    The objective is the module with both towers and the loss that trains them; DeepSpeed wraps it.
+    The objective is the module that holds generator and discriminator ("towers") and computes their loss; DeepSpeed
+    wraps it.
 
     Args:
         config: the resolved config of the run.
-        inputs: the opened corpora; the tokens of the training corpus are counted for a unigram generator, which draws
-            replacements by their frequency.
+        inputs: the opened corpora; if the generator is "unigram", which draws replacements by token frequency, the
+            tokens of the training corpus are counted.
         special: ids of the special tokens.
     """
     token_counts = _count_tokens(config, inputs) if config.objective.generator == "unigram" else None
@@ -200,7 +206,10 @@ def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Obj
 
 
 def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
-    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
+    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective.
+
+    It may read the whole corpus once: if its manifest has no counts, and no earlier start of the run has counted.
+    """
     corpus = inputs.corpus
     return unigram_counts(
         corpus,
@@ -220,7 +229,7 @@ def _agree_on_attention(choice: AttentionChoice) -> AttentionChoice:
         choice: the implementation that this rank would use by itself, and why.
 
     Returns:
-        The choice of the first rank that needs sdpa, with its reason; this rank's own choice if none does.
+        The choice of the lowest rank that needs sdpa, with its reason; this rank's own choice if none does.
     """
     for rank_choice in gather(choice):
         if rank_choice.backend == "sdpa":

@@ -1,6 +1,6 @@
 """Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard and the ledger.
 
-Only rank 0 has a reporter. The ledger (ledger.jsonl) records starts, checkpoints and stops as events.
+Only rank 0 has a reporter. The ledger is the file ledger.jsonl; it records starts, checkpoints and stops as events.
 
 The losses and accuracies of a record are those of its own step, not of an interval, so a run that was interrupted
 writes the same ones as an uninterrupted run.
@@ -51,7 +51,7 @@ _NO_GPU_READING = GpuReading(
 
 
 class _LogPoint(NamedTuple):
-    """The time and the progress at the last log line, from which rates since then are computed."""
+    """The time and the progress at the last log line or evaluation, from which rates since then are computed."""
 
     step: int  # steps done
     time: float  # of time.perf_counter, in seconds
@@ -61,17 +61,21 @@ class _LogPoint(NamedTuple):
 class Reporter:
     """Writer of the log lines, metrics and ledger events of one start of a run. Rank 0 only.
 
-    Call `began` once, then the method of each event, and `close` at the end. Only `committed` may be called from
-    another thread than the others.
+    The ledger is the file ledger.jsonl, a list of events such as starts, checkpoints and stops.
+
+    Call `began` once, then the method of each event, and `close` at the end. All methods are for the thread of the
+    step loop, except `committed`, which the checkpoint thread calls.
     """
 
     def __init__(self, config: Config, engine: Engine, corpus: CorpusManifest, restored: RunState | None) -> None:
-        """Open all outputs, and delete the metrics of steps that will be repeated.
+        """Open log, metrics and ledger, and delete the metrics of steps after the restored checkpoint.
+
+        The run repeats these steps and writes their metrics again.
 
         Args:
             config: the resolved config of the run.
             engine: read for the device and the name of the optimizer.
-            corpus: manifest of the corpus.
+            corpus: manifest of the training corpus.
             restored: state of the restored checkpoint; None at the beginning of a run.
 
         Raises:
@@ -97,15 +101,17 @@ class Reporter:
         self._note_setup(corpus)
 
     def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
-        """Record that this start of the run begins to train, and each damaged checkpoint that was set aside.
+        """Record that this start of the run begins to train, and which checkpoints were found damaged.
 
         The ledger gets the event "resume" if a checkpoint was restored, otherwise "start".
 
         Args:
             attempt: number of this start of the run, from 1.
             restored: state of the restored checkpoint; None at the beginning of a run.
-            set_aside: one line of text for each damaged checkpoint.
-            setup_s: seconds of each part of the setup.
+            set_aside: one line of text for each damaged checkpoint, which no later start will try to load; each
+                becomes an event.
+            setup_s: seconds of each part of the setup: "restore" and, unless this start follows a rollback, "import"
+                and "build".
         """
         step = restored.step if restored else 0
         for line in set_aside:
@@ -126,8 +132,8 @@ class Reporter:
         """Log from which checkpoint the run goes on, or that the run has reached its last step already.
 
         Args:
-            restored: state of the restored checkpoint.
-            attempt: number of this start of the run.
+            restored: state of the restored checkpoint; it names the start ("attempt") that saved it.
+            attempt: number of this start of the run, from 1.
         """
         num_steps = self._config.train.num_steps
         if restored.step >= num_steps:
@@ -142,17 +148,18 @@ class Reporter:
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """Report a logged step: print its line, write its record to the metrics, and name slow ranks.
+        """Report a logged step: print its line, write its record to the metrics, and log the slow ranks, if any.
 
-        Times and rates are means since the last log line or evaluation; losses are those of this step alone.
+        Times and rates are means since the last log line or evaluation; losses and accuracies are those of this step
+        alone.
 
         Args:
             done: optimizer steps done, this one included.
             result: results of the step.
             lr: learning rate of the step.
             waited_s: total seconds that rank 0 has waited for rows since this start.
-            receipt: number and digest of all rows trained on so far.
-            look: readings of the GPUs, and the slow ranks.
+            receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
+            look: result of the health check: readings of the GPUs, and the slow ranks.
         """
         now = time.perf_counter()
         elapsed_s = now - self._last.time
@@ -190,9 +197,9 @@ class Reporter:
             result: results of the step.
             lr: learning rate of the step.
             step_s: mean seconds per step since the last log line.
-            data_wait: part of the time since the last log line that rank 0 waited for rows, in [0, 1].
-            receipt: number and digest of all rows trained on so far.
-            look: readings of the GPUs, and the slow ranks.
+            data_wait: fraction of the time since the last log line that rank 0 waited for rows, in [0, 1].
+            receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
+            look: result of the health check: readings of the GPUs, and the slow ranks.
         """
         sums = result.sums
         gpu = _NO_GPU_READING if look.gpu is None else look.gpu
@@ -230,7 +237,11 @@ class Reporter:
         )
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Report an evaluation on held-out rows; its time does not count as the time of a step."""
+        """Report an evaluation on held-out rows.
+
+        It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
+        steps.
+        """
         self._metrics.write(record)
         self._console.evaluation(record)
         self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
@@ -245,12 +256,12 @@ class Reporter:
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
 
-        The checkpoint thread calls it; the step loop joins that thread before it closes the reporter.
+        The thread that writes checkpoints calls it; the step loop waits for that thread before it closes the reporter.
 
         Args:
             state: state of the checkpoint.
-            timing: seconds for which the save has held up the step loop.
-            write_s: seconds that writing and committing took in the background.
+            timing: seconds for which the save has held up the step loop: waiting for the previous save, and the copy.
+            write_s: seconds that writing and committing took in the thread.
             spent_s: seconds by activity up to the save, as of `Clock.spent_s`.
         """
         self._record(
@@ -264,12 +275,12 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record in log and ledger a step whose update the guard has prevented because of its loss or gradient.
+        """Record in log and ledger a step whose update was prevented because of its loss or gradient.
 
         Args:
             step: number of the step, from 0.
-            fault: why the guard stopped it.
-            suspect: the row whose loss stands out, with its shard; empty if no single row does.
+            fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
+            suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
         self._record("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
@@ -282,7 +293,8 @@ class Reporter:
 
         Args:
             first: first step that is skipped from now on.
-            stopped: the stopped steps in a row, ascending; the last of them is the last that is skipped.
+            stopped: the consecutive steps whose updates were prevented, ascending; the last one is also the last that
+                is skipped.
         """
         last = stopped[-1]
         self._record("rollback", last, skip_from=first, skip_to=last)
@@ -292,7 +304,7 @@ class Reporter:
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved its state and stops on request; the ledger gets the event from `close`.
+        """Log that the run has saved its state and stops on request; `close` adds the event to the ledger.
 
         Args:
             done: optimizer steps done.
@@ -308,7 +320,8 @@ class Reporter:
         """Record how this start of the run has ended, and close all outputs.
 
         Args:
-            ending: how it ended; for a rollback nothing is recorded, because `rolled_back` has done so.
+            ending: how it ended: "done", "stop", "unhealthy" or "crash", which is recorded as an event, or "rollback",
+                which is not, because `rolled_back` has recorded it.
             step: optimizer steps done.
             why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
@@ -347,9 +360,10 @@ class Reporter:
             self._ledger.append(event, step, **details)
 
     def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token of both towers in the last of `done` steps.
+        """Return the training FLOPs per token, of generator and discriminator together, in the last of `done` steps.
 
-        They depend on the step only in two-stage training, where one tower trains at a time.
+        They depend on the step only in two-stage training, where first only the generator trains, then only the
+        discriminator.
         """
         config = self._config
         last_step = done - 1  # steps are numbered from 0

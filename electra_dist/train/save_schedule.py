@@ -13,9 +13,10 @@ from electra_dist.run.ledger import read_ledger
 class SaveSchedule:
     """The steps after which a run saves a checkpoint.
 
-    With a number in `checkpoint.every_steps` they are its multiples. With `auto` the next save comes an interval after
-    the last one; rank 0 computes the interval again after each save, from the costs and failures in the run's ledger.
-    The steps of `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
+    If `checkpoint.every_steps` is a number, they are its multiples. If it is "auto", each save comes one interval
+    after the last one. Rank 0 computes the interval again after each save, from the cost of a save and the number of
+    interruptions that the run's ledger (ledger.jsonl) records. All ranks use the same interval. The steps of
+    `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
@@ -24,7 +25,7 @@ class SaveSchedule:
         Args:
             config: gives the interval and the steps that are always saved.
             run_dir: folder of the run, which holds the ledger.
-            step: optimizer steps done so far; the automatic interval counts from it.
+            step: optimizer steps done so far; with `auto` the first interval begins at it.
         """
         self._config = config
         self._run_dir = Path(run_dir)
@@ -32,12 +33,13 @@ class SaveSchedule:
         self.saved(step)  # the checkpoint that the run starts from
 
     def saved(self, step: int) -> bool:
-        """Record that a checkpoint is saved at `step`; with `every_steps: auto`, compute the interval again.
+        """Record that a checkpoint of `step` is saved; with `every_steps: auto`, compute the interval again.
 
-        Collective for `auto`; all ranks get the interval of rank 0.
+        Collective for `auto`: rank 0 computes the interval, and all ranks use it.
 
         Returns:
-            Whether the interval has changed.
+            Whether the number of steps between checkpoints has changed; never so for a fixed number, apart from the
+            first call.
         """
         previous = self.every_steps
         if self._config.every_steps == "auto":
@@ -50,7 +52,8 @@ class SaveSchedule:
     def due(self, step: int) -> bool:
         """Return whether to save a checkpoint now that `step` optimizer steps are done.
 
-        A fixed interval is counted from step 0, an automatic one from the last save. Nothing changes until `saved`.
+        A fixed interval is counted from step 0, an automatic one from the last save. The call changes nothing; call
+        `saved` when the checkpoint is saved.
         """
         keep_every_steps = self._config.keep_every_steps
         if keep_every_steps and step % keep_every_steps == 0:

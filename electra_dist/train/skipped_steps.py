@@ -1,7 +1,8 @@
 """Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones.
 
 A skipped step uses none of its rows and updates nothing. Steps are skipped because the config lists them
-(`train.skip_steps`), because the guard (loss_guard.py) has stopped them, or because a rollback discards them.
+(`train.skip_steps`), because the guard (loss_guard.py) has prevented their update for a bad loss, or because a
+rollback, the return to an earlier checkpoint after several of these, discards them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from electra_dist.store.atomic_files import replacing
 
 
 class SkipList:
-    """The steps that a run skips: those of `train.skip_steps`, and those that the guard has stopped or rolled back.
+    """The steps that a run skips, because of the config (`train.skip_steps`) or because of a bad loss.
 
-    The guard stops a step before its update if the loss is not finite or a spike. Every rank has its own list and
-    changes it alike. Rank 0 also writes it to the run folder, so that a restart skips the same steps.
+    The guard stops a step before its update if its loss is a spike or not finite; a stopped step is skipped from then
+    on. After several in a row, a rollback (return to a checkpoint) also skips some steps before them. Every rank has
+    its own list and changes it alike. Rank 0 also writes it to the run folder, so that a restart skips the same steps.
     """
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
-        """Read skipped_steps.json from the run folder, if it exists, and add the configured steps.
+        """Read the list that earlier starts have written to skipped_steps.json, if any, and add the configured steps.
 
         Args:
             run_dir: folder of the run.
             configured: steps of `train.skip_steps`, from 0.
 
         Raises:
-            UserError: the file in the run folder is damaged.
+            UserError: the file in the run folder is damaged; the message names the events from which to restore it.
         """
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
@@ -42,7 +44,9 @@ class SkipList:
             self.steps |= self._stopped
 
     def _read(self) -> None:
-        """Read the steps that the guard has stopped, the streak and the number of rollbacks from the file.
+        """Read from the file what earlier starts have recorded: skipped steps, streak and number of rollbacks.
+
+        The streak is the newest sequence of consecutive steps that the guard has stopped.
 
         Raises:
             UserError: the file is not JSON, or lacks a key.
@@ -75,9 +79,10 @@ class SkipList:
         self._skip([step])
 
     def roll_back(self, first: int) -> None:
-        """Count a rollback, and skip all steps from `first` to the last of the steps stopped in a row (`streak`).
+        """Count a return to a checkpoint, and skip all steps from `first` to the last step of `streak`.
 
-        `streak` must not be empty; it is empty afterwards. Every rank calls it; rank 0 calls `write` afterwards.
+        `streak` holds the steps that the guard has stopped in a row; it must not be empty, and is empty afterwards.
+        Every rank calls it; rank 0 calls `write` afterwards.
 
         Args:
             first: the first step to skip, from 0.
@@ -88,7 +93,10 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that are skipped because of the guard; `write` stores them, unlike the steps of the config."""
+        """Add steps that are skipped because of a bad loss.
+
+        They are kept apart from the steps of the config, because only they are written to the run folder by `write`.
+        """
         self._stopped |= set(steps)
         self.steps |= self._stopped
 
@@ -102,5 +110,8 @@ class SkipList:
             file.write(json.dumps(tree).encode() + b"\n")
 
     def below(self, step: int) -> tuple[int, ...]:
-        """Return the skipped steps before `step`, ascending; a checkpoint of that step records them."""
+        """Return the skipped steps that are smaller than `step`, ascending.
+
+        A checkpoint of `step` records them. A later start uses it only if its own list below `step` is the same.
+        """
         return tuple(sorted(skipped for skipped in self.steps if skipped < step))

@@ -1,15 +1,16 @@
 """Run one optimizer step over this rank's share of the global batch.
 
-Guarantee: what step t computes depends on the ids of its rows, the seed and t. Masks and samples are keyed by the
-row's number in the global batch; dropout is seeded per micro-batch by the number of its first row, so that a
-micro-batch drops the same units on whatever rank it runs. The update is made on all ranks or on none.
+Guarantee: what step t computes depends on the ids of its rows, the seed and t. The random numbers of masks and samples
+are computed from the seed, t and the row's number in the global batch. Dropout is seeded for each micro-batch by the
+number of its first row. So neither depends on which rank computes the row. The update is made on all ranks or on none.
 
-Losses are means over tokens of the global batch: the counts follow from the ids alone and are all-reduced before
-the first forward. With `loss_mean: per_replica`, as in Google's code, each micro-batch takes its own mean, and the
-means are averaged.
+Losses are means over tokens of the global batch: the counts follow from the ids alone and are all-reduced before the
+first forward. With `loss_mean: per_replica`, as in Google's code, each micro-batch takes its own mean, and the means
+are averaged.
 
-Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (counts, receipt, flags, retries), one of
-float64 sums after it. The host waits for the device once, before the update.
+Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (token counts, checksum of the rows,
+requests to stop or save, counters of retries), one of float64 sums after it. The host waits for the device once,
+before the update.
 
 Suffixes of tensor names give the axes: B rows, S tokens of a row, N micro-batches of this rank, K fields of `Sums`,
 and 2 for the two losses (the generator's, or that of the only tower, and the discriminator's).
@@ -42,10 +43,11 @@ _NUM_LOSSES = 2  # the first is the generator's, or that of the only tower; the 
 
 
 class RankFlags(NamedTuple):
-    """Requests to stop or save, and counters of repeated store requests, of one rank; a step adds them up over all.
+    """What one rank contributes to a step besides rows: requests to stop or save, node health, store retries.
 
-    They are part of an all-reduce that the step makes anyway, so that all ranks take the same decision after the same
-    step. In a `StepResult` each field is the sum over the ranks.
+    Each step adds them up over the ranks, in an all-reduce that it makes anyway, so that all ranks take the same
+    decision after the same step. In a `StepResult` each field is the sum. Stores hold the corpus and the checkpoints;
+    a failed request to one is repeated.
     """
 
     stop: int = 0  # 1 if this rank received a request to stop
@@ -61,7 +63,10 @@ _NO_FLAGS = RankFlags()
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one optimizer step over the global batch, equal on all ranks."""
+    """Results of one optimizer step over the global batch, equal on all ranks.
+
+    If `fault` is not empty, the step has not changed weights and moments.
+    """
 
     sums: Sums  # over the tokens of the global batch, for the metrics
     loss: float  # the minimised loss
@@ -74,7 +79,8 @@ class StepResult:
 class TrainStep:
     """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    Call it with one batch per step, on all ranks. Between steps it keeps only the time of the last forward pass.
+    Call it with one batch per step, on all ranks. All state of the training is in the engine; this object keeps only
+    settings and the time of a forward pass.
     """
 
     def __init__(
@@ -110,10 +116,11 @@ class TrainStep:
             learning_rate: of the update.
             find_fault: called before the update with the loss of the step; returns why there must be no update, or an
                 empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
-            flags: requests and counters of this rank.
+            flags: this rank's requests to stop or save, and its counters; they are added up over all ranks.
 
         Returns:
-            The results over the global batch. If `fault` is not empty, weights and moments are unchanged.
+            The results over the global batch, equal on all ranks. If `fault` is not empty, weights and moments are
+            unchanged.
         """
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
@@ -129,7 +136,7 @@ class TrainStep:
         Args:
             batch: this rank's rows of the step.
             ids_BS: their token ids, int64, on the device.
-            scale_N2: factors that the two loss sums of each micro-batch are multiplied by.
+            scale_N2: factors that turn each of the N micro-batches' two loss sums into its part of the means, [N, 2].
 
         Returns:
             The sums over this rank's rows, float64 [K], one for each field of `Sums`.
@@ -160,7 +167,8 @@ class TrainStep:
     def forward_s(self) -> float:
         """Return the seconds of the last step's first forward pass on this rank; wait until it is finished.
 
-        Below ZeRO stage 3 a forward pass does not wait for other ranks, so the time shows whether this rank is slow.
+        Below ZeRO stage 3 a forward pass does not wait for other ranks, so a rank whose time is longer than that of
+        others is slow itself.
         """
         return self._stopwatch.seconds()
 
@@ -171,14 +179,18 @@ class TrainStep:
 
         Args:
             sum_K: sums over the global batch, float64, one for each field of `Sums`.
-            totals: int64 sums over the ranks: the two words of the receipt, then each field of `RankFlags`.
+            totals: int64 sums over the ranks: number and digest (sum of hashes) of the rows, then each field of
+                `RankFlags`.
             learning_rate: of the update.
-            find_fault: called once with the loss; returns why there must be no update, or an empty string.
+            find_fault: called once with the loss of the step; returns why there must be no update, or an empty string.
         """
         fault = ""
 
         def accept() -> bool:
-            """Return whether the loss permits the update; keep the answer of `find_fault` in `fault`."""
+            """Return whether the loss permits the update; otherwise store the reason in `fault`.
+
+            The engine calls it when it has the norm of the gradients, unless the norm is not finite.
+            """
             # The engine calls this when it has the norm of the reduced gradients: the host has to wait for the device
             # at that point anyway, so that reading the sums costs no second wait.
             nonlocal fault
@@ -202,13 +214,15 @@ class TrainStep:
         )
 
     def _input(self, ids_BS: torch.Tensor, row0: int, step: int, scale_2: torch.Tensor) -> StepInput:
-        """Return the input of one forward pass: rows, their numbers, and the keys of their random numbers.
+        """Return the input of one forward pass: token ids, and what its random numbers are computed from.
+
+        Masks and samples of a row depend on the seed, the step and the row's number in the global batch.
 
         Args:
             ids_BS: int64 token ids on the device, of consecutive rows of the global batch.
             row0: number of the first of these rows within the global batch.
             step: number of the optimizer step.
-            scale_2: the factors that the sums of the first and of the second loss are multiplied by, [2].
+            scale_2: factors that turn the sums of the first and of the second loss into means, [2].
         """
         first_scale, second_scale = scale_2
         return StepInput(
@@ -221,7 +235,10 @@ class TrainStep:
         )
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
-        """Return the token ids of a batch on the device, int64 [B, S], without waiting for the copy."""
+        """Return the token ids of a batch on the device, int64 [B, S].
+
+        On a GPU the copy is asynchronous, from pinned memory; later work on the current stream sees it finished.
+        """
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
             ids_BS = ids_BS.pin_memory()  # from pageable memory the copy would wait for the queued steps
@@ -230,16 +247,16 @@ class TrainStep:
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
         """Add up over all ranks what a step needs before its first forward. Collective; one all-reduce of int64.
 
-        It adds up the token counts that the losses are divided by, the receipt of the rows, and the flags.
+        It adds up the token counts that the losses are divided by, the checksum of the rows (receipt), and the flags.
 
         Args:
             ids_BS: int64 token ids of this rank's rows.
-            receipt: number and digest of these rows.
-            flags: requests and counters of this rank.
+            receipt: checksum of these rows: how many, and the sum of their hashes.
+            flags: this rank's requests to stop or save, and its counters.
 
         Returns:
-            scales: factors that the two loss sums of each micro-batch are multiplied by, fp32 [N, 2].
-            totals: int64 sums over the ranks of the receipt's two words and of each flag.
+            scales: factors that turn the two loss sums of each micro-batch into its part of the means, fp32 [N, 2].
+            totals: int64 sums over the ranks: number and digest of the rows, then each flag.
         """
         count_B2 = loss_counts(ids_BS, self._special, self._objective)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
@@ -261,8 +278,9 @@ class TrainStep:
     def row_losses(self, batch: RowBatch) -> list[float]:
         """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
 
-        One forward per row, without gradients, in the mode of the engine. Masks and samples are those of the step;
-        dropout of embeddings and attention may differ, because it is drawn per micro-batch.
+        It runs one forward pass per row, without gradients, in the engine's present mode (training or evaluation).
+        Masks and samples are those of the step. Dropout of embeddings and attention may differ from the step, because
+        it is drawn per micro-batch.
 
         Args:
             batch: this rank's rows of the step; every rank must have equally many.
@@ -289,7 +307,7 @@ class _Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Create the CUDA events if `device` is a GPU; they are used again for every block."""
+        """Create the CUDA events if `device` is a GPU; the same two are used for every block."""
         self._is_on_gpu = device.type == "cuda"
         if self._is_on_gpu:
             self._begin_event = torch.cuda.Event(enable_timing=True)
@@ -328,7 +346,7 @@ def outlier(losses: list[float]) -> int | None:
     median, which the outlier itself hardly changes.
 
     Args:
-        losses: at least one loss.
+        losses: one loss per row; at least one.
     """
     for index, loss in enumerate(losses):
         if not math.isfinite(loss):

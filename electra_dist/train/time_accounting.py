@@ -1,11 +1,13 @@
-"""Measure where the time of a start goes, in seconds, for the ledger's `setup_s` and `spent_s` and for goodput.
+"""Measure where the time of a start of the run goes: the fields `setup_s` and `spent_s` of ledger.jsonl, in seconds.
+
+Goodput, the useful part of the time, is computed from these fields (analysis/goodput.py). Their entries are:
 
     setup_s   import: process start to the first line of the run; build: inputs, process group, model, engine;
               restore: checkpoint
     spent_s   since the first step began: first (the first step: compilation, warm-up), step (all other steps),
               data (waiting for rows, within them), stall (checkpoint copies and waits), eval
 
-It is the wall clock of rank 0; nothing waits for the device.
+All times are wall-clock times of rank 0's host; no measurement waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import psutil
 
 
 class Clock:
-    """Stopwatch of one round of a run: seconds of its setup, and seconds of its steps by activity.
+    """Stopwatch of one round of a run: seconds of its setup, and seconds since then by activity.
 
     A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of the
     step loop may use the clock.
@@ -39,8 +41,8 @@ class Clock:
     def step(self) -> Iterator[None]:
         """Measure a `with` block as one step, its wait for data included.
 
-        The first step is counted apart from the others, because it compiles and warms up. A block that raises is not
-        counted.
+        The first step is counted apart from the others, because compilation and warm-up make it longer. A block that
+        raises is not counted.
         """
         begin = time.perf_counter()
         yield
@@ -56,18 +58,24 @@ class Clock:
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add the seconds for which saving a checkpoint has held up the step loop, counted as "stall"."""
+        """Add the seconds for which saving a checkpoint has held up the step loop, counted as "stall".
+
+        They are the wait for the previous save and the copy to host memory.
+        """
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:
-        """Record that the loop has waited `total_s` seconds for rows since this start; replaces the earlier total."""
+        """Record how long the step loop has waited for rows, in seconds since the round began, counted as "data".
+
+        `total_s` is a total, not an increment: it replaces the value of the earlier call.
+        """
         self._spent["data"] = total_s
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds spent so far, rounded to milliseconds: first, step, data, stall and eval.
+        """Return the seconds spent so far on each activity, rounded to milliseconds.
 
-        They are the first step, all other steps, waiting for rows, being held up by saves, and evaluations. "data" is
-        part of "first" and "step"; the others do not overlap.
+        The keys are "first" (the first step), "step" (all other steps), "data" (waiting for rows), "stall" (held up by
+        saves) and "eval" (evaluations). "data" is part of "first" and "step"; the others do not overlap.
         """
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 

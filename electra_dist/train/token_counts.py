@@ -1,9 +1,10 @@
-"""Count how often each token occurs in the corpus, for the unigram generator.
+"""Count how often each token occurs in the corpus, for the generator that draws tokens by their frequency (unigram).
 
 Guarantee: exact counts of every id in every row, the same on all ranks; they depend on the corpus alone.
 
-How: the counts of the manifest (`totals.token_counts`) are used if the builder wrote them there. Otherwise the ranks
-share the shards, read each once, and keep the sum in the run folder under the corpus's fingerprint.
+How: the counts of the manifest (`totals.token_counts`) are used if the program that built the corpus wrote them there.
+Otherwise each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
+fingerprint names.
 
 Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
 cache that training uses; 3 ns per token on each rank.
@@ -32,13 +33,14 @@ def unigram_counts(
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
 
-    The counts are taken from the corpus manifest or, if it has none, from the file that an earlier start of the run
-    has written. Otherwise the ranks count the tokens, which reads the whole corpus once, and rank 0 writes the file.
+    The counts are taken from the corpus manifest or, if it has none, from the file in the run folder that an earlier
+    start has written. If that is missing, too, the ranks count the tokens, which reads the whole corpus once, and rank
+    0 writes the file.
 
     Args:
         corpus: the opened corpus.
         vocab_size: number V of token ids.
-        run_dir: folder of the run, created if the tokens have to be counted.
+        run_dir: folder of the run, which holds the file of counts; created if the tokens have to be counted.
         open_cache: opens this node's cache of the corpus; called only if the tokens have to be counted.
     """
     counts_of_builder = corpus.manifest.totals.get("token_counts")
@@ -64,7 +66,8 @@ def unigram_counts(
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
     """Return how often each token id occurs in all rows of some shards, int64 [V]; [PAD] is counted, too.
 
-    One shard is open at a time. After it is counted it is closed, and the node's cache may delete its file.
+    One shard is open at a time. It is closed after it was counted, so that the cache may delete its file. Not
+    collective.
 
     Args:
         cache: cache of the corpus.

@@ -1,8 +1,9 @@
 """Run the step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
 
 Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
-moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. The only data state in
-a checkpoint is the integer t. All ranks take every decision alike: they judge the same all-reduced numbers.
+moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. Which rows come next
+follows from the integer t, so a checkpoint holds no other state of the data loader. All ranks take every decision
+alike: they judge the same all-reduced numbers.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 class Trainer:
     """One round of a run: restores a checkpoint and trains to the last step, a stop, or a rollback.
 
-    A rollback is a return to an earlier checkpoint after several steps with a bad loss. A round is used once: create
-    it, then call `run`. After a rollback the caller creates the next round with the same engine. All ranks do so
-    together.
+    A rollback is a return to an earlier checkpoint after several steps in a row whose loss was not finite or a spike.
+    A round is used once: create it, then call `run`. After a rollback the caller creates the next round with the same
+    engine. All ranks do so together.
     """
 
     def __init__(
@@ -68,17 +69,18 @@ class Trainer:
         build_s: dict[str, float] | None,
         notes: Sequence[str] = (),
     ) -> None:
-        """Restore the newest good checkpoint into the engine and, on rank 0, open the outputs. Collective.
+        """Restore the newest good checkpoint into the engine and, on rank 0, open log and metrics. Collective.
 
         Args:
             config: the resolved config of the run.
             inputs: the opened corpora.
             engine: holds the model and the optimizer.
             special: ids of the special tokens.
-            skips: steps to skip; the guard adds to it.
+            skips: steps to skip; steps with a bad loss are added to it.
             stop: requests to stop or save that this rank receives.
             monitor: heartbeat and health of this rank.
-            build_s: seconds of each part of the start so far; None after a rollback, when nothing had to be built.
+            build_s: seconds of the parts "import" and "build" of the start; None after a rollback, when nothing had to
+                be built.
             notes: lines for the log that describe how the run was built.
 
         Raises:
@@ -110,7 +112,8 @@ class Trainer:
         """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only.
 
         Args:
-            set_aside: one line for each damaged checkpoint that the restore has set aside.
+            set_aside: one line for each checkpoint that the restore has found damaged and renamed, so that it is not
+                tried again.
             notes: lines for the log that describe how the run was built.
         """
         reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored)
@@ -127,7 +130,8 @@ class Trainer:
             creates the next round.
 
         Raises:
-            UserError: the run diverges, or an input cannot be read any more.
+            UserError: the loss stays bad after `guard.max_rollbacks` returns to a checkpoint, or an input cannot be
+                read any more.
         """
         ending: Ending = "crash"  # replaced below unless an exception ends the round
         code: int | None = EXIT_DONE
@@ -142,10 +146,12 @@ class Trainer:
         return code
 
     def _train(self) -> int | None:
-        """Open the loader, the evaluator and the step function, run the steps, and close everything. Collective.
+        """Open the loader and the evaluator, run the remaining steps, and close everything. Collective.
+
+        A save that is still being written is waited for.
 
         Returns:
-            An exit code, or None for a rollback.
+            An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
         """
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(contextlib.closing(self._open_loader(stack)))
@@ -164,10 +170,10 @@ class Trainer:
     def _run_steps(
         self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
     ) -> int | None:
-        """Run the steps from the restored one to the last one, or until the run stops or goes back. Collective.
+        """Run the steps from the restored one to the last, or until a stop or a return to a checkpoint. Collective.
 
-        A step on the skip list and a step that the guard stops count as done: evaluation and save take place as after
-        any other step.
+        A step on the skip list is not computed, and a step whose loss is bad updates nothing. Both count as done:
+        evaluations and saves take place after them as after any other step.
 
         Args:
             loader: this rank's batches from the restored step on, without the skipped steps.
@@ -176,7 +182,7 @@ class Trainer:
             stages: switches from the generator to the discriminator in two-stage training.
 
         Returns:
-            An exit code, or None for a rollback.
+            An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
         """
         guard = self.config.guard
         state = self.state
@@ -211,9 +217,9 @@ class Trainer:
         return EXIT_DONE
 
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
-        """Train on the next batch and log it when due; put the step on the skip list if the guard stops it.
+        """Train on the next batch, and log the step if due. Collective.
 
-        Collective.
+        If the loss is a spike or not finite, there is no update, and the step is put on the skip list.
 
         Args:
             step: number of the step, from 0.
@@ -240,7 +246,7 @@ class Trainer:
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
         """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective.
 
-        Only rank 0 reports, but every rank has to call it, because the step times of all ranks are compared.
+        Only rank 0 reports, but every rank has to call it, because the forward times of all ranks are compared.
 
         Args:
             result: results of the step.
@@ -255,8 +261,8 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows and report the result on rank 0. Collective.
 
-        The loss of replaced token detection is kept in the state, so that a checkpoint of this step records it; the
-        retention of the best checkpoints compares these losses.
+        The loss of replaced token detection is kept in the state, so that a checkpoint of this step records it. By
+        this loss the best checkpoints are chosen, which are kept longer than others.
         """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
@@ -266,9 +272,11 @@ class Trainer:
             self.reporter.evaluation(evaluation)
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        """Return this rank's requests to stop or save, and how often it has repeated requests to stores so far.
+        """Return this rank's requests to stop or save, the health of its node, and its counters of store requests.
 
-        The step adds up these numbers over all ranks, so that all ranks stop or save after the same step.
+        The counters are failed requests to the stores of corpus and checkpoints that were repeated, and shards that
+        were fetched again. The step adds up all of these over the ranks, so that all ranks stop or save after the same
+        step.
         """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
@@ -282,10 +290,10 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the present state, and compute the next save interval. Collective.
+        """Start saving a checkpoint of the present state, and schedule the next one. Collective.
 
-        It returns when the previous checkpoint is written and the state is copied to host memory; writing goes on in
-        a thread.
+        It waits until the previous checkpoint is written, copies the state to host memory, and returns; a thread
+        writes the copy.
         """
         self.monitor.beat("checkpoint", self.state.step)
         self._spent_at_save[self.state.step] = self.clock.spent_s()
@@ -308,7 +316,7 @@ class Trainer:
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
         """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it.
 
-        From the longest save follows how long before the end of a Slurm job the run stops by itself.
+        The longest save decides how long before the end of a Slurm job the run stops by itself.
 
         Args:
             state: state of the checkpoint.
@@ -321,10 +329,10 @@ class Trainer:
             self.reporter.committed(state, timing, seconds, spent_s)
 
     def _stop(self) -> int:
-        """Wait until the save of this step is committed, then end the run on request. Collective.
+        """Wait until the save of this step is committed, then log that the run stops on request. Collective.
 
         Returns:
-            The exit code of a stop.
+            75, the exit code of a run that was stopped on request and can go on.
         """
         self.checkpointer.close()
         if self.reporter:
@@ -333,14 +341,14 @@ class Trainer:
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """Add a step that the guard has stopped to the skip list, and report it with the row that stands out.
+        """Put a step whose loss or gradient was bad on the skip list, and report it with the row that stands out.
 
         Collective. The list is on the disk before the run goes on, so that a restart skips the step, too.
 
         Args:
             train_step: computes the loss of each row.
             batch: this rank's rows of the stopped step.
-            fault: why the guard stopped it.
+            fault: why the step has not updated the weights.
         """
         suspect = self._find_suspect(batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
@@ -356,7 +364,8 @@ class Trainer:
             losses: the loss of each of these rows.
 
         Returns:
-            The name of the row with its loss and the median loss, as text for the log; "" if no row stands out.
+            The name of the row (its shard and index), its loss and the median loss, as text for the log; "" if no row
+            stands out.
         """
         all_losses: list[float] = []
         all_row_ids: list[int] = []
@@ -371,7 +380,7 @@ class Trainer:
         return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 
     def _roll_back(self) -> None:
-        """Prepare the return to a checkpoint: skip the steps that were stopped and some steps before them. Collective.
+        """Prepare the return to a checkpoint: skip the steps with a bad loss, and some before them. Collective.
 
         It does not restore anything. The caller ends this round, and the next round restores.
 
@@ -401,10 +410,10 @@ class Trainer:
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
-        """Return the loader of this rank's rows from the restored step on; it begins to read ahead.
+        """Return the loader of this rank's rows from the restored step on, without the skipped steps.
 
         Args:
-            stack: closes the loader's cache; the caller closes the loader.
+            stack: closes the loader's cache; the caller closes the loader itself.
         """
         config = self.config
         corpus = self.inputs.corpus
@@ -421,7 +430,7 @@ class Trainer:
         )
 
     def _open_evaluator(self, stack: contextlib.ExitStack) -> Evaluator | None:
-        """Return the evaluator on the held-out corpus; None if `data.heldout` is not set.
+        """Return an evaluator on the corpus `data.heldout`, with `log.eval_rows` rows; None if the key is not set.
 
         Args:
             stack: closes the cache of the held-out corpus.
@@ -438,5 +447,5 @@ class Trainer:
 
 
 def _is_due(done: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps is due after `done` steps; never for 0."""
+    """Return whether something that happens every `every` steps is due after `done` steps; never if `every` is 0."""
     return every > 0 and done % every == 0

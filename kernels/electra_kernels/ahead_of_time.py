@@ -1,4 +1,7 @@
-"""Entry point of `python -m electra_kernels.ahead_of_time`, which compiles all Triton kernels without a GPU."""
+"""Run `python -m electra_kernels.ahead_of_time` to compile all Triton kernels without a GPU and list their registers.
+
+The code is in `triton/compile_without_gpu.py`; this file only gives the command a short name.
+"""
 
 from electra_kernels.triton.compile_without_gpu import main
 

@@ -1,10 +1,12 @@
-"""Chooses the implementation of an operation: turns `config.kernels.backend` into the name of what runs.
+"""Choose the implementation of an operation: turn `config.kernels.backend` into "triton", "cuda" or "reference".
 
-Guarantee: `auto` is Triton on a CUDA device where Triton is installed, and the plain-PyTorch reference everywhere
-else. `triton` and `cuda` are strict: where they cannot run, an error names the reason and nothing replaces them. The
-CUDA library holds only the discriminator tail; under `cuda`, every other operation uses what `auto` would choose.
+Guarantee: `auto` selects Triton on a CUDA device where Triton is installed, and the plain-PyTorch reference everywhere
+else. `triton` and `cuda` are strict: where they cannot run, an error names the reason, and no other implementation is
+used instead. The CUDA library holds only one operation, the discriminator tail (the loss from the dense layer on).
+Under `cuda`, every other operation therefore uses what `auto` would choose.
 
-Limits: on a CPU, Triton runs only in its interpreter, which TRITON_INTERPRET=1 in the environment enables (tests).
+Limits: on a CPU, Triton runs only in its interpreter, which TRITON_INTERPRET=1 in the environment enables; that is
+meant for tests.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ def resolve(backend: str, device: str) -> str:
 
 
 def resolve_without_cuda(backend: str, device: str) -> str:
-    """Return "triton" or "reference" for an operation that is not in the CUDA library.
+    """Return "triton" or "reference" for an operation of which the CUDA library has no version.
 
-    "cuda" is treated as "auto", so that one config value serves all operations. Arguments and errors are those of
-    `resolve`.
+    For it, "cuda" means the same as "auto", so that one config value serves all operations. Arguments and errors are
+    those of `resolve`.
     """
     if backend == "cuda":
         backend = "auto"
@@ -54,7 +56,10 @@ def resolve_without_cuda(backend: str, device: str) -> str:
 
 
 def _require_triton(on_gpu: bool) -> None:
-    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is enabled."""
+    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is switched on.
+
+    TRITON_INTERPRET=1 in the environment switches the interpreter on, which runs kernels on a CPU.
+    """
     if not _has_triton():
         raise BackendUnavailable(
             "kernels.backend is triton, but Python finds no package `triton`: "

@@ -1,14 +1,15 @@
-"""Wraps keyed dropout in custom operators, for layers that run under torch.compile.
+"""Wrap keyed dropout in custom operators, for layers that run under torch.compile.
 
-Keyed dropout draws the dropped elements from (seed, step, row, place in the model) and not from torch's generator.
+Keyed dropout computes which elements to drop from (seed, step, row, place in the model), whereas torch's dropout draws
+them from a generator with a state.
 
 Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
-How: torch.compile treats a custom operator as opaque. A key is an int64 tensor on the host (seed, step, number of the
-layer), so that one compiled graph serves every layer of a tower and every step. A Python integer would become a
-constant of the graph.
+How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor on the host: seed, step, and number
+of the layer. The values of a tensor are not part of a compiled graph, so one graph serves every layer of a tower and
+every step. Python integers would become constants of the graph.
 
-Limits: on a CPU, the backward pass of `dropout_add_norm` computes the sum before the norm again.
+Limits: on a CPU, the backward pass of `dropout_add_norm` computes the input of the LayerNorm again.
 
 Shapes: B rows, S tokens, H hidden, T = B * S.
 """
@@ -28,9 +29,10 @@ SITES = 2  # number of places in a layer that call `dropout_add_norm`
 
 
 def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKey:
-    """Return the key of one dropout site, a place in a layer that drops elements.
+    """Return the key that decides which elements are dropped at one site, a place in a layer that applies dropout.
 
-    A layer has `SITES` such places. They are numbered through all layers, so that no two sites of a tower share a key.
+    Every layer has `SITES` sites. In the key they are numbered through all layers of a tower (layer * SITES + site),
+    so that no two sites of a tower share random numbers.
 
     Args:
         key_3: int64 [3] on the host: seed, step and number of the layer.
@@ -43,16 +45,17 @@ def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKe
 
 @torch.library.custom_op("electra::keep_attention", mutates_args=())
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return the factors of attention dropout for each of B rows, fp32 [B, size], as a custom operator.
+    """Return the factors that dropout multiplies the attention probabilities of B rows by, fp32 [B, size].
 
     The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others. Layer i uses the
-    random numbers i * size to (i + 1) * size - 1 of a row, so layers share none.
+    random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share a random number. The function is a
+    custom operator for torch.compile.
 
     Args:
         key_3: int64 [3] on the host: seed, step and number of the layer.
         row_B: int64 row numbers within the global batch.
         size: Number of attention probabilities of a row in this layer, a multiple of 4.
-        probability: Chance of an element to be dropped, in [0, 1).
+        probability: Chance of an attention probability to be dropped, in [0, 1).
     """
     seed, step, layer = key_3.tolist()
     return keep_grid(
@@ -259,7 +262,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`.
 
-    `grad_BSH` is the gradient of the norm; the gradients of mean and variance, which follow it, are not used.
+    `grad_BSH` is the gradient of the first result, the norm. torch also passes gradients of the other two results,
+    mean and variance; they are ignored, because no loss depends on these.
     """
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
@@ -275,9 +279,11 @@ def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two uninitialised fp32 tensors, for mean and variance: [B * S] under Triton, [0] under the reference.
+    """Return two uninitialised fp32 tensors for the statistics of the forward pass: mean and variance of each token.
 
-    The reference needs no statistics, but a custom operator returns the same number of tensors in both cases.
+    The backward pass needs them under Triton. They are [B * S] where `backend` selects Triton. The plain-PyTorch
+    reference keeps neither, so for it they are [0]: a custom operator must return the same number of tensors in both
+    cases.
     """
     num_rows, seq_len, _ = x_BSH.shape
     size = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0

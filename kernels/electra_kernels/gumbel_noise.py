@@ -1,6 +1,7 @@
-"""Computes Gumbel noise from keyed random bits.
+"""Compute Gumbel noise from random bits, for drawing tokens from a softmax.
 
-The token with the largest logit + Gumbel noise is a draw from softmax(logits); this is how tokens are sampled.
+The token with the largest logit + Gumbel noise is a draw from softmax(logits). The bits come from `keyed_random`, so
+the noise is a function of seed, step, row and token.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Draws random numbers that are pure functions of their seed, purpose and place, by a counter-based generator.
+"""Draw random numbers that are pure functions of their seed, purpose and place, by a counter-based generator.
 
-Guarantee: a draw depends on (seed, purpose, step, row, position) only. It does not depend on rank, world size, batch
-split, device or the count of earlier draws. There is no state to save.
+Guarantee: a draw depends on (seed, purpose, step, row, position) only, where the purpose is a number for what the draw
+is used for. It does not depend on rank, world size, batch split, device or the count of earlier draws. There is no
+state to save.
 
-How: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The 64-bit seed is the
-key; the counter is (position // 4, row, step, purpose); the four 32-bit outputs are the numbers of four neighbouring
-positions. `tl.philox` in Triton gives the same bits, so a kernel and its reference agree draw for draw.
+How: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The 64-bit seed is the key;
+the counter is (position // 4, row, step, purpose); the four 32-bit outputs are the numbers of four neighbouring
+positions. `tl.philox` in Triton gives the same bits, so a kernel and its plain-PyTorch reference draw equal numbers.
 
 Cost: about 100 integer operations for four numbers. torch has no unsigned 32-bit arithmetic, so 32-bit words are held
-in int64; the 64-bit product wraps, and its two's-complement bits are still correct. On a CPU, a grid is filled in
-slices shared among threads, by `electra_kernels.native.cpu_library` (about 1 ns a number on a core) or, where that
-was not built, by NumPy (10 ns).
+in int64; the 64-bit product wraps, and its two's-complement bits are still correct. On a CPU, an array of numbers is
+split into rectangles that several threads fill, by the C library (`native/cpu_library.py`, about 1 ns a number on a
+core) or, where that was not built, by NumPy (10 ns).
 
 Limits: dropout inside torch's own operators takes only its seed from this module (`derive_seed`), not its bits.
 """
@@ -41,7 +42,7 @@ Fill = Callable[[np.ndarray, int, int, int, np.ndarray, int], None]  # grid, see
 
 
 class Purpose(enum.IntEnum):
-    """Uses of random numbers; the value is one word of the counter, so that uses never share bits.
+    """Uses of random numbers; the value is one of the generator's inputs, so that no two uses share random bits.
 
     Every draw of every run depends on these values. Never renumber them; add new ones at the end.
     """
@@ -93,10 +94,10 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 def bits_grid(
     seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int = 0
 ) -> torch.Tensor:
-    """Return 32 random bits for each of R rows and each position of a row from `first_position` on.
+    """Return 32 random bits for each of R rows and each of `num_positions` positions of a row.
 
     The bits of a row and position are a function of (seed, purpose, step, row, position) only, so any part of a batch
-    gets the same bits on any rank and device. One counter of the generator gives the bits of four positions, a block.
+    gets the same bits on any rank and device. The generator yields the bits of four neighbouring positions at a time.
 
     Args:
         seed: 64-bit key, the seed of the run.
@@ -104,7 +105,7 @@ def bits_grid(
         step: Global step, in [0, 2**32).
         rows: int64 [R], row numbers within the global batch (never within the rank), each in [0, 2**32).
         num_positions: Number of positions in each row.
-        first_position: First position, a multiple of 4.
+        first_position: Position of the first column, a multiple of 4.
 
     Returns:
         [R, num_positions] int64 in [0, 2**32), on the device of `rows`.
@@ -133,10 +134,10 @@ def bits_grid(
 def keep_grid(
     seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int, drop: float
 ) -> torch.Tensor:
-    """Return the factors of dropout for each of R rows and each position of a row from `first_position` on.
+    """Return the factors of dropout for each of R rows and each of `num_positions` positions of a row.
 
-    The factor is 0 where the 32 random bits of `bits_grid` are below `drop_threshold(drop)`, which has probability
-    `drop`, and 1 / (1 - drop) elsewhere.
+    The factor is 0 where the 32 random bits of `bits_grid` are below drop * 2**32, which has probability `drop`, and 1
+    / (1 - drop) elsewhere.
 
     Args:
         seed: 64-bit key, the seed of the run.
@@ -144,7 +145,7 @@ def keep_grid(
         step: Global step, in [0, 2**32).
         rows: int64 [R], row numbers within the global batch, each in [0, 2**32).
         num_positions: Number of positions in each row, a multiple of 4.
-        first_position: First position, a multiple of 4.
+        first_position: Position of the first column, a multiple of 4.
         drop: Probability to drop an element, in [0, 1).
 
     Returns:
@@ -165,7 +166,9 @@ def keep_grid(
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the threshold of dropout: an element is dropped if its 32 random bits are below it.
+    """Return the threshold of dropout: an element is dropped if its 32 random bits, read as a number, are below it.
+
+    It is probability * 2**32, rounded to an integer.
 
     Args:
         probability: Chance of an element to be dropped, in [0, 1]; 1 gives 2**32, which is above all bits.
@@ -176,11 +179,11 @@ def drop_threshold(probability: float) -> int:
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Fill `grid` in rectangles that are shared among as many threads as torch uses.
+    """Fill `grid` with random numbers, one rectangle of it per call of `fill`, in as many threads as torch uses.
 
-    A rectangle holds the positions of up to `_CELLS_PER_SLICE` counters; one counter gives a block of four positions.
-    Threads run in parallel because `fill` releases the interpreter lock while it computes. The values do not depend on
-    the rectangles.
+    A counter is one input of the generator, which gives the numbers of four neighbouring positions, a block. A
+    rectangle holds at most `_CELLS_PER_SLICE` blocks. Threads run in parallel because `fill` releases the interpreter
+    lock while it computes. How the grid is divided has no effect on the values.
 
     Args:
         grid: Array [R, 4 * blocks] to fill, in place.
@@ -199,7 +202,7 @@ def _fill_in_slices(
     first_blocks = range(0, num_blocks, blocks_per_slice)
 
     def fill_slice(corner: tuple[int, int]) -> None:
-        """Fill the rectangle of the grid that begins at `corner`: a row, and a block of four positions."""
+        """Fill the rectangle of `grid` whose first row and first block of four positions are `corner`."""
         row, block = corner
         row_slice = slice(row, row + rows_per_slice)
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))

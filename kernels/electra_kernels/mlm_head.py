@@ -1,26 +1,26 @@
-"""Computes the generator's head in one pass: tied decoder, cross-entropy, replacement sample and gradients.
+"""Compute the generator's head in one pass: tied decoder, cross-entropy, a sampled replacement per row, and gradients.
 
-Guarantee: the operation computes loss, samples and all gradients of `softmax(x W^T + bias)`, while the logits of only
-one chunk (4096 rows by default) exist at a time. Gradients are computed in forward, while the logits of a chunk exist,
-and multiplied by the upstream scalar in backward. Gradients of weight and bias are summed over chunks in fp32. Padded
-vocabulary rows are neither in the softmax nor drawn. Rows of weight 0 add nothing, whatever they hold. Nothing waits
-for the device.
+Guarantee: the operation computes loss, samples and all gradients of `softmax(x W^T + bias)`, while only the logits of
+one chunk (a group of rows, 4096 by default) exist at a time. The gradients of a chunk are computed in forward, before
+its logits are overwritten by the next chunk, and are multiplied by the loss's upstream gradient in backward. Gradients
+of weight and bias are summed over chunks in fp32. Padded vocabulary rows are neither in the softmax nor drawn. Rows of
+weight 0 add nothing, even if their values are inf or nan. Nothing waits for the device.
 
-How: each chunk takes one matrix product for the logits, one row pass (bias, log-sum-exp, loss, Gumbel-max sample, and
-(softmax - onehot) * weight in place of the logits), and two matrix products for dX and dW. The row pass is the
-reference in this file or the Triton kernel of `triton/mlm_head.py`. The matrix products are the vendor's in either
-case: our own kernel with a computed left operand can be miscompiled on Hopper, and recomputing logits would cost a
-fourth product to save a quarter GB. For the same reason, evaluation without gradients also stores one (smaller) chunk
-of logits.
+How: each chunk takes one matrix product for the logits, one row pass, and two matrix products for the gradients of x
+and W. The row pass goes through each row of logits: it adds the bias, computes log-sum-exp, loss and Gumbel-max
+sample, and overwrites the logits by (softmax - onehot) * weight. It is the reference in this file or the Triton kernel
+of `triton/mlm_head.py`. The matrix products are the vendor's in either case, for two reasons. Our own kernel with a
+computed left operand can be miscompiled on Hopper. And without stored logits, a fourth product would recompute them,
+only to save a quarter GB. Evaluation without gradients therefore also stores one (smaller) chunk of logits.
 
 Samples: `sampling.py` documents what they depend on. On a CPU, the products run in fp32 for any input precision,
 because low-precision products are six times slower there. A chunk of fewer than 8 rows is padded to 8, because from 8
-rows on each row of the product is the same bit for bit in any split of the rows (observed with MKL). Chunk size and
-row split then change no sample. On a GPU, a last chunk of another size may get another cuBLAS kernel, which can change
-the sample where two candidates are almost equal.
+rows on each row of the product is the same bit for bit in any split of the rows (observed with MKL). So neither the
+chunk size nor the split of the rows changes a sample. On a GPU, a last chunk of another size may get another cuBLAS
+kernel, which can change the sample where two candidates are almost equal.
 
 Cost at M = 8192, D = 1024, V = 30592 in bf16: 1.54 TFLOP, 1.5 GB of traffic in row passes; the extra peak is one chunk
-of logits (0.25 GB) plus dW in fp32 (0.125 GB). On a CPU in fp32: 0.5 + 0.125 GB.
+of logits (0.25 GB) plus the gradient of W in fp32 (0.125 GB). On a CPU in fp32: 0.5 + 0.125 GB.
 
 Limits: one backward pass, no second derivatives; torch 2.8 or newer for low precision on a GPU.
 
@@ -193,8 +193,9 @@ def _row_pass_torch(
 ) -> RowStats:
     """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch.
 
-    This function defines the row pass. It works on one block of rows at a time, which bounds the temporaries.
-    Arguments and result are those of `row_pass_reference`. M rows, V columns of logits.
+    This function defines what the C library and the Triton kernel compute. It works on one block of rows at a time,
+    which limits the memory of its temporaries. Arguments and result are those of `row_pass_reference`. M rows, V
+    columns.
     """
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(
@@ -211,7 +212,7 @@ def _row_pass_torch(
 
 
 def _copy_rows(stats: RowStats, rows: slice, block: RowStats) -> None:
-    """Copy the results of a block of rows to its rows in `stats`, the results of all rows."""
+    """Copy `block`, the results of some rows, into `stats`, the results of all rows, at the row numbers `rows`."""
     stats.loss_M[rows] = block.loss_M
     stats.best_M[rows] = block.best_M
     stats.sampled_M[rows] = block.sampled_M
@@ -255,7 +256,11 @@ def _row_block(
 
 
 class _MlmHead(torch.autograd.Function):
-    """Autograd function of the masked-token head; it computes the gradients in forward and keeps them."""
+    """Autograd function of the masked-token head, which computes its gradients already in the forward pass.
+
+    They are computed there because the logits exist only during the forward pass. Backward multiplies them by the
+    upstream gradient.
+    """
 
     @staticmethod
     def forward(
@@ -316,7 +321,8 @@ class _MlmHead(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """Return a gradient, or None, for each argument of `forward`.
 
-        The gradients of x, weight and bias are those that `forward` computed, times the upstream scalar `grad_loss`.
+        `grad_loss` is the gradient of the loss sum, a scalar. The gradients of x, weight and bias are those that
+        `forward` has computed and kept, times `grad_loss`. The most likely and the drawn tokens have no gradient.
         """
         # Autograd casts each gradient to the precision of its input.
         grads = [grad * grad_loss for grad in ctx.saved_tensors]
@@ -324,10 +330,10 @@ class _MlmHead(torch.autograd.Function):
 
 
 def _choose_row_pass(backend: str) -> Any:
-    """Return the function that computes loss, sample and gradient of rows of logits.
+    """Return the function that computes loss, sample and gradient of rows of logits, for "triton" or "reference".
 
-    It is that of the Triton kernel for "triton", which is imported only then, and `row_pass_reference` for
-    "reference".
+    For "triton" it launches the Triton kernel, whose file is imported only now, because Triton may not be installed
+    elsewhere. For "reference" it is `row_pass_reference`.
     """
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
@@ -337,15 +343,15 @@ def _choose_row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Return the logits x W^T of M rows, [M, V], which are written to the first rows of `buffer`.
+    """Compute the logits x W^T of M rows in the first rows of `buffer`, and return that part of it, [M, V].
 
-    On a CPU, x is padded with rows of zeros to at least 8 rows, because the matrix product of fewer rows may round
-    differently: the bits of a row then do not depend on the number of rows.
+    On a CPU, x is padded with rows of zeros to at least 8 rows. The matrix product may round differently for fewer
+    rows, and with the padding, the bits of a row's logits do not depend on how many rows are computed with it.
 
     Args:
         x_MD: Features, D for each row.
         table_VD: Token table W, in the dtype of `x_MD`.
-        buffer: Matrix of V columns and at least M rows (on a CPU at least 8), reused by every chunk.
+        buffer: Matrix of V columns and at least M rows (on a CPU at least 8), reused by every chunk of rows.
         on_cpu: Whether the tensors are on a CPU.
     """
     num_rows, num_features = x_MD.shape
@@ -359,8 +365,9 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
 def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
     """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum.
 
-    The factors have the precision of the sum or, on a GPU, a lower one. Where torch cannot add a product of
-    low-precision matrices in place (torch 2.8), the product is a second matrix of the size of the sum.
+    The factors have the precision of the sum or, on a GPU, a lower one, such as bf16 factors and an fp32 sum. torch
+    2.8 cannot add a product of low-precision matrices in place. There, the product is computed into a temporary matrix
+    as large as the sum.
     """
     if a_VM.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VM, b_MD)

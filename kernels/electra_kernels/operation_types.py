@@ -1,4 +1,7 @@
-"""Defines argument and result types that the operations share with their kernels."""
+"""Types of arguments and results that the plain-PyTorch operations and their Triton kernels share.
+
+They are in a file of their own so that both sides can import them: a kernel's file is not imported without Triton.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,14 @@ class RowStats(NamedTuple):
 class DropoutKey(NamedTuple):
     """Dropout probability, and the key of the random numbers that decide which elements are dropped.
 
-    An element's random number is a function of seed, step, site, the row's number within the global batch, and the
-    element's place in the row.
+    An element's random number is a function of seed, step, site (the place in the model that applies dropout), the
+    row's number within the global batch, and the element's place in the row.
 
     Attributes:
         probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        site: Number of the place in the model that drops, from 0. Each place needs its own number.
+        site: Number of the place in the model that applies dropout, from 0. Two places of a tower must not share one.
     """
 
     probability: float

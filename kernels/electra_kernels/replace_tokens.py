@@ -1,4 +1,6 @@
-"""Writes the generator's samples into the rows and labels the tokens that changed.
+"""Write the generator's samples into the rows and label the tokens that changed.
+
+A slot is a place for one masked position of a row: its position, its sampled token and its weight.
 
 Guarantee: a position without a slot of positive weight keeps its id. A position with one slot gets that slot's sample.
 A position with several slots, which only `objective.masking: reference` produces, gets the floor of the mean of their
@@ -59,7 +61,7 @@ def replace_and_label_reference(
     """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
 
     Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N]. B rows, S positions,
-    N slots per row.
+    N slots (places for masked positions) per row.
     """
     is_written_BN = (weight_BN > 0).to(ids_BS.dtype)
     # The number of written slots, and the sum of their samples, at each position.

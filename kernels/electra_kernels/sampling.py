@@ -1,18 +1,19 @@
-"""Samples one token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
+"""Sample one token per row by Gumbel-max, with noise that is a function of (seed, step, global row, token id).
 
 Guarantee: the drawn token of row m is the v with the largest `logit / temperature + Gumbel(bits)`, where bits is
-`bits_grid(seed, Purpose.SAMPLE, step, row_M)[m, v]`. The noise of a token therefore does not depend on chunk, tile,
-batch split, rank or restart. Given the same logits, every implementation draws the same token for any split. Two
-implementations can differ only where the two best candidates are closer than their rounding (1e-4 is safe). A tie goes
-to the lower token id. A logit of -inf is never drawn while another is finite, because the noise is always finite.
+`bits_grid(seed, Purpose.SAMPLE, step, row_M)[m, v]`. The noise of a token therefore does not depend on how the work is
+split (into chunks, tiles, batches or ranks) or on restarts. Given the same logits, an implementation draws the same
+token for any split. Two implementations can differ only where the two best candidates are closer than their rounding
+(candidates 1e-4 apart are safe). A tie goes to the lower token id. A logit of -inf is never drawn while another is
+finite, because the noise is always finite.
 
-How: Gumbel noise is -log E with E = Exp(1) = -log(1 - u) and u = (bits + 1/2) / 2**32. Where the maximum is decided,
-E is small, so u near 0 must be exact: for u < 1/32, E is a series in u; elsewhere, 1 - u is computed from the
+How: Gumbel noise is -log E with E = Exp(1) = -log(1 - u) and u = (bits + 1/2) / 2**32. The token that wins usually has
+a small E, so u near 0 must be exact: for u < 1/32, E is a series in u; elsewhere, 1 - u is computed from the
 complement of the bits. Thus 0 < E < 23 and the noise lies in [-3.14, 22.88]. If u were rounded to 1, the noise would
 be infinite; in fp32 that would occur 15 times a step at 8192 rows of 30522 tokens.
 
-Cost on a CPU: 22 ns for each logit on one core, and temporaries of a few MB. In the head's row kernel, sampling needs
-no extra read.
+Cost on a CPU: 22 ns for each logit on one core, and temporaries of a few MB. In the kernel that also computes the
+generator's loss, sampling reads nothing in addition.
 
 Limits: the logits are not covered by the guarantee. A matrix product of another shape may round them differently.
 
@@ -110,8 +111,8 @@ def sample_reference(
 def block_rows(logits_MV: torch.Tensor) -> int:
     """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small.
 
-    On a CPU, a block has up to 2**16 logits: malloc reuses temporaries of that size, while larger ones cause page
-    faults every time. On a GPU it has up to 2**24 logits, whose temporaries take 1 GB.
+    On a CPU, the rows have up to 2**16 logits together: malloc reuses temporaries of that size, while larger ones
+    cause page faults every time. On a GPU they have up to 2**24 logits, whose temporaries take 1 GB.
     """
     logits_per_block = 2**16 if logits_MV.device.type == "cpu" else 2**24
     logits_per_row = max(1, logits_MV.shape[1])

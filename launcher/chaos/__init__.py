@@ -1,1 +1,1 @@
-"""A drill that hits a run with faults and compares it with an uninterrupted one."""
+"""A drill that kills, stops and damages a run on purpose, and compares it with an uninterrupted one."""

@@ -9,7 +9,8 @@ at which step (faults.py lists the faults and how the run must react to each). I
 drill starts it again. RUN-faults.png shows the losses of both runs with every fault marked.
 
 The drill passes if the run reacted to each fault as it must, reached its last step, and has bit for bit the losses,
-gradient norms and receipts of the reference run. Exit codes: 0 passed, 1 failed, 78 an error that you must fix.
+gradient norms and receipts (checksums of the rows trained on) of the reference run. Exit codes: 0 passed, 1 failed, 78
+an error that you must fix.
 
 Limits: one machine, with checkpoints on its disk. Faulty S3 services and cut networks are tested in the project's own
 tests (tests/drills, tests/cluster).
@@ -43,13 +44,15 @@ _SPARE_BYTES = 8 << 20  # further room on it
 def differences(found: Path, expected: Path) -> tuple[int, str]:
     """Compare losses, gradient norms and receipts of two runs, step by step and bit for bit.
 
+    A receipt is a checksum of all rows that the run has trained on so far.
+
     Args:
         found: folder of the run to judge.
         expected: folder of the reference run.
 
     Returns:
         The number of steps of the reference run, and the first difference as one line, which is empty if the runs are
-        equal.
+        equal. A different number of steps is a difference, too.
     """
     found_lines = _compared_lines(found)
     expected_lines = _compared_lines(expected)
@@ -63,9 +66,11 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def _compared_lines(run_dir: Path) -> list[str]:
-    """Return the fields in COMPARED of each training record of a run, as one line of JSON per step.
+    """Return what is compared of each training step of a run, as one line of JSON per step.
 
-    JSON writes a float with all its digits, so equal lines mean equal bits.
+    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows).
+
+    A float is written with all its digits, so equal lines mean equal bits.
     """
     lines = []
     for record in _training_records(run_dir):
@@ -80,13 +85,14 @@ def _training_records(run_dir: Path) -> list[Record]:
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-    """Return the command that runs a config under the supervisor, with every step logged and local checkpoints only.
+    """Return the command that runs a config under the supervisor, with every step logged, and local checkpoints.
 
     Args:
         config: YAML file of the run.
         run_dir: run folder, in place of that of the config.
         ranks: number of ranks on this machine.
-        overrides: config overrides of the user, KEY=VALUE. The drill's own come last and therefore win over them.
+        overrides: config overrides of the user, KEY=VALUE. Those of the drill come after them and therefore take
+            precedence.
     """
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
@@ -96,10 +102,13 @@ def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
-    """Print one line for each fault, then one line for each kind of fault with means and worst values.
+    """Print one line for each fault, then one for each kind with means and worst values.
+
+    The values are seconds until the supervisor noticed the fault, seconds until the next new step, and steps that had
+    to be repeated.
 
     Args:
-        hits: the results of all faults, in order.
+        hits: the results of the faults, in the order in which they came.
     """
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
@@ -134,15 +143,15 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Print the goodput of the drill and the mean cost of a fault.
+    """Print the goodput of the drill (useful part of the time), and the mean cost of a fault.
 
-    Useful time is the time of the reference run's steps. A fault costs the time until the next new step, plus the time
-    of the steps that had to be repeated.
+    Useful time is the time that the steps took in the run without faults. A fault costs the time until the next new
+    step, plus the time of the steps that had to be repeated.
 
     Args:
-        hits: the results of all faults.
+        hits: the results of the faults.
         reference: folder of the uninterrupted run.
-        seconds: how long the interrupted run took.
+        seconds: wall-clock time of the run with faults.
     """
     step_times = [record["step_s"] for record in _training_records(reference)]
     useful_s = sum(step_times)
@@ -170,7 +179,8 @@ def drill(config: Config, args: argparse.Namespace) -> int:
         0 if the drill passed, otherwise 1.
 
     Raises:
-        UserError: the drill's run folder exists already, the config does not fit a drill, or the reference run failed.
+        UserError: the folder RUN-chaos exists already, the config does not fit a drill (`checkpoint.every_steps` is
+            "auto", or there are too few steps), or the reference run failed.
     """
     base = Path(config.run_dir)
     reference = base.with_name(f"{base.name}-reference")
@@ -209,7 +219,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
     """Make the run without faults; its output is appended to the file NAME.log beside its folder.
 
     Args:
-        reference: folder of the run; a run that is there already is continued or, if it is finished, used as it is.
+        reference: folder of the run; a run that is in it already is continued or, if it has finished, used as it is.
         args: the parsed command line: config, overrides and number of ranks.
 
     Raises:
@@ -231,7 +241,7 @@ def _hit_run(
 ) -> tuple[list[Hit], list[str]]:
     """Start the run with faults, inflict all planned faults, and wait for the end of the run.
 
-    One line is printed after each fault. No process of the run is left, also after an exception.
+    One line is printed after each fault. At the end all processes of the run are killed, also after an exception.
 
     Args:
         run_dir: folder of the run.
@@ -267,7 +277,11 @@ def _hit_run(
 
 
 def _small_disk_bytes(checkpoints: Path) -> int:
-    """Return the size of a disk with room for four times the files of a finished run's checkpoint folder."""
+    """Return the size of the disk for the fault `disk`, in bytes: 4 times a finished run's checkpoints, and 8 MiB.
+
+    Args:
+        checkpoints: checkpoint folder of the finished run.
+    """
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     return _DISK_FACTOR * size + _SPARE_BYTES
 
@@ -288,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:
-    """Raise UserError if a kind of fault on the command line does not exist, or if there is none."""
+    """Check the kinds of faults on the command line; raise UserError if one does not exist, or if there is none."""
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown == [""]:  # an empty text, split at commas
         raise UserError(f"--faults names no kind of fault; choose from {','.join(FAULTS)}")

@@ -2,9 +2,9 @@
 
 Guarantee: `plan` is a pure function of its arguments, so equal seeds give equal drills.
 
-How: the drill starts a supervisor as a user does and watches the run's heartbeats and ledger. At the planned step it
-inflicts a fault (faults.py), starts the supervisor again if the fault ended it, and waits for the first new step. The
-result (`Hit`) is bad if the run did not react as it must to this kind of fault.
+How: the drill starts a supervisor as a user does, and watches the run's heartbeats and its ledger (list of events). At
+the planned step it inflicts a fault (faults.py), starts the supervisor again if the fault ended it, and waits for the
+first new step. The result (`Hit`) is bad if the run did not react as it must to this kind of fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Planned fault of a drill: its kind and its moment (a step, perhaps during a save, and a short delay)."""
+    """Planned fault of a drill: its kind, and the moment at which it is inflicted.
+
+    The moment is `delay` after the run has reached `step` or, with `in_save`, after it has then begun to write a
+    checkpoint.
+    """
 
     kind: str  # a key of FAULTS
     step: int  # steps that the run must have done before the fault
@@ -49,7 +53,8 @@ class Planned:
 class Hit:
     """Result of one fault of a drill: what was hit, and how the run reacted.
 
-    Times are in seconds since the fault. The reaction was as required if `fault` is empty.
+    Times are in seconds since the fault. If `fault` is empty, the run reacted as it must to this kind of fault;
+    otherwise it is the reason why not.
     """
 
     kind: str  # a key of FAULTS
@@ -76,7 +81,8 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
         seed: determines order, steps and delays.
 
     Raises:
-        UserError: the run is too short for so many faults, or `kinds` has too few kinds that end a start.
+        UserError: the run is too short for so many faults, or `kinds` has too few kinds after which the ranks are
+            started again.
     """
     draw = random.Random(seed)
     window = num_steps // (count + 1)
@@ -99,9 +105,9 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
     """Return `count` kinds of faults in random order, every kind about equally often.
 
-    A fault is harmless if the run goes on without a restart, such as a killed launcher. One start of the ranks
-    survives only one of these: the second would find no launcher to kill. So between any two harmless faults there is
-    always one that restarts the run.
+    A fault is harmless if the ranks run on without a restart. The only such kind kills DeepSpeed's launcher process,
+    which each start of the ranks has once: a second such fault would find nothing to kill. So between any two harmless
+    faults there is always one that restarts the ranks.
 
     Args:
         kinds: keys of FAULTS to choose from.
@@ -109,7 +115,7 @@ def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> lis
         draw: source of the random order.
 
     Raises:
-        UserError: there are too many harmless faults for the others.
+        UserError: there are too many harmless faults to put another fault between any two.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -132,7 +138,8 @@ def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> lis
 class Drill:
     """A run under a supervisor (`launcher.supervise`) that is hit by faults, one after the other.
 
-    Creating it starts the run. Call `hit` for each planned fault, then `finish`, and `close` in a `finally` block.
+    Creating a drill starts the run. Call `hit` for each planned fault, then `finish`, and `close` in a `finally`
+    block.
     """
 
     def __init__(self, run_dir: Path, command: Sequence[str], seed: int, disk: SmallDisk | None) -> None:
@@ -141,8 +148,8 @@ class Drill:
         Args:
             run_dir: the run folder; the output of the supervisor goes to RUN_DIR.log beside it.
             command: the command that starts the supervisor.
-            seed: determines which ranks and files the faults hit.
-            disk: file system of the checkpoints if the fault `disk` is among the faults.
+            seed: determines which ranks and files the faults hit, and nothing about the run.
+            disk: small file system for the checkpoints, which the fault `disk` fills; None without this fault.
         """
         self._run_dir = run_dir
         self._command = command
@@ -155,7 +162,7 @@ class Drill:
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
 
-        Starts the supervisor again if the fault ends it.
+        If the fault ends the supervisor, this call starts it again. Afterwards the run is training.
 
         Raises:
             Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
@@ -186,7 +193,9 @@ class Drill:
         return hit
 
     def _wait_for_moment(self, planned: Planned) -> Beat:
-        """Wait until the run has reached the moment of a planned fault; return rank 0's heartbeat of then.
+        """Wait until the run has reached the moment of a planned fault; return rank 0's newest heartbeat.
+
+        With `planned.in_save` the fault comes while a checkpoint is written, if one is written within 10 s.
 
         Raises:
             Stuck: the run does not reach the planned step.
@@ -237,10 +246,10 @@ class Drill:
         return None
 
     def _ready(self, planned: Planned) -> Beat | None:
-        """Return rank 0's heartbeat once the planned fault may come, otherwise None.
+        """Return rank 0's heartbeat if the planned fault may come now, otherwise None.
 
-        The planned step must be reached, a checkpoint must have been saved since the last fault, and every rank must
-        have learned its step time, without which a hang is not noticed.
+        The planned step must be reached, a checkpoint must have been saved since the last fault, and every heartbeat
+        must contain a step time: a hang is noticed by comparison with it.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:
@@ -254,13 +263,14 @@ class Drill:
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
-        """Return rank 0's heartbeat once the run has made a new step after a fault, otherwise None.
+        """Return rank 0's heartbeat if the run has made a new step since a fault, otherwise None.
 
         Args:
             before: rank 0's heartbeat at the fault.
             begin: Unix time of the fault.
-            restarts: whether the ranks must have been started again; then a step counts only if it is of a new start
-                and beyond the checkpoint from which that start resumed.
+            restarts: whether the fault makes a new start of the ranks necessary. If so, a step counts as new if it is
+                of a new start and after the checkpoint from which that start resumed, even if an earlier start had
+                done it already.
         """
         beat = self._beat()
         if beat is None or beat.time < begin:
@@ -307,13 +317,13 @@ class Drill:
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        """Fill in the result of a fault: exit code, time to notice, lost steps, and what was not as required.
+        """Complete the result of a fault: exit code, time to notice, repeated steps, and whether the run reacted well.
 
         Args:
-            hit: the result, which is changed.
+            hit: the result, which is changed in place.
             fault: how the run must react.
             begin: Unix time of the fault.
-            events: the ledger's events since the fault.
+            events: the events in ledger.jsonl since the fault.
         """
         lines = self._log_since(begin)
         if fault.then == "restarts":
@@ -352,7 +362,7 @@ def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool
         hit: the result so far, with the exit code.
         fault: how the run must react.
         num_starts: how often the ranks were started since the fault.
-        was_set_aside: whether a start has found a damaged checkpoint and set it aside.
+        was_set_aside: whether a start has found a damaged checkpoint and renamed it, so that it is not tried again.
     """
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:
@@ -373,7 +383,7 @@ class Stuck(Exception):
 def _resumed_step(ledger: Sequence[Record]) -> int:
     """Return the step from which the newest start of the run went on; 0 for a start without a checkpoint.
 
-    The ledger must contain an event "start" or "resume".
+    The ledger is the list of events in ledger.jsonl. It must contain an event "start" or "resume".
     """
     steps_of_starts = [event["step"] for event in ledger if event["event"] in ("start", "resume")]
     return int(steps_of_starts[-1])

@@ -1,8 +1,8 @@
 """Inflict the faults of a drill on a run, with one function for each kind of fault.
 
-Guarantee: only processes and files of that run are touched. A process belongs to the run if its environment has the
-supervisor's mark of exactly this run folder (run/marked_processes.py), or if it is the supervisor that the drill
-started.
+Guarantee: only processes and files of that run are touched. A process belongs to the run if it is the supervisor that
+the drill started, or if its environment has the variable that a supervisor sets for all processes that it starts,
+with a value that names exactly this run folder (run/marked_processes.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILLER = "chaos-filler"  # the file with which the fault `disk` fills the checkp
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that a fault hits: its folder and its processes on this machine."""
+    """The run that a fault hits: its folder, and its processes on this machine, which are looked up at each call."""
 
     run_dir: Path
     supervisor: int | None  # pid of the supervisor; None if it has ended
@@ -75,7 +75,10 @@ Act = Callable[[Victim, random.Random], str]  # (the run, source of random choic
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One kind of fault: what is done to the run, and how the run must react."""
+    """One kind of fault: what is done to the run, and how the run must react.
+
+    `FAULTS` lists all kinds by their names on the command line.
+    """
 
     act: Act  # inflicts the fault and returns what was hit, for the table
     then: Literal["goes on", "restarts", "ends"]  # what the run does: no restart, a restart by the supervisor, an end
@@ -94,7 +97,7 @@ def _send(pids: Iterable[int | None], number: int) -> None:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return the action of a fault that sends signal `number` to one random rank of a run."""
+    """Return a function that sends signal `number` to one random rank of a run, as the action of a fault."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         """Send the signal to one rank of the run, and return which rank it was."""
@@ -109,7 +112,7 @@ def _to_a_rank(number: int) -> Act:
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
     """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it.
 
-    `draw` is not used: there is one such process.
+    `draw` is not used, because there is only one such process (deepspeed.launcher.launch) on a node.
     """
     pids = victim.pids("deepspeed.launcher.launch")
     _send(pids, signal.SIGKILL)
@@ -117,13 +120,19 @@ def _kill_launcher(victim: Victim, draw: random.Random) -> str:
 
 
 def _term_node(victim: Victim, draw: random.Random) -> str:
-    """Send SIGTERM to the supervisor, as Slurm does at the end of a job; the ranks must save and end."""
+    """Send SIGTERM to the supervisor, as Slurm does at the end of a job; return what was hit.
+
+    The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
+    """
     _send([victim.supervisor], signal.SIGTERM)
     return "supervisor"
 
 
 def _usr2_step(victim: Victim, draw: random.Random) -> str:
-    """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does; the ranks must save and end."""
+    """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does; return how many there were.
+
+    The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
+    """
     pids = [victim.supervisor, *victim.pids()]
     _send(pids, signal.SIGUSR2)
     return f"{len(pids)} processes"
@@ -155,7 +164,7 @@ def _power(victim: Victim, draw: random.Random) -> str:
 def _tear(victim: Victim, draw: random.Random) -> str:
     """Kill all processes of the run, and cut a file of the newest checkpoint to a random shorter size.
 
-    A node that loses power may leave such a file, whose last bytes never reached the disk.
+    A power loss may leave such a file, if its last bytes never reached the disk. The next start must notice it.
     """
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
@@ -165,7 +174,10 @@ def _tear(victim: Victim, draw: random.Random) -> str:
 
 
 def _flip(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and change one random byte of a file of the newest checkpoint."""
+    """Kill all processes of the run, and change one random byte of a file of the newest checkpoint.
+
+    The next start must notice that the file is damaged.
+    """
     kill_everything(victim)
     file = _checkpoint_file(victim, draw)
     data = bytearray(file.read_bytes())
@@ -176,7 +188,7 @@ def _flip(victim: Victim, draw: random.Random) -> str:
 
 
 def _checkpoint_file(victim: Victim, draw: random.Random) -> Path:
-    """Return a random file of the newest committed checkpoint; all files that are not empty are equally likely."""
+    """Return a random file of the newest checkpoint that is completely written; empty files are not chosen."""
     newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
     _step, _attempt, folder_name = newest_checkpoint
     folder = victim.checkpoints / folder_name
@@ -187,7 +199,8 @@ def _checkpoint_file(victim: Victim, draw: random.Random) -> Path:
 def _fill_disk(victim: Victim, draw: random.Random) -> str:
     """Fill the disk of the checkpoint folder to the last byte, with one file that `SmallDisk.free` deletes.
 
-    Only a `SmallDisk` may be mounted there, otherwise the whole disk of the machine is filled. `draw` is not used.
+    A `SmallDisk` must be mounted there; without it, the machine's own disk is filled. The return value names the bytes
+    written. `draw` is not used.
     """
     num_written = 0
     with (victim.checkpoints / FILLER).open("wb", buffering=0) as file:
@@ -214,7 +227,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class SmallDisk:
-    """Small file system in memory at a run's checkpoint folder, so that the fault `disk` fills nothing else.
+    """Small file system in memory, mounted at a run's checkpoint folder, for the fault `disk` to fill.
 
     Mounting needs root. Call `close` at the end.
     """
@@ -224,7 +237,7 @@ class SmallDisk:
 
         Args:
             folder: the checkpoint folder, which must not exist.
-            size_bytes: room for everything that the run keeps there.
+            size_bytes: size of the file system; it must be enough for all checkpoints that the run keeps at a time.
 
         Raises:
             UserError: this user may not mount file systems.
@@ -244,7 +257,7 @@ class SmallDisk:
         (self._folder / FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount the file system; its files are copied to the disk before and are in the folder afterwards."""
+        """Unmount the file system, and keep its files: they are copied to the machine's disk, into the same folder."""
         self.free()
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)

@@ -1,1 +1,1 @@
-"""The command `electra-dist`, with one file for each subcommand."""
+"""Define the command line `electra-dist`: `main.py` holds the entry point, the other files the subcommands."""

@@ -1,6 +1,7 @@
 """`electra-dist checkpoint`: list, verify, compare and repair the checkpoints of a run.
 
-PATH is a run folder (whose config names the checkpoint targets), a folder of checkpoints, or an s3:// prefix.
+PATH is a run folder, a folder of checkpoints, or an s3:// prefix. The config in a run folder names the checkpoint
+targets: the folders or S3 prefixes to which the run saves its checkpoints.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _MAX_VALUE_CHARS = 60  # of a field of the state, in the output of `diff`
 
 @app.command("list")
 def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
-    """List every checkpoint in every target: step, attempt, time, ranks, ZeRO stage, size, rows seen and state.
+    """List every checkpoint: step, attempt (start of the run that saved it), time, ranks, ZeRO stage, size and state.
 
-    States: committed (complete), damaged (its manifest is wrong), set aside (a load or a repair rejected it), leftover
-    (an unfinished save). Only manifests are read; `verify` reads the tensors, too.
+    All targets (folders or S3 prefixes for the checkpoints of a run) are listed. States: committed (complete), damaged
+    (its manifest is wrong), set aside (a load or a repair rejected it), leftover (an unfinished save). Only manifests
+    are read; `verify` reads the tensors, too.
     """
     from electra_dist.checkpoint.repair import survey
 
@@ -57,10 +59,10 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
 
 
 def _table_row(checkpoint: Found) -> list[str]:
-    """Return the cells of a checkpoint in the table of `electra-dist checkpoint list`.
+    """Return the row of a checkpoint in the table of `electra-dist checkpoint list`, eight cells.
 
-    They are step, attempt, time, ranks, ZeRO stage, size, rows seen and state. All but the first two and the last are
-    read from the manifest, and are empty for a checkpoint without one.
+    They are step, attempt (number of the start of the run that saved the checkpoint), time, ranks, ZeRO stage, size,
+    rows seen and state. Time to rows seen are read from the manifest; they are empty for a checkpoint without one.
     """
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
@@ -86,9 +88,10 @@ def verify(
     step: Annotated[int | None, typer.Option(help="verify only the checkpoints of this step; default: all")] = None,
     endpoint_url: Endpoint = None,
 ) -> None:
-    """Read every byte of every committed checkpoint and name what is wrong.
+    """Read every byte of every checkpoint that has a manifest, and print what is wrong in each.
 
-    Exit codes: 0 all checkpoints are good, 1 at least one is not, 78 there is none.
+    Leftovers of unfinished saves and checkpoints that were set aside are not read. Exit codes: 0 all checkpoints are
+    good, 1 at least one is not, 78 there is none.
     """
     checkpoints = _checkpoints_to_verify(path, step, endpoint_url)
     total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
@@ -104,7 +107,9 @@ def verify(
 
 
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
-    """Return the checkpoints of all targets that have a manifest, good or damaged.
+    """Return the checkpoints below `path` that have a manifest, good or damaged.
+
+    Leftovers of unfinished saves and checkpoints that were set aside are not among them.
 
     Args:
         path: a run folder, a folder of checkpoints, or an s3:// prefix.
@@ -132,12 +137,12 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
 
 
 def _verify_and_print(checkpoint: Found, out: Console, advance: Callable[[int], None]) -> bool:
-    """Read every byte of a checkpoint, print a verdict and each fault, and return whether the checkpoint is good.
+    """Read every byte of a checkpoint, print "good" or "BAD" and each fault, and return whether it is good.
 
     Args:
-        checkpoint: the checkpoint to verify.
+        checkpoint: the checkpoint to verify, which has a manifest.
         out: where to print.
-        advance: called with the number of bytes read, for the progress bar.
+        advance: called after each piece with the number of bytes in it, to move a progress bar.
     """
     from electra_dist.checkpoint.file_reader import verify as verify_files
 
@@ -162,8 +167,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints: the fields of their states, and the largest difference of each parameter.
 
-    Parameters are compared as master weights and both Adam moments. The state (step, ranks, ...) is shown but does not
-    make checkpoints different. Exit codes: 0 equal bit for bit, 1 different, 78 one of them is damaged.
+    Of each parameter, the master weights and both Adam moments are compared. Differences of the state (step, ranks,
+    ...) are printed but do not count. Exit codes: 0 all parameters are equal bit for bit, 1 at least one is not, 78 a
+    checkpoint is damaged or missing.
     """
     left = _open_side(a, endpoint_url)
     right = _open_side(b, endpoint_url)
@@ -187,6 +193,8 @@ def diff(
 def _compare_parameters(left: Side, right: Side) -> list[Difference]:
     """Compare every parameter that both checkpoints have in the same shape, and show a progress bar meanwhile.
 
+    Returns one Difference per compared parameter, also for equal ones.
+
     Raises:
         UserError: a parameter of either checkpoint is damaged.
     """
@@ -202,7 +210,10 @@ def _compare_parameters(left: Side, right: Side) -> list[Difference]:
 
 
 def _state_table(left: Side, right: Side) -> Table:
-    """Return a table of the fields in which the run states of two checkpoints differ; long values are cut off."""
+    """Return a table of the fields in which the run states of two checkpoints differ, such as step and ranks.
+
+    Each value is cut off after `_MAX_VALUE_CHARS` characters.
+    """
     from electra_dist.checkpoint.state_diff import state_differences
 
     table = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
@@ -212,10 +223,13 @@ def _state_table(left: Side, right: Side) -> Table:
 
 
 def _parameter_table(different: list[Difference]) -> Table:
-    """Return a table of the parameters that differ most: largest absolute difference of weights and both moments.
+    """Return a table of the parameters that differ most, with the largest absolute differences of their elements.
+
+    It has a column each for the master weights and the two Adam moments.
 
     Args:
-        different: the parameters that differ, in any order; only the first `_MAX_PARAMETERS_SHOWN` are shown.
+        different: the parameters that differ, in any order; the `_MAX_PARAMETERS_SHOWN` with the largest differences
+            are shown.
     """
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
     largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
@@ -232,9 +246,10 @@ def repair(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be done, and change nothing")] = False,
     endpoint_url: Endpoint = None,
 ) -> None:
-    """Restore damaged checkpoints from a target that has a good copy, and remove leftovers of unfinished saves.
+    """Restore damaged checkpoints from a good copy of them, and remove leftovers of unfinished saves.
 
-    A damaged checkpoint without a good copy is set aside: the run no longer loads it, and its files are kept.
+    The copy is searched in all targets (folders or S3 prefixes) of PATH and of --from. A damaged checkpoint without a
+    good copy is set aside: the run no longer loads it, and its files are kept.
     """
     from electra_dist.checkpoint.repair import repair as repair_targets
 
@@ -252,7 +267,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> Side:
-    """Find one of the two checkpoints to compare, and read its manifest.
+    """Find one of the two checkpoints that `electra-dist checkpoint diff` compares, and read its manifest.
 
     Args:
         path: folder of a checkpoint; or a run folder, a folder of checkpoints or an s3:// prefix, whose newest
@@ -279,7 +294,8 @@ def _progress_of_bytes(total: int | None) -> Iterator[tuple[Console, Callable[[i
         total: bytes of a full bar; None if unknown.
 
     Yields:
-        A console, which prints above the bar, and a function to call with the number of bytes just verified.
+        A console, which prints above the bar, and a function that moves the bar. The caller passes to it the number of
+        bytes verified since its last call.
     """
     out = Console(highlight=False, soft_wrap=True)
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]

@@ -1,4 +1,7 @@
-"""Resolve the PATH of a checkpoint command to stores and checkpoint folders."""
+"""Resolve the argument PATH of the `electra-dist checkpoint` commands to stores and checkpoint folders.
+
+A store is a folder, local or below an s3:// prefix, that holds the checkpoints of a run, each in a folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
     Args:
         path: a run folder, whose config names the stores; a folder of checkpoints; or an s3:// prefix.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. A run folder's config has its own endpoint.
+        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. It is not used for a run folder, whose
+            config has the endpoint.
 
     Raises:
         UserError: `path` is no run folder, no other existing folder and no s3:// prefix.
@@ -33,12 +37,13 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """Return the store and the folder name of one checkpoint: `path` itself, or the newest committed one below it.
+    """Return the store and the folder name of one checkpoint: `path` itself, or the newest complete one below it.
 
-    If several stores have the newest checkpoint, the first store is taken.
+    Complete means that the checkpoint has a manifest; whether `path` itself has one is not checked. If several stores
+    have the newest checkpoint, the first store is taken.
 
     Args:
-        path: the folder of one checkpoint, or a path as for `find_targets`.
+        path: the folder of one checkpoint; or a run folder, a folder of checkpoints or an s3:// prefix.
         endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Command `electra-dist compare`: pretrain several objectives at equal training FLOPs and compare their scores."""
+"""Command `electra-dist compare`: pretrain with several objectives at equal training FLOPs and compare the models.
+
+An objective is a pretraining task and its loss, for example ELECTRA or masked language modelling.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ def compare(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
 ) -> None:
-    """Pretrain objectives at equal FLOPs, score their checkpoints, and write a table and a picture.
+    """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a table and a picture.
 
-    Started again after an interrupt, the command continues; nothing that is finished is repeated.
+    After an interrupt, run the same command again: it continues, and finished runs and scores are not repeated.
 
     Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
     """
@@ -58,9 +61,10 @@ def compare(
 
 
 def _plan_table(plan: Plan) -> Table:
-    """Return a table of the pretraining runs of a comparison: steps, training FLOPs and their share of the budget.
+    """Return a table of the pretraining runs of a comparison: steps, training FLOPs, and FLOPs / budget in percent.
 
-    A run has a whole number of steps, so its FLOPs are not exactly those of the budget.
+    The budget is the number of training FLOPs that every run should have. A run has a whole number of steps, so its
+    FLOPs differ slightly from the budget.
     """
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
     for run in plan.cells:

@@ -20,7 +20,7 @@ def config(
 ) -> None:
     """Print every key of the resolved config, its value, and where the value comes from.
 
-    The source is the name of a file, `--set`, or `default`.
+    The source is the YAML file that sets the key, `--set` for an override on the command line, or `default`.
     """
     source_of_key = sources(file, overrides or ())
     resolved = load_config(file, overrides or ()).model_dump(mode="json")
@@ -37,12 +37,15 @@ def config(
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved config as YAML, with all defaults and overrides applied; it can be used as a config file."""
+    """Print the config as YAML, with all defaults and overrides applied; the output can be used as a config file."""
     print(dump_yaml(load_config(file, overrides or ())), end="")
 
 
 def _value(resolved: object, key: str) -> object:
-    """Return the value of a dotted key such as `train.micro_batch` in a resolved config, a tree of dicts."""
+    """Return the value of a dotted key such as `train.micro_batch` in a config.
+
+    `resolved` is the config as nested dicts, with all defaults filled in.
+    """
     value = resolved
     for part in key.split("."):
         if isinstance(value, dict):
@@ -53,7 +56,7 @@ def _value(resolved: object, key: str) -> object:
 def _description(key: str) -> str:
     """Return the description of a config key such as `train.micro_batch`; empty for a key that has none.
 
-    A part of the config whose keys are free, such as a dict, has no description for each of them.
+    Keys that the user chooses freely, those of a field of type dict, have no description.
     """
     fields = Config.model_fields
     *section_names, field_name = key.split(".")

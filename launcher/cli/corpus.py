@@ -1,7 +1,7 @@
 """Commands `electra-dist corpus build`, `vocab`, `index` and `python-docs`.
 
-Modules that need torch (for keyed randomness) are imported within the command that uses them, because the worker
-processes of a build import this file, too.
+A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
+torch are imported only in the command that uses them, because every worker process of a build imports this file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def build(
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per usable core")] = None,
     text_field: TextField = "text",
 ) -> None:
-    """Build a corpus of text files, or resume a build that was interrupted; a finished corpus is left unchanged."""
+    """Build a corpus (rows of token ids in WebDataset shards) from text files.
+
+    A build that was interrupted is resumed; a finished corpus is left unchanged.
+    """
     from electra_dist.corpus.build_corpus import build_corpus
     from electra_dist.corpus.build_request import BuildRequest
 
@@ -97,7 +100,7 @@ def build(
 
 
 def _outcome(result: BuildResult) -> str:
-    """Return in a few words what a build has done: built all, some or none of the shards."""
+    """Return what a build has done: "built", "already built, nothing to do", or "built (...)" for a resumed build."""
     if result.was_there:
         return "already built, nothing to do"
     if result.resumed_shards:
@@ -129,7 +132,11 @@ def index(
     ] = False,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Check shards that another WebDataset writer made, and write corpus.json and vocab.txt beside them."""
+    """Make a corpus of shards that another WebDataset writer made: check them, and write corpus.json and vocab.txt.
+
+    Both files are written into the folder of the shards. Nothing is written if a shard is refused, or if the folder
+    has a corpus.json already.
+    """
     from electra_dist.corpus.index_shards import index_corpus
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
@@ -142,14 +149,19 @@ def index(
 
 @app.command("python-docs")
 def python_docs(output: Annotated[Path, typer.Option(help="folder in which to write python_docs.txt")]) -> None:
-    """Write the docstrings and help topics of this Python installation: a small corpus that needs no network."""
+    """Write the docstrings and help topics of this Python installation to a text file, as input for `corpus build`.
+
+    It is a small English text that needs no download.
+    """
     path, num_documents = write_python_docs(output)
     size_mb = path.stat().st_size / 1e6
     Console(highlight=False).print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Check that the output is not inside an input folder, because a second build would read its vocab.txt as text.
+    """Raise an error if the output folder is inside an input folder.
+
+    A second build would then read the vocab.txt of the first one as input text.
 
     Args:
         inputs: files and folders with text, local paths.
@@ -168,9 +180,10 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
 def _find_vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
-    """Return the vocabulary of a build: from `path` if given, or from the output, or a new one trained on `files`.
+    """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
 
-    A vocabulary in the output was written by an earlier build, interrupted or finished.
+    Without `path`, the vocab.txt in the output is used, which an earlier build has written there. If there is none, a
+    vocabulary is trained on `files`.
 
     Args:
         path: vocab.txt that the user gave with --vocab; None if there is none.
@@ -193,7 +206,7 @@ def _find_vocabulary(
 
 
 def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) -> Vocabulary:
-    """Train a WordPiece vocabulary of at most `size` entries on text files; the result depends on their text alone.
+    """Train a WordPiece vocabulary on text files; the same text and the same arguments give the same vocabulary.
 
     Args:
         files: text files; documents that a build would skip, such as empty ones, are left out.
@@ -203,7 +216,10 @@ def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) 
     """
 
     def texts() -> Iterator[str]:
-        """Yield the text of each document; each call reads the files again, because training reads them twice."""
+        """Yield the text of each document in `files`; skip documents that cannot be used, such as empty ones.
+
+        Each call reads the files from the start, because the training goes through the text twice.
+        """
         for document in DocumentStream(files, text_field):
             try:
                 yield decode(document, text_field)

@@ -1,4 +1,4 @@
-"""`electra-dist export` and `electra-dist report`: write a run's models and its report page."""
+"""`electra-dist export` and `electra-dist report`: write a run's models for transformers, and its HTML report."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def export(
     run: RunFolder,
     output: Annotated[Path | None, typer.Option(help="folder to write the models to; default: RUN/export")] = None,
 ) -> None:
-    """Write the newest checkpoint as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
+    """Write the newest checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
 
-    Load them with transformers, for example AutoModel.from_pretrained('OUTPUT/discriminator').
+    Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator').
     """
     state, folders = export_run(run, output or run / EXPORT_DIR)
     out = Console(highlight=False, soft_wrap=True)
@@ -36,5 +36,8 @@ def export(
 
 
 def report(run: RunFolder) -> None:
-    """Write the report page RUN/report.html from the run's records, replacing an older one, and print its path."""
+    """Write the page RUN/report.html about the course of a run, and print its path; an older page is replaced.
+
+    The page is made from the records in the run folder, so it can be written at any time.
+    """
     print(write_report(run))

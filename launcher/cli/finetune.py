@@ -1,4 +1,7 @@
-"""Commands `electra-dist finetune` and `electra-dist minimal-pairs`: scores of pretrained models."""
+"""Commands `electra-dist finetune` and `electra-dist minimal-pairs`: score pretrained models.
+
+`finetune` trains and scores a model on labelled tasks; `minimal-pairs` scores it on sentence pairs, without training.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,22 @@ SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, 
 
 
 class Kind(StrEnum):
-    """Kind of the label in a custom task: a class, or a number, to which a regression is fitted."""
+    """Kind of the label in a task of the user's own files (`--task custom`).
+
+    `classification` predicts a class and is scored by accuracy; `regression` predicts a number and is scored by
+    Spearman's correlation.
+    """
 
     classification = "classification"
     regression = "regression"
 
 
 class Tower(StrEnum):
-    """One of the two networks that a run trains; the discriminator is the one that ELECTRA is trained for."""
+    """Name of one of the two networks that an ELECTRA run trains.
+
+    The generator proposes replacements for masked tokens. The discriminator detects the replaced tokens; it is the
+    network that is fine-tuned by default.
+    """
 
     discriminator = "discriminator"
     generator = "generator"
@@ -77,9 +88,10 @@ def finetune(
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
 ) -> None:
-    """Fine-tune or probe a pretrained model on GLUE, SQuAD or custom files.
+    """Fine-tune a pretrained model on GLUE, SQuAD or your own files, or fit a linear probe to its frozen states.
 
-    Seeds that are finished in the output folder are not run again.
+    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. A seed whose
+    result is in the output folder already is not run again.
     """
     from electra_dist.finetune.finetune_and_probe import run_all
     from electra_dist.finetune.finetune_config import settings_for
@@ -127,9 +139,10 @@ def minimal_pairs(
     vocab: Vocab = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
 ) -> None:
-    """Print how often a model prefers a grammatical sentence to one that differs in a single word.
+    """Print how often a model prefers a grammatical sentence to an ungrammatical one that differs in a single word.
 
-    The sentence pairs test number agreement in English and are made from templates; nothing is trained.
+    The sentence pairs test number agreement in English, such as singular and plural verbs. They are made from
+    templates; nothing is trained.
     """
     from electra_dist.finetune.minimal_pairs import score_minimal_pairs
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
@@ -152,10 +165,10 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
     Args:
         name: name of a GLUE task, for example "cola"; or squad1, squad2 or custom.
         data: folder of the data.
-        text_a: custom: column of the text.
-        text_b: custom: column of the second text; None for single texts.
-        label: custom: column of the label.
-        kind: custom: what the label is.
+        text_a: name of the column with the text; `text_a` to `kind` are used by the task custom only.
+        text_b: name of the column with the second text; None if the task has single texts.
+        label: name of the column with the label.
+        kind: whether the label is a class or a number.
 
     Raises:
         UserError: an unknown task, a custom task without its columns, or data that are missing or not valid.
@@ -181,9 +194,10 @@ def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, la
 
 
 def _default_output(model: str) -> Path:
-    """Return the folder of the results if the user gives none: MODEL/finetune.
+    """Return the folder of the results for a command without --output: MODEL/finetune.
 
-    A model of random weights, random:CONFIG.yaml, has no folder; its results are in runs/finetune_random_CONFIG.
+    A model with random weights, which is given as random:CONFIG.yaml, has no folder; its results are in
+    runs/finetune_random_CONFIG, relative to the working directory.
     """
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem
@@ -196,7 +210,8 @@ def progress_bar(out: Console) -> Iterator[Report]:
     """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
 
     Yields:
-        A function to call with (activity, parts done, parts in total). A new activity restarts the bar.
+        A function to call with the name of the current activity, its parts done, and its parts in total. The bar
+        restarts when the name changes.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -228,7 +243,7 @@ def _write_summary(
 
     Args:
         path: file to write, OUTPUT/results.json; an existing file is replaced.
-        encoder: the pretrained model, whose name and digest are recorded.
+        encoder: the pretrained model; its name and its digest, a hash of its weights and vocabulary, are recorded.
         settings: settings of each task, by the task's name.
         summaries: scores over all seeds, one summary for each task.
     """

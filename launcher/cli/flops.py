@@ -20,9 +20,10 @@ def flops(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
     ] = None,
 ) -> None:
-    """Print the training FLOPs of the models in the ELECTRA paper, from ELMo to ELECTRA; with FILE, also of that run.
+    """Print the training FLOPs of the models in the ELECTRA paper, from ELMo to ELECTRA.
 
-    Each model is counted by the paper's method and by the one that is used for MFU (model FLOPs utilisation).
+    Each model is counted twice: by the paper's method, and by the one that is used for MFU (model FLOPs utilisation).
+    The output explains the difference. With FILE, the FLOPs of that run are printed, too.
     """
     out = Console(highlight=False, soft_wrap=True)
     table = Table("model", "in the paper", "its method", "for MFU", title="training FLOPs")

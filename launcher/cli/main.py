@@ -1,7 +1,8 @@
 """The command `electra-dist`: prepares corpora, submits runs, and inspects, evaluates and exports them.
 
 How: the module of a subcommand is imported only when the subcommand is used, so that `electra-dist status` loads
-neither torch nor matplotlib. A user error is printed as one line and ends the process with exit code 78.
+neither torch nor matplotlib. An error that the user can correct (UserError) is printed as one line, and the process
+ends with exit code 78.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 
 
 class _CommandsOnUse(TyperGroup):
-    """Group of the subcommands in `COMMANDS`; it imports the module of a subcommand when the subcommand is used."""
+    """Command group that imports the module of a subcommand only when that subcommand is used.
+
+    `COMMANDS` lists the subcommands and their modules.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all subcommands, in the order in which `--help` shows them."""
+        """Return the names of all subcommands, in the order in which `--help` shows them; import no module."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and return the subcommand `cmd_name`; return None for an unknown name, which Click then reports.
 
-        An entry of `COMMANDS` is a Typer application, such as `corpus` with its own subcommands, or a function, of
-        which a command of that name is made.
+        An entry of `COMMANDS` names either a Typer application with subcommands of its own, such as `corpus`, or a
+        function, such as `status`. For a function, a Click command is made from its signature.
         """
         if cmd_name not in COMMANDS:
             return None
@@ -74,7 +78,7 @@ def _group() -> None:
 def main() -> None:
     """Run the command line of this process; print a UserError to stderr as one line and exit with code 78.
 
-    Other exceptions are bugs and show their traceback.
+    A UserError is an error that the user can correct. Any other exception is a bug and shows its traceback.
     """
     try:
         app()

@@ -1,4 +1,4 @@
-"""Arguments and options that several subcommands share."""
+"""Define the arguments and options of the command line that several subcommands share, as annotated types."""
 
 from __future__ import annotations
 

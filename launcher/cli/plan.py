@@ -33,7 +33,7 @@ def plan(
 ) -> None:
     """Estimate what a run would take: parameters, tokens, memory, FLOPs and days.
 
-    With --nodes, also estimate how the time scales with the number of nodes. Nothing is run or written.
+    With --nodes, also estimate the time on 1, 2, 4, ... nodes. Nothing is run or written.
     """
     from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
     from electra_dist.planning.plan_tables import print_plan

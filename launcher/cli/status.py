@@ -1,6 +1,6 @@
 """`electra-dist status RUN`: show where a run stands, and the command to run next.
 
-Guarantee: it only reads; neither the run nor the queue is changed.
+Guarantee: the command only reads; it changes neither the run nor Slurm's queue.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ _HUNG_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that is known of a run at one moment: content of its run folder, and its jobs in Slurm's queue.
+    """Snapshot of a run: the content of its run folder, and its jobs in Slurm's queue.
 
-    `facts` reads it, and `lines` makes the status page of it.
+    The function `facts` reads a snapshot, and `lines` formats it as the status page. The ledger is the run's list of
+    events (start, checkpoint, stop, ...). A beat is the last heartbeat of a rank. A strike is a recorded fault of a
+    node.
     """
 
     run: Path  # the run folder
@@ -57,7 +59,10 @@ class Facts:
 def status(
     run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")],
 ) -> None:
-    """Show where a run stands, its goodput, its jobs and nodes, and what to do next. Changes nothing."""
+    """Show where a run stands, its jobs and nodes, and what to do next. Changes nothing.
+
+    The goodput, which it also shows, is the time of useful training steps divided by all time outside Slurm's queue.
+    """
     out = Console(highlight=False, soft_wrap=True, markup=False)
     for line in lines(facts(run)):
         out.print(line)
@@ -66,7 +71,8 @@ def status(
 def facts(run: Path) -> Facts:
     """Read everything that `status` shows: the files of the run folder and, for a submitted run, Slurm's queue.
 
-    If a submitted run has not started yet, the config beside its batch script is read.
+    If a submitted run has not started yet, its folder has no config.yaml; the copy of the config that `submit` wrote
+    beside the batch script is read then.
 
     Args:
         run: the run folder.
@@ -93,7 +99,9 @@ def facts(run: Path) -> Facts:
 
 
 def _config_file(run: Path, newest_script: Path | None) -> Path:
-    """Return the config file of a run: RUN/config.yaml, or before the first start the one beside its batch script.
+    """Return the path of a run's config file: RUN/config.yaml, which the first start of the run writes.
+
+    Before that, it is the copy that `submit` wrote beside the batch script, RUN/slurm/submission-NNNN.yaml.
 
     Args:
         run: the run folder.
@@ -110,15 +118,15 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 
 def _submit_command(script: Path) -> str:
-    """Return the command line that submitted a batch script; the script's second line is "# " and the command."""
+    """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
     return script.read_text().splitlines()[1].removeprefix("# ")
 
 
 def lines(seen: Facts) -> list[str]:
-    """Return the status page as lines; the commands to run next come last, indented by four spaces.
+    """Return the lines of the status page; the commands to run next come last, indented by four spaces.
 
     Args:
-        seen: the result of `facts`.
+        seen: the snapshot of the run that `facts` has read.
     """
     state = run_state(seen.ledger, _evidence(seen))
     page = [
@@ -140,7 +148,11 @@ def lines(seen: Facts) -> list[str]:
 
 
 def _evidence(seen: Facts) -> RunEvidence:
-    """Return the evidence of the run's state apart from its ledger: its signs of life and its jobs in the queue."""
+    """Return what shows the state of the run besides its ledger (list of events).
+
+    This is the time of its last sign of life, how long a living run may be silent, and whether it has a running, a
+    pending or a held job in Slurm's queue. Held means that the job waits until a person releases it.
+    """
     jobs = _jobs(seen)
     return RunEvidence(
         now=seen.now,
@@ -153,7 +165,10 @@ def _evidence(seen: Facts) -> RunEvidence:
 
 
 def _newest_sign_of_life(seen: Facts) -> float | None:
-    """Return the Unix time of the run's newest heartbeat, metrics record or ledger event; None if there is none."""
+    """Return the Unix time of the newest write by the run: a heartbeat, a metrics record or an event in its ledger.
+
+    None means that the run has written nothing yet.
+    """
     times = [beat.time for beat in seen.beats]
     if seen.ledger:
         times.append(_seconds(seen.ledger[-1]["time"]))
@@ -164,7 +179,11 @@ def _newest_sign_of_life(seen: Facts) -> float | None:
 
 
 def _patience_s(seen: Facts) -> float:
-    """Return the seconds for which a living run may show no sign of life: while setting up, or within some steps."""
+    """Return for how many seconds the run may write nothing (no heartbeat, metric or event) and still count as living.
+
+    Between a start and the first training step this is the limit `cluster.hang_setup_s`. Afterwards it is the time of
+    ten steps, or of `log.every_steps` steps if that is more, and at least `cluster.hang_step_floor_s`.
+    """
     limits = seen.config.cluster
     has_just_started = bool(seen.ledger) and seen.ledger[-1]["event"] in ("start", "resume")
     has_trained = bool(seen.beats) and seen.last is not None
@@ -176,7 +195,10 @@ def _patience_s(seen: Facts) -> float:
 
 
 def _reason_in_parentheses(seen: Facts, state: State) -> str:
-    """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)"; empty if it needs none."""
+    """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)".
+
+    Only the states stopped, dead, held and waiting have one; for the others the result is empty.
+    """
     if state in ("stopped", "dead"):
         # The launcher's own reason explains more than the ledger's last event.
         job_reason = seen.jobs[-1].get("why") if seen.jobs else None
@@ -191,7 +213,10 @@ def _reason_in_parentheses(seen: Facts, state: State) -> str:
 
 
 def _describe_event(seen: Facts, event: Record) -> str:
-    """Return a ledger event as text: its name, its reason if it has one, and its age, "stop: SIGTERM, 50s ago"."""
+    """Return an event of the run's ledger as text: its name, its reason if it has one, and its age.
+
+    For example "stop: SIGTERM, 50s ago".
+    """
     age = format_duration(seen.now - _seconds(event["time"]))
     if event.get("why"):
         return f"{event['event']}: {event['why']}, {age} ago"
@@ -199,9 +224,10 @@ def _describe_event(seen: Facts, event: Record) -> str:
 
 
 def _step(seen: Facts) -> str:
-    """Return the steps done of all steps, the newest loss, and the time that the remaining steps will take.
+    """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
 
-    For example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
+    Step and loss are those of the newest metrics record. The remaining time assumes that every further step takes as
+    long as that record states; it is left out when all steps are done.
     """
     num_steps = seen.config.train.num_steps
     last = seen.last
@@ -218,7 +244,10 @@ def _step(seen: Facts) -> str:
 
 
 def _newest_checkpoint(seen: Facts) -> str:
-    """Return the step and the age of the newest checkpoint, "step 10, 1m20s old", or "none yet"."""
+    """Return the step and the age of the last checkpoint that the ledger records, "step 10, 1m20s old".
+
+    Returns "none yet" if it records none.
+    """
     checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
     if not checkpoints:
         return "none yet"
@@ -228,10 +257,11 @@ def _newest_checkpoint(seen: Facts) -> str:
 
 
 def _hung_rank_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each of the first few hung ranks, the likely culprit first.
+    """Return a line of the status page for each hung rank, at most `_HUNG_RANKS_SHOWN`, the likely culprit first.
 
-    A rank is hung if its last heartbeat is older than the limit of its phase; the config section `cluster` sets the
-    limits. Heartbeats of earlier starts of the run do not count.
+    A rank is hung if its last heartbeat is older than the limit of the phase that it is in (setup, step, checkpoint,
+    ...); the config section `cluster` sets the limits. The culprit is probably the rank with the fewest steps, because
+    the others wait for it. Heartbeats of earlier starts of the run do not count.
     """
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
     beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
@@ -243,9 +273,10 @@ def _hung_rank_lines(seen: Facts) -> list[str]:
 
 
 def _excluded_node_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each node that new jobs leave out, because it has a recent strike.
+    """Return a line of the status page for each node that new jobs of the run do not use, because of a recent fault.
 
-    A strike is the record of a fault of a node; it expires after `cluster.strike_expires_h` hours.
+    Each fault of a node is recorded as a strike, which expires after `cluster.strike_expires_h` hours. The line has
+    the time until then and the reason of the newest strike.
     """
     expires_s = 3600 * seen.config.cluster.strike_expires_h
     page_lines = []
@@ -258,7 +289,11 @@ def _excluded_node_lines(seen: Facts) -> list[str]:
 
 
 def _next_commands(seen: Facts, state: State) -> list[str]:
-    """Return the commands that a person may want to run in this state of the run, the most likely one first."""
+    """Return the shell commands that the status page suggests in this state of the run, the most likely one first.
+
+    For example export for a finished run, tail -f of the log for a living one, and the command that starts it again
+    for a stopped one.
+    """
     run = shlex.quote(str(seen.run))
     if state == "finished":
         return [f"electra-dist export {run}", f"electra-dist report {run}"]
@@ -279,12 +314,15 @@ def _next_commands(seen: Facts, state: State) -> list[str]:
 
 
 def _jobs(seen: Facts) -> tuple[QueuedJob, ...]:
-    """Return the run's jobs in Slurm's queue; empty without Slurm."""
+    """Return the run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
     return seen.queue.jobs if seen.queue else ()
 
 
 def _nodes_out(seen: Facts) -> list[NodeOut]:
-    """Return the nodes of the run's newest job that Slurm does not use; other nodes do not concern the run."""
+    """Return the nodes of the run's last started job that Slurm does not use now, because they are drained or down.
+
+    Other drained nodes of the cluster are left out. Empty without Slurm, or if no job of the run has started yet.
+    """
     if seen.queue is None:
         return []
     begin_records = [record for record in seen.jobs if record["event"] == "begin"]
@@ -295,10 +333,10 @@ def _nodes_out(seen: Facts) -> list[NodeOut]:
 
 
 def _running_job_id(seen: Facts) -> str:
-    """Return the Slurm id of the run's running job; empty if no job runs."""
+    """Return the Slurm id of the run's job that is in state RUNNING; empty if there is none."""
     return next((job.job for job in _jobs(seen) if job.state == "RUNNING"), "")
 
 
 def _seconds(time: str) -> float:
-    """Return an ISO 8601 time with zone, as in the ledger ("2026-01-31T12:00:00+00:00"), as Unix seconds."""
+    """Convert a time as the ledger has it, ISO 8601 with zone ("2026-01-31T12:00:00+00:00"), to Unix seconds."""
     return datetime.fromisoformat(time).timestamp()

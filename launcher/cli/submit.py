@@ -55,9 +55,10 @@ def submit(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="print the batch script; write and submit nothing")] = False,
 ) -> None:
-    """Submit a run to Slurm. It continues after time limits, preemption and dead nodes until it is finished.
+    """Submit a run to Slurm. Its jobs continue it after time limits, preemption and dead nodes until it is finished.
 
-    The config and the batch script are written to RUN/slurm/. Submit again with the same run_dir to resume a run.
+    The config and the batch script are written to RUN/slurm/, where RUN is the run_dir of the config. Submitting again
+    with the same run_dir resumes the run from its newest checkpoint.
     """
     ranks_container = None
     if container:

@@ -1,4 +1,8 @@
-"""`electra-dist verify RUN`: check that a run was trained on exactly the rows that its row order prescribes."""
+"""`electra-dist verify RUN`: check that a run was trained on exactly the corpus rows that it should have used.
+
+The seed fixes an order of the rows. A run records receipts: the number of rows used so far and a digest of their ids.
+The command computes the receipts that this order gives and compares them with the recorded ones.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,11 @@ _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
 
 def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]) -> None:
-    """Verify which corpus rows the run was trained on, up to the step reached.
+    """Verify that the run was trained on exactly the corpus rows that its seed prescribes, up to the step reached.
 
-    The receipts (row count and digest of the row ids) in the metrics and in the checkpoints are compared with those of
-    the run's row order. Exit codes: 0 all agree, 1 they deviate at some step, 78 there is nothing to verify.
+    A run records receipts (number of rows used so far and digest of their ids) in its metrics and checkpoints. They
+    are compared with the receipts that the prescribed rows give. Exit codes: 0 all agree, 1 they deviate at some step,
+    78 there is nothing to verify.
     """
     config = open_run(run)
     out = Console(highlight=False, soft_wrap=True)
@@ -49,7 +54,7 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
         bar = progress.add_task("receipts", total=None)
 
         def show_progress(done: int, total: int) -> None:
-            """Show how many receipts are checked."""
+            """Show in the progress bar that `done` of `total` receipts are checked."""
             progress.update(bar, completed=done, total=total)
 
         result = verify(marks, expected, corpus, show_progress)
@@ -59,9 +64,10 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
 
 
 def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, RunState]]:
-    """Return URL and state of every committed checkpoint of a run whose manifest can be read.
+    """Return the URL and the run state of every complete checkpoint of a run.
 
-    For a checkpoint with a damaged manifest, a line with the next step is printed.
+    The run state is a part of the checkpoint's manifest, with the step and the rows used. A checkpoint whose manifest
+    is damaged is left out, and a line with the command that repairs it is printed.
 
     Args:
         config: the run's config, which names the stores of its checkpoints.
@@ -80,11 +86,14 @@ def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, Run
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, out: Console) -> None:
-    """Print the result of an audit: receipts checked, skipped steps, and the rows used or the first deviation.
+    """Print the result of an audit of the rows that a run used.
+
+    Printed are the number of receipts checked, the skipped steps, and then either how often each row was used or the
+    first range of steps in which the run used other rows than its row order prescribes.
 
     Args:
         run: the run folder.
-        result: the result, of at least one receipt.
+        result: result of the audit; at least one receipt was checked.
         expected: the run's row order, global batch and skipped steps.
         out: where to print.
     """
@@ -97,7 +106,10 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))
         if len(skipped_steps) > _MAX_STEPS_SHOWN:
             shown += ", ..."
-        out.print(f"{len(skipped_steps)} steps were skipped (config or guard, see ledger.jsonl): {shown}")
+        out.print(
+            f"{len(skipped_steps)} steps were skipped (by train.skip_steps or by the loss guard; see ledger.jsonl): "
+            f"{shown}"
+        )
     deviation = result.deviation
     if deviation is not None:
         steps = f"steps {deviation.first_step:,} to {deviation.end_step - 1:,} ({deviation.source})"
@@ -113,8 +125,8 @@ def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
     """Return how often each row of the corpus was used, "each of 640 exactly 3 times, 80 of them once more".
 
     Args:
-        num_positions: rows of all steps together; each epoch uses every row of the corpus once.
-        rows_per_epoch: rows of the corpus.
+        num_positions: steps times rows per step; a row that was used in several epochs counts each time.
+        rows_per_epoch: number of rows of the corpus, each of which is used once per epoch.
     """
     num_epochs, num_extra_rows = divmod(num_positions, rows_per_epoch)
     use = f"each of {rows_per_epoch:,} exactly {num_epochs} times"
@@ -126,11 +138,12 @@ def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
     """Return every receipt that a run recorded, with its step and its source, sorted by step.
 
-    A receipt is the number of rows that were used up to that step and a digest of their ids.
+    A receipt is the number of rows that were used up to that step and a digest of their ids. A mark is a receipt
+    together with its step and its source, which is metrics.jsonl or a checkpoint.
 
     Args:
-        run_dir: the run folder, whose training records hold one receipt each.
-        checkpoints: (name, state) of each checkpoint; a state holds a receipt.
+        run_dir: the run folder; each training record in its metrics.jsonl holds one receipt.
+        checkpoints: (name, state) of each checkpoint; each state holds one receipt.
     """
     marks = []
     for record in read_metrics(run_dir):

@@ -32,9 +32,9 @@ from launcher.preflight.node_check import check_node
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this node, print the findings, add a strike if it is unhealthy, and return the process's exit code.
 
-    The environment variables RANK, LOCAL_RANK and WORLD_SIZE of a launcher decide what is checked. With a world size
-    above 1 the call is collective: all ranks must make it. Only local rank 0 checks its node; only rank 0 prints,
-    except that every local rank 0 prints if the ranks cannot work together.
+    A strike is the record of a fault in strikes.jsonl. A launcher's environment variables RANK, LOCAL_RANK and
+    WORLD_SIZE decide what is checked; with a world size above 1 the call is collective. Local rank 0 of each node
+    checks the node. Rank 0 prints for all; if the ranks cannot work together, local rank 0 of each node prints.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -68,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(config: Config, node: str, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
-    """Check the node, and then the ranks together or, with one rank, the node's GPUs under load.
+    """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load.
 
-    Collective with a world size above 1.
+    Collective with a world size above 1. With one rank, the GPUs are put under load only if there are some and the
+    checks before found no fault.
 
     Args:
         config: the resolved config of the run.

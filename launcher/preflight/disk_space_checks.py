@@ -1,7 +1,7 @@
 """Check that the disks of a node have room for what a run will write.
 
-Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus the bytes
-that already lie in the folders, so that a resumed run is not refused because of its own checkpoints. The needs of
+Guarantees: free space is compared with what this config will write (`needs`, a pure function) minus the bytes that
+already lie in the run's folders, so that a resumed run is not refused because of its own checkpoints. The needs of
 folders on the same disk are added up.
 
 Cost: one directory walk of the local checkpoints and the cache. Imports no torch.
@@ -32,7 +32,10 @@ LOG_FILES = 2_000  # files of a run other than shards
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes and files that a run will write below one local folder, and the advice if they do not fit."""
+    """Bytes and files that a run will write below one local folder, soon and by its end.
+
+    `next_step` is the advice that is printed if they do not fit on the disk.
+    """
 
     folder: Path
     what: str  # what is written, for the message
@@ -45,7 +48,8 @@ class Need:
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
     """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
 
-    The bytes that already lie in the run's folders count as written. What several folders on one disk need is added.
+    The needs of all folders on a disk are added up. What already lies in these folders is subtracted from the need, so
+    that a resumed run is not refused because of its own checkpoints.
 
     Args:
         config: the resolved config of the run.
@@ -60,9 +64,9 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
-    """Return how much a run will write to each local folder if all are empty: logs, checkpoints and cached shards.
+    """Return how much a run will write to each local folder if all are empty: logs, checkpoints, cached shards. Pure.
 
-    A checkpoint target on S3 needs local space for one checkpoint, in the staging folder. Pure.
+    A checkpoint target on S3 needs local space for only one checkpoint, which lies in RUN/staging during its upload.
 
     Args:
         config: the resolved config of the run.
@@ -81,10 +85,11 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints of one target need, each of 12 bytes per parameter.
+    """Return how much local space the checkpoints of one target need, at 12 bytes per parameter each.
 
-    In a local target, the newest and the best checkpoints are kept for a while, and those of `keep_steps` and
-    `keep_every_steps` for good. On S3, only the checkpoint that is being uploaded takes local space.
+    In a local target, the first failure would come from the checkpoints that exist at once: the newest, the best, and
+    the one being written. By the end of the run, those that are kept for good (`keep_steps`, `keep_every_steps`) are
+    added. A target on S3 takes local space only for the checkpoint that is being uploaded.
 
     Args:
         config: the resolved config of the run.
@@ -121,10 +126,12 @@ def _checkpoint_need(config: Config, url: str) -> Need:
 
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
-    """Return how much the cache of shards needs, as a list of one; empty if all corpora are local.
+    """Return how much space the local cache of shards needs, as a list of one; empty if no corpus is on S3.
 
-    The run goes on with room for two shuffle windows: one is trained on while the next one is fetched. Two windows of
-    the largest shards are assumed.
+    A shard is one file of a corpus; a shuffle window is the group of shards whose rows are shuffled together. The run
+    fails soon without room for two windows, one that is trained on and one that is fetched meanwhile; they are assumed
+    to consist of the largest shards. By the end, the cache holds all shards or `data.cache_limit_gb`, whichever is
+    less.
     """
     remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
     shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
@@ -150,10 +157,10 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[
 
 
 def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
-    """Compare the free space of one disk with all that will be written to it. Pure.
+    """Compare the free space of one disk with all that a run still has to write to it. Pure.
 
     Args:
-        disk_needs: what is still to be written to this disk; at least one.
+        disk_needs: what is still to be written, one entry for each folder on this disk; at least one.
         free_bytes: bytes that an ordinary user may still write.
         free_files: free inodes; None if the file system does not count them.
         node: name of this node, for the finding.
@@ -184,9 +191,10 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return what is still to be written of a need: its bytes minus those that already lie in its folder, at least 0.
+    """Return a copy of `need` with the bytes that are still to be written.
 
-    A resumed run is thus not refused because of its own checkpoints.
+    The bytes that already lie in its folder are subtracted from both byte counts, but not below 0. The number of files
+    stays as it is.
     """
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
@@ -197,7 +205,12 @@ def _remaining(need: Need) -> Need:
 
 
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
-    """Read the free space of the one disk on which the folders of all `disk_needs` lie, and classify it."""
+    """Read the free space of one disk and return the finding about it.
+
+    Args:
+        disk_needs: what is still to be written, one entry for each folder on this disk; at least one.
+        node: name of this node, for the finding.
+    """
     disk = os.statvfs(_existing(disk_needs[0].folder))
     # "avail" is what an ordinary user may use; a file system that does not count inodes reports 0 of them in total.
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -216,7 +229,10 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest parent that does: both lie on the same disk."""
+    """Return the folder itself if it exists, otherwise its nearest parent that exists.
+
+    A missing folder will be created on the disk of that parent, so the free space of that disk counts.
+    """
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

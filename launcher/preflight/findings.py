@@ -4,7 +4,8 @@ A strike is a recorded fault of a node; later starts leave such a node out until
 
 Guarantee: `exit_code` and `strike_of` are pure functions of the findings.
 
-Limits: an unhealthy finding that concerns no single node (its `node` is JOB) ends the start without a strike.
+Limits: an unhealthy finding that concerns no single node (its `node` is JOB) gives no strike. Preflight then ends
+with EXIT_CRASH.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of one check: how bad it is, on which node and device, and what to do.
+    """Result of one check: its severity, the node and device that it is about, what was found, and what to do.
 
-    "unhealthy" means that the node must be left out; "user error" that the user must fix something before any start.
+    The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error" (the
+    user must fix something before any start).
     """
 
     severity: Severity
@@ -42,10 +44,12 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Convert a user error to a finding; the text after the first "; " of its message becomes the next step.
+    """Convert a user error to a finding of severity "user error".
+
+    The text of its message before the first "; " becomes what was found, the text after it becomes the next step.
 
     Args:
-        error: its message has the form "WHAT IS WRONG; WHAT TO DO".
+        error: its message should have the form "WHAT IS WRONG; WHAT TO DO". Without "; " the next step is empty.
         node: name of the node on which it occurred.
     """
     what, _, next_step = str(error).partition("; ")
@@ -53,11 +57,11 @@ def from_error(error: UserError, node: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding], node: str) -> int:
-    """Return the exit code of a preflight process on `node`. Findings about other nodes do not count.
+    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole.
 
-    A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. For
-    a fault that concerns no single node the result is EXIT_CRASH, because after EXIT_UNHEALTHY the scheduler would
-    leave out this node.
+    A user error of the node has precedence over an unhealthy node, because requeuing the job on other nodes would not
+    help. A fault that concerns no single node gives EXIT_CRASH: after EXIT_UNHEALTHY this node would be left out,
+    although it is not at fault. Findings about other nodes are ignored.
     """
     findings = list(findings)
     severities_of_node = {finding.severity for finding in findings if finding.node == node}
@@ -72,14 +76,14 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Return one strike (the record of a fault) against `node` for all unhealthy findings about it; None without any.
+    """Return one strike (the record of a fault) that combines all unhealthy findings about `node`; None without any.
 
-    There is one strike per check, not per device, so that a threshold on strikes counts checks.
+    Preflight adds one strike per call and not one per device, so that a limit on the number of strikes counts calls.
 
     Args:
         findings: findings about any nodes.
         node: the node to judge.
-        now: Unix time, recorded in the strike.
+        now: Unix time in seconds, recorded in the strike.
     """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:

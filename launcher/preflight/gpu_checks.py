@@ -5,7 +5,7 @@ A GPU is unhealthy, so that its node must be left out, if one of these holds:
 - it had uncorrected memory errors since the driver was loaded, or repairs of its memory are pending or have failed;
 - the hardware slows it down, or it is at its slowdown temperature;
 - it has fewer active NVLinks than another GPU of its node;
-- it is much slower than the median.
+- its matrix products are slower than those of the median GPU by more than a factor of 1.3.
 A GPU that may be used but should be examined gets a warning.
 
 Guarantee: all functions are pure.
@@ -33,9 +33,10 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults of each GPU at rest, or one "ok" finding for a GPU without faults.
+    """Return the faults of each GPU while it is idle, or one "ok" finding for a GPU without faults.
 
-    A GPU that does not answer gets this one fault only, because its other values are not known.
+    Faults of memory, driver, temperature and NVLinks are looked for. A GPU that does not answer gets only the fault
+    that it does not answer, because its other values are not known.
 
     Args:
         gpus: all GPUs of one node, whose numbers of NVLinks are compared.
@@ -54,7 +55,9 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 
 def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults that show only while the GPUs compute: slowdowns, heat and a low clock.
+    """Return the faults that show only while the GPUs compute, or one "ok" finding for a GPU without faults.
+
+    The faults are slowdowns, heat, and a clock of less than half of the highest one, which is a warning.
 
     Args:
         gpus: all GPUs of one node, sampled during a matrix product.
@@ -83,13 +86,14 @@ class Speed:
 
 
 def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
-    """Return an "unhealthy" finding for each device that is slower than the median by more than `factor`.
+    """Return an "unhealthy" finding for each slow device, and an "ok" finding for each node without a slow device.
 
-    A node without a slow device gets one "ok" finding. A single device is always "ok".
+    A device is slow if the median speed of all devices is more than `factor` times its own. A single device is its own
+    median, so it is never slow.
 
     Args:
-        speeds: devices of one kind, of one or several nodes; may be empty.
-        factor: ratio of the median speed to the speed of a device above which the device is slow.
+        speeds: devices of one kind, of one or several nodes; an empty list gives no findings.
+        factor: how many times slower than the median a device may be, for example 1.3.
     """
     if not speeds:
         return []
@@ -116,8 +120,8 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
     """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced.
 
-    Each fault is a tuple of the severity, what was found, and the next step. Errors since the driver was loaded make
-    the GPU unhealthy; older ones are a warning only.
+    Each fault is a tuple of the severity, what was found, and the next step. Uncorrected errors since the driver was
+    loaded make the GPU unhealthy; earlier ones are a warning only.
     """
     new_errors = gpu.now.ecc_uncorrected
     if new_errors:
@@ -144,11 +148,11 @@ def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault for each slowdown that is in force and for a temperature near the slowdown temperature.
+    """Yield a fault for each slowdown that is in force, and one for a temperature near the slowdown temperature.
 
     Each fault is a tuple of the severity, what was found, and the next step. A slowdown by the hardware is unhealthy;
-    a slowdown by the driver's software is a warning. At the slowdown temperature a GPU is unhealthy; from 5 C below
-    it on, there is a warning.
+    one by the driver's software is a warning. A GPU at the temperature at which the hardware slows it down is
+    unhealthy; at most 5 C below that temperature, it gets a warning.
     """
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
@@ -165,8 +169,8 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
     """Yield a fault (severity, what was found, next step) if some NVLinks of a GPU are inactive.
 
-    Fewer active links than on another GPU of the node is a fault. If all GPUs have the same number of inactive links,
-    the node may be wired that way, so that is a warning only.
+    A GPU with fewer active links than another GPU of the node is unhealthy. A GPU with inactive links but as many
+    active ones as any other gets a warning only, because the node may be wired that way.
 
     Args:
         gpu: the GPU to judge.
@@ -182,13 +186,13 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Return one finding per fault of a GPU, or one "ok" finding if there is no fault.
+    """Convert the faults of a GPU to one finding each, or to one "ok" finding if there is no fault.
 
     Args:
         gpu: the GPU, whose number the findings name.
         node: name of its node.
         faults: tuples of the severity, what was found, and the next step.
-        sound: text of the "ok" finding.
+        sound: what the "ok" finding states, for example the name and temperature of the GPU.
     """
     device = f"GPU {gpu.index}"
     if not faults:

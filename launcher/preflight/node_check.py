@@ -26,7 +26,8 @@ from launcher.preflight.storage_access_checks import check_storage
 def check_node(config: Config, node: str) -> list[Finding]:
     """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
 
-    A fault is a finding with severity "unhealthy" or "user error", never an exception. Nothing is left in the storage.
+    A fault is a finding with severity "unhealthy" or "user error", never an exception. Objects that are written to the
+    storage as a test are deleted again.
 
     Args:
         config: the resolved config of the run.
@@ -36,7 +37,10 @@ def check_node(config: Config, node: str) -> list[Finding]:
 
 
 def check_gpus(node: str) -> list[Finding]:
-    """Return the findings about this node's GPUs at rest, or one "ok" finding if NVML reports no GPU."""
+    """Return the findings about this node's GPUs while they are idle, by the values that NVML reports.
+
+    Without a GPU, or without the package nvidia-ml-py, the result is one "ok" finding.
+    """
     probe = GpuProbe.open()
     if probe is None:
         what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"
@@ -48,15 +52,15 @@ def check_gpus(node: str) -> list[Finding]:
 
 
 def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
-    """Run `launcher.preflight` as a separate process and return its exit code.
+    """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
-    On timeout, send it SIGKILL, record a strike (a fault) against this node and return EXIT_UNHEALTHY. The process is
-    not waited for after that, because a process that hangs in a driver may survive SIGKILL.
+    On timeout, send it SIGKILL, add a strike (the record of a fault) against this node and return EXIT_UNHEALTHY. The
+    end of the process is then not waited for, because a process that hangs in a driver may survive SIGKILL.
 
     Args:
         run_dir: the run folder, to which the strike is added.
         arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
-        limit_s: time limit, seconds.
+        limit_s: seconds after which the process is killed.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     try:

@@ -40,7 +40,7 @@ SLOW_LINK_FACTOR = 2.0  # A rank whose exchange takes longer than the median by 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Measurements and findings of one rank, which every rank receives from every other one."""
+    """Measurements and findings of one rank. Each rank makes one and receives those of all other ranks."""
 
     rank: int
     node: str
@@ -52,9 +52,9 @@ class RankReport:
 
 
 def check_load(node: str) -> list[Finding]:
-    """Run matrix products on all GPUs of this node at once and return the findings. Not collective.
+    """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
 
-    Call it from one process per node. Takes 3 s. If torch sees no GPU, the result is one warning.
+    Not collective: call it from one process per node. If torch sees no GPU, the result is one warning.
     """
     import torch
 
@@ -69,8 +69,9 @@ def check_load(node: str) -> list[Finding]:
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     """Measure all ranks together and return the findings of all of them. Collective.
 
-    Makes and destroys the default process group, from the launcher's environment variables. If the ranks cannot meet
-    or a collective fails, returns `own` and one unhealthy finding about no single node.
+    Makes the default process group from the launcher's environment variables, and destroys it. If the ranks cannot
+    meet or a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as
+    a whole, because it is not known which node is at fault.
 
     Args:
         node: name of this rank's node.
@@ -96,10 +97,11 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
     """Return the findings of all ranks, and those that follow from comparing the ranks. Pure.
 
-    The compared values are the clocks of the nodes, the speeds of the GPUs and the times of the exchanges of data.
+    Compared are the clocks of the nodes, the speeds of the GPUs, and the seconds that a rank needs to exchange data
+    with its neighbours.
 
     Args:
-        reports: one for each rank, by rank.
+        reports: the reports of all ranks, ordered by rank.
         on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
     """
     findings = [finding for report in reports for finding in report.findings]
@@ -120,7 +122,10 @@ def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Findi
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
-    """Return a finding for each rank whose faster exchange took more than twice the median of all ranks.
+    """Return a finding for each rank whose exchange of data took more than twice the median of all ranks.
+
+    Each rank exchanges data with two neighbours, and its report holds the faster of the two exchanges. A rank is thus
+    slow only if both were slow, and is not blamed for one slow neighbour.
 
     Args:
         reports: one for each rank; those without a measured exchange are ignored.
@@ -156,9 +161,10 @@ def _backend() -> str:
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
-    """Measure this rank and return the reports of all ranks, by rank. Collective over the default process group.
+    """Measure this rank and return the reports of all ranks, ordered by rank. Collective.
 
-    If the matrix product of any GPU failed, no rank exchanges data, because the faulty GPU would hang the exchange.
+    Works in the default process group. If the matrix product of any GPU failed, no rank exchanges data, because the
+    faulty GPU would hang the exchange.
 
     Args:
         node: name of this rank's node.
@@ -206,12 +212,13 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
 
 
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
-    """Run matrix products on the devices at once and return their speeds and the findings.
+    """Run matrix products on the devices at once for 3 s; return their speeds and the faults that show.
 
     Args:
         devices: the GPUs to load, each by a thread of its own.
         node: name of this node.
-        sample_gpus: whether to read NVML's values of all GPUs of this node while they work; once per node is enough.
+        sample_gpus: whether to also read NVML's values of all GPUs of this node while they work; one rank per node
+            should.
 
     Returns:
         The speeds, without devices that failed, and the findings: failed products and faults under load.

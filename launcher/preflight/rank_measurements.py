@@ -50,8 +50,8 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 def skew(rank: int) -> float:
     """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
 
-    The ranks leave a barrier at slightly different moments, which adds to the measured difference. The smallest of
-    three tries is therefore returned.
+    Negative if it is behind. The ranks read their clocks after a barrier, which they leave at slightly different
+    moments; that adds to the difference. Three tries are made, and the difference nearest to 0 is returned.
     """
     differences = []
     for _ in range(_SKEW_TRIES):
@@ -65,10 +65,12 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
     The faster one counts, so that a rank with one slow neighbour is not blamed for it. The exchanges are made in two
-    or three turns; in each turn a rank exchanges data with at most one neighbour, see `partner`.
+    or three turns (three with an odd number of ranks), so that a rank exchanges data with only one neighbour at a
+    time; see `partner`.
 
     Args:
-        ring: the ranks of the ring in order, `rank` among them; see `peers`. All ranks must be in a ring of this size.
+        ring: the ranks of the ring in order, `rank` among them, from `peers`. All ranks must be in a ring of the same
+            size.
         rank: this rank.
         device: where the exchanged buffers lie.
 
@@ -102,7 +104,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Return at once: the work of a rank that has no peer in a turn."""
+    """Return at once: the work that is timed on a rank without a neighbour to exchange data with in a turn."""
 
 
 def all_reduce(device: torch.device) -> float:
@@ -118,13 +120,13 @@ def all_reduce(device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of five tries of `work`. Collective; all ranks begin each try together.
+    """Return the seconds of the fastest of five runs of `work`. Collective; all ranks begin each run together.
 
-    One try is made before those five and not counted: it opens the connections.
+    One run before these five is not counted, because it opens the connections.
 
     Args:
         work: what to time; it may differ between the ranks.
-        device: where the work runs; a GPU is waited for at the end of each try.
+        device: where the work runs; if it is a GPU, each run ends when the GPU has finished.
     """
     times = []
     for _ in range(1 + _REPEATS):
@@ -150,16 +152,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks have called this function. Collective over gloo, also with a faulty GPU."""
+    """Wait until all ranks have called this function. Collective over gloo, so it works with a faulty GPU, too."""
     dist.all_reduce(torch.zeros(1))
 
 
 def partner(position: int, count: int, turn: int) -> int | None:
     """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
 
-    Over the turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
-    turn 1 they are (1, 2), (3, 4), .... With an even count, the last and the first position are a pair of turn 1. With
-    an odd count, the last position pauses in turn 0 and the first one in turn 1, and the two are the pair of turn 2.
+    Over all turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
+    turn 1 they are (1, 2), (3, 4), .... The ring is closed by the last and the first position: with an even count they
+    are one more pair of turn 1. With an odd count, the last one pauses in turn 0, the first one in turn 1, and they
+    meet in turn 2, in which all others pause.
 
     Args:
         position: from 0 to `count` - 1.

@@ -5,7 +5,8 @@ target an object is created (only if new), read, compared and deleted.
 
 Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute.
 
-Limits: access rights are checked for one key only. The clock of an HTTP service is known to whole seconds.
+Limits: access rights are checked for only one object, although rights may differ by the object's name. The clock of an
+HTTP service is known to whole seconds.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _PATIENCE = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_ti
 
 
 def check_storage(config: Config, node: str) -> list[Finding]:
-    """Check the corpora, checkpoint targets, disks and clock as seen from this node, and return the findings.
+    """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    A storage fault is returned as a finding with severity "user error" and raises nothing.
+    Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised.
 
     Args:
         config: the resolved config of the run.
@@ -88,7 +89,9 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Create, read, compare and delete one object in a checkpoint target.
+    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it.
+
+    The name of the object is random, so that several nodes can test the same target at once.
 
     Args:
         url: the target: s3://BUCKET/PREFIX, file://... or a path.
@@ -110,10 +113,10 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 
 
 def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
-    """Compare this node's clock with the file system of the run folder and with every S3 service of the run.
+    """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service.
 
-    Yields one finding per clock. A service that does not answer yields no finding: the check of its objects reports
-    that.
+    Yields one finding per clock. A service that does not answer yields none, because `check_storage` has already
+    reported that it cannot be reached.
     """
     try:
         yield classify_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
@@ -131,9 +134,10 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Return by how many seconds this node's clock is ahead of the file system's, measured by a file written now.
+    """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system.
 
-    On a shared file system the file server sets the modification time. The file is deleted again.
+    A temporary file is written: on a shared file system its modification time comes from the file server. It is
+    compared with this node's time, and the file is deleted again.
 
     Raises:
         UserError: the run folder cannot be written or read.

@@ -33,7 +33,7 @@ SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save a
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """Container image that the ranks run in, and how to start it."""
+    """Container image in which the ranks run, the runtime that starts it, and the folders that are mounted into it."""
 
     image: str  # as the runtime names it: a file or a registry reference
     runtime: Literal["pyxis", "apptainer"]  # pyxis: srun's --container-* options (enroot)
@@ -42,7 +42,7 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a submission that become part of the batch script."""
+    """The options of `electra-dist submit` that become part of the batch script, such as nodes and time limit."""
 
     num_nodes: int
     gpus_per_node: int  # also the number of ranks per node; 0: no GPUs, one CPU rank per node
@@ -56,7 +56,10 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitRequest(JobOptions):
-    """Everything that the text of the batch script depends on. All paths are absolute and visible on every node."""
+    """Everything on which the text of the batch script depends, except the nodes to exclude.
+
+    All paths are absolute and visible on every node.
+    """
 
     run_dir: str
     script_file: str  # where the script will lie; every node runs it again with the argument `node`
@@ -94,10 +97,15 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
 
 
 def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[str]:
-    """Return the sbatch options, one `--name` or `--name=value` for each #SBATCH line.
+    """Return the sbatch options of the job, one `--name` or `--name=value` for each #SBATCH line.
+
+    Args:
+        request: what to run, where and how.
+        excluded_nodes: names of nodes that Slurm must not use.
 
     Raises:
-        UserError: see `batch_script`.
+        UserError: a value cannot be written into an #SBATCH line, or the user set an option that the script sets
+            itself.
     """
     log_file = f"{request.run_dir}/slurm/job-".replace("%", "%%") + "%j.log"  # sbatch replaces %j by the job id
     # Pairs of name and value. None leaves the option out; "" makes it a flag, an option without a value.
@@ -150,7 +158,10 @@ def _user_options(sbatch_options: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _directive(value: object) -> str:
-    """Return an option's value, quoted for Slurm's parser: like for a shell, but a backslash is never literal.
+    """Return an option's value, quoted for Slurm's own parser of #SBATCH lines.
+
+    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
+    value with a backslash is therefore refused.
 
     Raises:
         UserError: the value has a backslash or a control character.
@@ -166,7 +177,8 @@ def _directive(value: object) -> str:
 def _settings(request: SubmitRequest) -> str:
     """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder.
 
-    The state folder is a new one for each start of the job; each node writes its exit code into it.
+    Each node writes its exit code into the state folder, RUN/slurm/job-ID-RESTART. RESTART is the number of requeues,
+    so a job that Slurm requeues has a new folder each time.
     """
     return f"""
 run_dir={shlex.quote(request.run_dir)}
@@ -180,7 +192,7 @@ export PYTHONUNBUFFERED=1
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerText:
-    """Texts by which the commands of the script run in the container; all are empty without a container."""
+    """Pieces of shell text that make the commands of the script run in the container; empty without a container."""
 
     srun_options: str = ""  # for the `srun` that starts the ranks; begins with a blank
     ranks_prefix: str = ""  # in front of the command that starts the ranks of a node; ends with a blank
@@ -213,10 +225,11 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """Return the part of the script that each node's task runs, and the shell functions `ours` and `start_step`.
+    """Return the part of the script that each node runs, and the definitions of two shell functions.
 
-    The task starts the node's supervisor, passes signals on to it, and writes its exit code into the state folder.
-    `ours` runs `launcher.slurm.job` in the container on the first node; `start_step` starts one task on each node.
+    srun starts the script once on each node with the argument `node`: it then starts the node's supervisor, passes
+    signals on to it, and writes its exit code into the state folder. The functions are `start_step`, which starts this
+    on all nodes, and `ours`, which runs `launcher.slurm.job` on the first node, in the container if there is one.
     """
     container = _container_text(request)
     srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
@@ -258,12 +271,12 @@ def _supervise_command(request: SubmitRequest) -> str:
 
 
 def _job_part(request: SubmitRequest) -> str:
-    """Return the part of the script that runs once per job: bookkeeping, start of the nodes' tasks, and what follows.
+    """Return the part of the script that runs once per job, on its first node.
 
-    The commands that continue the run depend on `request.chain`. In a chain (several jobs that are submitted together
-    and run one after another), nothing needs to be done after a stop on purpose, because the next job waits in the
-    queue already; after a crash, the script is submitted once more. Without a chain, the job is requeued after a stop
-    on purpose as well as after a crash.
+    It records the begin of the job, starts a task on each node, waits for them, and carries out what
+    `launcher.slurm.job end` decides. In a chain (several jobs that are submitted together and run one after another)
+    the next job already waits in the queue: only after a crash is the script submitted once more, to replace the lost
+    job. Without a chain, the job is requeued after a stop on purpose and after a crash.
     """
     if request.chain:
         on_stop = ":"  # the shell's command that does nothing

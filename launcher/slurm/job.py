@@ -1,7 +1,8 @@
 """Record the begin and end of a Slurm job, and decide what follows its end. Called by the batch script.
 
-Guarantee: the verdict is a pure function (`decide`) of the ledger, of jobs.jsonl, of the exit code of every node and
-of whether the job was cancelled. Only the ledger shows that a run is done: a launcher can end with 0 after a kill.
+Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's log of events), of jobs.jsonl, of the
+exit code of every node and of whether the job was cancelled. Whether a run is done is read only from the ledger,
+because a launcher can end with 0 after a kill. The verdicts are:
 
     done    the target step is reached; the rest of the chain is cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
@@ -42,7 +43,7 @@ Action = Literal["done", "next", "again", "stop", "leave"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """Decision on a Slurm job that has ended: what its batch script does next, and why."""
+    """Decision on a Slurm job that has ended: what its batch script does next, its exit code, and why."""
 
     action: Action
     exit_code: int  # of the batch script
@@ -52,7 +53,11 @@ class JobVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a Slurm job ended, as its batch script saw it; `decide` needs this beside the ledger and jobs.jsonl."""
+    """How a Slurm job ended: the exit codes that its nodes left in files, and whether it was cancelled.
+
+    The function `decide` combines it with the ledger (the events of the run, written by rank 0) and with jobs.jsonl
+    (the submissions, begins and ends of the run's jobs) to decide how the run continues.
+    """
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
@@ -64,12 +69,13 @@ class JobEnd:
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
-    The cases are tried in order, and the first one that holds decides: a newer job has begun, the run is done, a user
-    error, a stop that a person asked for by a file, a cancelled job, a stop on purpose, an unhealthy node, a crash.
+    The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
+    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, an unhealthy
+    node, a crash.
 
     Args:
-        ledger: all events of the run.
-        jobs: all lines of jobs.jsonl; the begin of this job must be among them.
+        ledger: all events of the run (starts, checkpoints, stops and so on, written by rank 0), oldest first.
+        jobs: all lines of jobs.jsonl, oldest first; the begin of this job must be among them.
         end: how this job ended.
 
     Returns:
@@ -106,7 +112,8 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
 def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint.
 
-    The arguments are those of `decide`.
+    The larger of two counts decides, of Slurm jobs and of starts of the ranks without a new checkpoint: a job can die
+    before it starts its ranks, and can start them several times. The arguments are those of `decide`.
     """
     codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
     if not codes:
@@ -118,18 +125,19 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
         )
         return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
     num_left = end.max_fruitless_restarts + 1 - num_fruitless  # + 1: the first start is no restart
-    why = f"crash ({codes}), starting again; after {num_left} more without a new checkpoint the run stops"
+    why = f"crash ({codes}), starting again; the run stops after {num_left} more starts without a new checkpoint"
     return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
 
 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose.
+    """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose. Pure.
 
-    A job that died without recording its end counts, too. A submission by a person resets the count. Pure.
+    A job that died without recording its end counts, too. Each requeue counts as a job of its own. A job that stopped
+    on purpose is skipped and does not end the row; a submission by a person ends it.
 
     Args:
-        ledger: all events of the run.
-        jobs: all lines of jobs.jsonl.
+        ledger: all events of the run; the newest checkpoint is read from it.
+        jobs: all lines of jobs.jsonl, oldest first; a begin records the newest checkpoint of that moment.
     """
     reached_step = newest_checkpoint(ledger)
     # Jobs with another verdict than "again", for example after a stop on purpose, are not counted. The same job id
@@ -150,14 +158,15 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 
 
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest starts of the ranks in a row saved no new checkpoint.
+    """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
 
-    A Slurm job may start the ranks several times. The starts since the newest checkpoint was first saved, and since
-    the last submission by a person, are counted, except those that ended with a stop or a rollback. Pure.
+    One Slurm job may start the ranks several times. Counted are the starts after two moments: the first save of the
+    newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended with a stop
+    or a rollback (a return to an older checkpoint) are not counted.
 
     Args:
-        ledger: all events of the run.
-        jobs: all lines of jobs.jsonl.
+        ledger: all events of the run, oldest first.
+        jobs: all lines of jobs.jsonl, oldest first.
     """
     num_events_at_submit = _num_events_at_submit(jobs)
     num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
@@ -172,10 +181,14 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
 
 def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the first job of the last submission began; 0 if none has begun.
+    """Return how many ledger events there were when the first job after the last submission began.
+
+    The line of a job's begin in jobs.jsonl records that number (`ledger_events`), so it is read from there. Events are
+    selected by count and not by time, because the clocks of nodes differ. 0 if no job has begun since the last
+    submission.
 
     Args:
-        jobs: all lines of jobs.jsonl.
+        jobs: all lines of jobs.jsonl ("submit", "begin" and "end"), oldest first.
     """
     num_events: int | None = None
     for record in jobs:
@@ -187,7 +200,7 @@ def _num_events_at_submit(jobs: Sequence[Record]) -> int:
 
 
 def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the newest checkpoint was first saved, its event included.
+    """Return the number of ledger events up to the one that first recorded the newest checkpoint, that one included.
 
     A step may be saved again after a restart; the first time counts. 0 if there is no checkpoint.
     """
@@ -199,7 +212,7 @@ def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a line to RUN/slurm/jobs.jsonl, with the time in UTC.
+    """Append a line to RUN/slurm/jobs.jsonl, the record of the run's Slurm jobs, with the time in UTC.
 
     Args:
         run_dir: the run folder.
@@ -212,12 +225,12 @@ def note(run_dir: Path, event: str, **details: Any) -> None:
 
 
 def exit_codes(state: Path) -> dict[str, int]:
-    """Return a dict from node to exit code, read from the files `exit-NODE` of a job's state folder.
+    """Return a dict from node to the exit code of its supervisor, which each node writes to a file `exit-NODE`.
 
-    A node that died has no file, or one that is not a number; it is left out.
+    A node that died wrote no file, or one without a number; it is missing from the dict.
 
     Args:
-        state: the folder RUN/slurm/job-ID-RESTART of one start of the job.
+        state: the folder RUN/slurm/job-ID-RESTART; a job that Slurm requeues has a new one each time.
     """
     codes = {}
     for file in state.glob("exit-*"):
@@ -229,7 +242,10 @@ def exit_codes(state: Path) -> dict[str, int]:
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Record the begin of a Slurm job in jobs.jsonl: its nodes, its times and the newest checkpoint of the run.
+    """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
+
+    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint. By
+    the last two, `decide` finds out later what this job achieved.
 
     Args:
         args: options of the command line, see `main`.
@@ -252,7 +268,7 @@ def end(args: argparse.Namespace) -> None:
     """Decide what follows the end of a Slurm job, record it in jobs.jsonl, and print it for the batch script.
 
     The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
-    strike (a recorded fault) that has not expired, and those that were found unhealthy in this job.
+    strike (the record of a fault) that has not expired, and those that ended as unhealthy in this job.
 
     Args:
         args: options of the command line, see `main`.
@@ -275,9 +291,10 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _is_cancelled(received_signal: str, end_time: str) -> bool:
-    """Return whether the job was cancelled: whether TERM came over 30 s before its time limit, as after scancel.
+    """Return whether the job was cancelled from outside, for example by scancel or by preemption.
 
-    At the time limit Slurm sends TERM, too.
+    Slurm then sends TERM. It sends TERM at the time limit, too, so a TERM counts as a cancellation only if it is now
+    more than 30 s before the time limit, or if there is no limit. A job that received USR1 was not cancelled.
 
     Args:
         received_signal: name of the signal that the batch script received, "USR1" or "TERM"; empty if there was none.

@@ -53,7 +53,8 @@ def queue_view(job_name: str) -> QueueView | None:
         job_name: the name of the run's jobs, see `launcher.slurm.submission.job_name`.
 
     Returns:
-        The view; None if squeue is not installed, fails or does not answer.
+        The jobs and nodes; None if squeue is not installed, fails or does not answer. If only sinfo fails, there are
+        no nodes.
     """
     job_lines = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
     node_lines = _lines(

@@ -36,14 +36,14 @@ from launcher.slurm.job import note
 
 @dataclass(frozen=True, kw_only=True)
 class Submission(JobOptions):
-    """Request of a user, before it is checked: the options of the job, and the config of the run."""
+    """Request of a user, before it is checked: the options of the job, the config file and the changes to it."""
 
     config_file: Path
     overrides: tuple[str, ...] = ()  # `KEY=VALUE`, applied to the config
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
-    """Check a submission without writing anything.
+    """Check a submission without writing anything, and return what `submit` needs.
 
     Args:
         submission: what the user asked for.
@@ -84,11 +84,11 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    The jobs that were submitted are recorded even if a later one is refused.
+    If Slurm refuses one job of a chain, the jobs that it has accepted before stay in the queue and are recorded.
 
     Args:
-        config: the resolved config, written beside the script.
-        request: the result of `prepare`.
+        config: the resolved config of the run, written beside the script.
+        request: what the text of the batch script depends on, from `prepare`.
         excluded: names of nodes that Slurm must not use.
 
     Returns:
@@ -120,7 +120,8 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
 def job_name(run_dir: Path) -> str:
     """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its path.
 
-    It is unique per run folder, because `--dependency=singleton` and the cancelling of a chain select jobs by name.
+    The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
+    and the batch script cancels the waiting jobs of a run by their name.
 
     Args:
         run_dir: the run folder, as an absolute path.
@@ -134,8 +135,15 @@ def job_name(run_dir: Path) -> str:
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
 
+    Each rank must get a whole number of micro-batches per step.
+
+    Args:
+        config: the resolved config, with train.global_batch and train.micro_batch.
+        num_nodes: nodes of the job.
+        ranks_per_node: ranks on each node.
+
     Raises:
-        UserError: they cannot; the message names the numbers of nodes that can.
+        UserError: the ranks cannot share it; the message names the numbers of nodes that can.
     """
     train = config.train
     if train.micro_batches(num_nodes * ranks_per_node):
@@ -170,7 +178,10 @@ def _sbatch(script: Path) -> str:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the next submission of a run, counted from 1 by the files in RUN/slurm/."""
+    """Return the number of the next submission of a run: one more than the highest in RUN/slurm/, 1 for the first.
+
+    The number is read from the names of the config files, for example 7 from submission-0007.yaml.
+    """
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
     # For example submission-0007.yaml, whose stem is submission-0007.
     numbers = [int(file.stem.rpartition("-")[2]) for file in config_files]

@@ -1,6 +1,6 @@
-"""Run one rank under `launcher.supervise`: pretrain.py, and three files by which the supervisor judges the rank.
+"""Run one rank: call pretrain.py, and write three files by which `launcher.supervise` judges how the rank ended.
 
-Guarantee: the folder given by `--state` holds the files of one start on one node, for each rank R:
+Guarantee: the folder given by `--state` holds the files of one start of a node's ranks. For each rank R they are:
 - `pid-R`: the rank's pid, written before anything slow begins.
 - `exit-R`: the exit code with which the rank itself ended. A rank that is killed writes none.
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
@@ -31,8 +31,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, record its pid and its exit code in the `--state` folder, and return the exit code.
 
-    The rank's number is read from the environment variable RANK, which DeepSpeed's launcher sets. All arguments but
-    `--state` are passed on to `pretrain.main`.
+    The supervisor of the node reads these files to judge how the rank ended. The rank's number comes from the
+    environment variable RANK, which DeepSpeed's launcher sets. All arguments except `--state` are passed on to
+    `pretrain.main`.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -74,7 +75,7 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Replace the content of a file by a number as text, in one step, so that a reader never sees half a number."""
+    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number."""
     with replacing(file) as out:
         out.write(str(number).encode())
 

@@ -1,7 +1,8 @@
 """Assign ranks to nodes, and build the DeepSpeed command that starts the ranks of this node.
 
-Every node starts its own ranks (`deepspeed --no_ssh --node_rank K`), so neither ssh nor pdsh nor MPI is needed. From
-a host file only the number of lines and their slots are used; the host names need not resolve.
+Every node starts its own ranks (`deepspeed --no_ssh --node_rank K`), so neither ssh nor pdsh nor MPI is needed. Each
+line of a host file stands for a node, and `slots=N` in it for the node's number of ranks. The host names are not used,
+so they need not resolve.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Assignment of ranks to nodes, seen from one node: ranks are numbered node by node, from node 0 on."""
+    """Assignment of ranks to nodes, seen from one node, and the address at which the ranks meet.
+
+    Ranks are numbered node by node: node 0 has the ranks from 0 on, node 1 the following ones, and so on.
+    """
 
     node: int  # number of this node, from 0
     slots: tuple[int, ...]  # number of ranks on each node
@@ -38,15 +42,18 @@ class Placement:
         port: int | None,
         hostfile: Path | None,
     ) -> Placement:
-        """Build the placement from command-line options; an option that is None is looked up or gets a default.
+        """Build the placement (which ranks run on which node) from command-line options. Options may be None.
 
         Args:
             nodes: number of nodes; None means the lines of `hostfile`, or 1 without one.
             node: number of this node, from 0.
-            ranks_per_node: ranks on each node, ignored with `hostfile`; None means `local_devices()`.
+            ranks_per_node: ranks on each node, ignored with `hostfile`; None means the number of visible GPUs, or 1
+                without a GPU.
             address: address of node 0; required with several nodes.
-            port: first port; None means 29500 with several nodes and any free port with one.
-            hostfile: DeepSpeed host file, which may give each node a different number of ranks.
+            port: first of the 64 ports on node 0 that successive starts of the ranks use in turn; None means 29500
+                with several nodes and any free port with one.
+            hostfile: DeepSpeed host file, which may give each node a different number of ranks; None means the same
+                number of ranks on each node.
 
         Raises:
             UserError: the options contradict each other, or with several nodes the address is missing.
@@ -89,9 +96,10 @@ class Placement:
         return range(first_rank, first_rank + num_ranks)
 
     def missing(self, *found: Iterable[int]) -> set[int]:
-        """Return the ranks of this node that are in none of the collections of ranks in `found`.
+        """Return the ranks of this node that are in none of the collections in `found`.
 
-        For example, `missing(alive, codes)` returns the ranks that neither run nor wrote an exit code.
+        For example, with the ranks 0 to 3 on this node, `missing({0: pid}, {1: code})` returns {2, 3}. Passed the
+        running ranks and the ranks that wrote an exit code, it returns those that were killed or never started.
         """
         return set(self.ranks).difference(*found)
 
@@ -103,11 +111,13 @@ class Placement:
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
         """Return the DeepSpeed command that starts this node's ranks. With several nodes, also write a host file.
 
-        With one node and CUDA_VISIBLE_DEVICES set, `--num_gpus` is left out: DeepSpeed would then ignore the variable.
+        The host file lies in `state` and gives DeepSpeed the number of ranks on each node. With one node and
+        CUDA_VISIBLE_DEVICES set, the command has no `--num_gpus`, because DeepSpeed would then ignore the variable.
 
         Args:
-            state: folder of this start, which exists; the ranks write their pids and exit codes into it.
-            port: port of the rendezvous of torch.distributed on node 0; a new one for each start.
+            state: folder of this start, which must exist; the ranks write their pids and exit codes into it.
+            port: port on node 0 where the ranks of all nodes meet (the MASTER_PORT of torch.distributed); a new one
+                for each start.
             arguments: command-line arguments of launcher/pretrain.py.
         """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]

@@ -9,7 +9,8 @@ Guarantees:
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
 - The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
   lost, because the pids of its ranks are known.
-- `kill` ends all processes of this start and all orphans of earlier ones: each has the environment variable MARK.
+- `kill` ends all processes of this start and those that earlier starts left running: all have the environment
+  variable MARK with the same value.
 
 Cost: a poll reads a few files of /proc. Only `kill` and `dismiss_launcher` read all of /proc.
 """
@@ -38,16 +39,16 @@ _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays
 class RankProcesses:
     """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block.
 
-    The other methods may be called at any time after `start`: they read the state of the ranks or send signals. Not
-    thread-safe.
+    A supervisor may start the ranks several times; it makes a new object for each start. Between `start` and `close`
+    the other methods read the state of the ranks or send signals. Not thread-safe.
     """
 
     def __init__(self, mark: str) -> None:
-        """Make the folder into which the ranks write their pids, exit codes and stacks. No process is started.
+        """Make the state folder, into which the ranks write their pids, exit codes and stacks. No process is started.
 
         Args:
-            mark: value of the environment variable MARK, by which `kill` recognizes processes of this run and node
-                (`electra_dist.run.marked_processes.mark_of`).
+            mark: value of the environment variable MARK, which all processes of this run on this node have; `kill`
+                finds the processes by it. Pass the result of `electra_dist.run.marked_processes.mark_of`.
         """
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix="electra-dist-ranks-")
@@ -71,13 +72,17 @@ class RankProcesses:
         )
 
     def launcher_runs(self) -> bool:
-        """Return whether the `deepspeed` command still runs. Its exit code is ignored: it can be 0 after a kill."""
+        """Return whether the `deepspeed` command, which started the ranks, still runs.
+
+        Its exit code is never used, because it can be 0 although ranks were killed.
+        """
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
-        """Kill DeepSpeed's two launcher processes; the ranks keep running.
+        """Kill DeepSpeed's two launcher processes, `runner` and `launch`; the ranks keep running.
 
-        Otherwise the second launcher would kill ranks that still save, 30 s after the first rank has failed.
+        Call it once the ranks begin to end. When a rank ends with a code other than 0, `launch` waits 30 s and then
+        kills the other ranks, even those that still save a checkpoint.
         """
         rank_pids = set(self._numbers("pid").values())
         for pid in marked_pids(self._mark):
@@ -89,31 +94,40 @@ class RankProcesses:
     def alive(self) -> dict[int, int]:
         """Return a dict from rank to pid of the ranks whose process exists and is no zombie.
 
-        A rank that DeepSpeed has not yet started, or that has not yet written its pid, is not in it.
+        A rank is missing from the dict until DeepSpeed has started it and it has written its pid to the state folder.
         """
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return a dict from rank to exit code of the ranks that wrote one; their processes may still exist."""
+        """Return a dict from rank to exit code of the ranks that wrote their exit code to the state folder.
+
+        A rank writes its code as its last action, so its process may still exist. A killed rank writes none.
+        """
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
-        """Return the ranks that ended without an exit code: they were killed, or a library aborted them."""
+        """Return the ranks whose process is gone and that wrote no exit code.
+
+        They were killed, or a library aborted them. A rank that never wrote its pid is not among them.
+        """
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
     def stopped(self) -> list[int]:
-        """Return the ranks that cannot run: stopped by a signal or a debugger, or blocked in the kernel."""
+        """Return the running ranks that make no progress at the moment, by their state in /proc.
+
+        They are stopped by a signal (state T) or by a debugger (t), or they are blocked in the kernel (D).
+        """
         # The states in /proc/PID/status are T: stopped by a signal, t: by a debugger, D: blocked in the kernel.
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
-        """Send signal `number` to every rank that has a handler for it and was not sent it before.
+        """Send signal `number` once to every rank that has a handler for it, and return the ranks that received it.
 
-        Call it repeatedly: a rank that is still importing is skipped until its handler is installed. Ranks that wrote
-        an exit code are skipped, too.
+        Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
+        Ranks that received this signal from an earlier call, or that wrote an exit code, are skipped, too.
 
         Returns:
-            The ranks that were sent the signal by this call.
+            The ranks to which this call sent the signal; empty if there were none.
         """
         codes = self.codes()
         signalled = []
@@ -131,8 +145,9 @@ class RankProcesses:
     def stacks(self) -> list[str]:
         """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
 
-        A rank appends its stacks to the file `stack-RANK` of the state folder when it receives STACK_SIGNAL. Stopped
-        ranks are continued (SIGCONT), because they cannot answer otherwise. Blocks for up to 3.1 s.
+        A rank appends its stacks to a file of the state folder when it receives STACK_SIGNAL. A stopped rank is
+        continued (SIGCONT), because it could not write them otherwise. Blocks for up to 3.1 s; for a rank that has not
+        answered by then, the lines state that.
         """
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
@@ -158,10 +173,12 @@ class RankProcesses:
     def kill(self) -> list[int]:
         """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s.
 
-        This includes orphans of earlier starts, which carry the same mark.
+        This includes processes that earlier starts of the ranks left running; all have the same value of the
+        environment variable MARK.
 
         Returns:
-            The pids that still exist: they are blocked in the kernel on a device, and only a reboot ends them.
+            The pids that still exist after 30 s: they are blocked in the kernel on a device, and only a reboot ends
+            them.
         """
         deadline = time.monotonic() + _KILL_WAIT_S
         if self._launcher is not None:
@@ -184,7 +201,8 @@ class RankProcesses:
     def close(self) -> list[int]:
         """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed.
 
-        `codes` and the other methods that read the state folder return nothing after that, so call them before.
+        `alive`, `codes`, `lost` and `stopped` read the state folder: call them before, because they return nothing
+        after it.
         """
         left = self.kill()
         self._folder.cleanup()
@@ -230,7 +248,7 @@ def _short_call(line: str) -> str:
 
 
 def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait until every file is larger than its old size, for up to 3 s, and then 0.1 s for the writes to finish.
+    """Wait until every rank has appended to its file, for up to 3 s, and then 0.1 s for the writes to finish.
 
     Args:
         files: rank -> file to which the rank appends.
@@ -248,7 +266,7 @@ def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]
 def _catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for signal `number`; False for a process that is gone.
 
-    A signal without a handler would end the process, or be lost if the process ignores it.
+    A process without a handler must not be sent the signal: it would end, or ignore the signal and so miss it.
     """
     caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
     if not caught_mask:

@@ -1,13 +1,16 @@
-"""Let the supervisors of several nodes agree on the next start of the ranks by files in RUN/meeting/SESSION/.
+"""Let the supervisors of several nodes agree on each start of the ranks, by files in RUN/meeting/SESSION/.
 
     start-000007.json           by node 0: start 7 begins, on this port
     end-000007-node-1.json      by node 1: its ranks of start 7 ended with this code; `final`: its supervisor ends, too
     ../sessions                 one line for each session that began; supervisors of all but the last one must end
 
+The ranks of a run are started on all nodes at once, and again after a crash; these starts are numbered. A session is
+one job, for example one Slurm job.
+
 Guarantees: node 0 decides when there is another start; the other nodes join a start that they have not joined yet. A
-node whose ranks ended reports it, so that ranks elsewhere, which would wait in a collective for minutes, are ended
-within seconds. A session is one job: a node that was cut off from the network never joins the job that replaced its
-own. Without a session name, a node may join a stale start of an earlier job, until it sees the new start of node 0.
+node whose ranks ended reports it, so that ranks of other nodes, which would wait in a collective for minutes, are
+ended within seconds. A node that was cut off from the network never joins the job that replaced its own. Without a
+session name, a node may join a start of an earlier job, until it sees the new start of node 0.
 Each start has its own port, so that no rank of an earlier start can connect to it.
 
 Cost: one listing of a small folder per second. With one node the same files are written, and nothing is waited for.
@@ -38,7 +41,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """Report of one node on one start of the ranks: how they ended. The content of one file end-*.json."""
+    """Report of one node that its ranks have ended in one start: the content of one file end-START-node-NODE.json."""
 
     number: int  # of the start
     node: int
@@ -47,21 +50,24 @@ class _End:
 
 
 class Rendezvous:
-    """One node's part in the agreement of all nodes on the starts of a run's ranks.
+    """One node's part in the agreement of all nodes on when the ranks of a run are started.
 
-    `number` is the number of the start that this node takes part in, 0 before the first.
-
-    A supervisor calls `start` before each start of its ranks, polls `news` while they run, and calls `end` after it.
+    The agreement is made by files in the run folder. The ranks may be started several times, always on all nodes at
+    once; the starts are numbered. The attribute `number` is the number of the start in which this node takes part, 0
+    before the first. A supervisor calls `start` before it starts its ranks, polls `news` while they run, and calls
+    `end` after they have ended.
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Prepare this node to agree with the others on starts. Nothing is read or written.
+        """Prepare this node to agree with the other nodes on starts of the ranks. Nothing is read or written.
 
         Args:
             run_dir: the run folder, on a file system that all nodes share.
             node: number of this node, from 0; node 0 announces the starts.
-            port: the first of the 64 ports that starts use in turn; None (one node only): any free one.
-            session: a name that all nodes of a job know and no other job has; empty: there is none.
+            port: the first of the 64 ports that successive starts use in turn; None means any free port and is allowed
+                with one node only.
+            session: a name that is equal on all nodes of a job and different for every job, so that a node never joins
+                a start of another job; empty means that there is none.
         """
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._node = node
@@ -72,14 +78,15 @@ class Rendezvous:
         self._next_look = 0.0
 
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
-        """Agree on the next start and return its port: node 0 announces it at once, the other nodes wait for it.
+        """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
         Args:
-            give_up: polled while waiting; the wait ends when it returns True.
-            timeout_s: how long to wait, seconds.
+            give_up: polled by the nodes that wait; the wait ends when it returns True.
+            timeout_s: how long to wait for node 0, in seconds.
 
         Returns:
-            The port of the start; None if another node has ended for good, if the wait was given up, or on timeout.
+            The port on node 0 where the ranks meet. None, and this node must start no ranks, if another node's
+            supervisor has ended, if `give_up` returned True, or on timeout.
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
@@ -101,20 +108,20 @@ class Rendezvous:
         return None
 
     def end(self, code: int, *, final: bool) -> None:
-        """Report to the other nodes how this node's ranks ended.
+        """Report to the other nodes that this node's ranks have ended in the current start, and with which exit code.
 
         Args:
-            code: an exit code of `electra_dist/errors.py`.
-            final: whether this supervisor ends, too, and joins no further start.
+            code: the exit code for this node as a whole, from `electra_dist/errors.py`.
+            final: whether this node's supervisor ends, too, and joins no further start.
         """
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
 
     def news(self) -> str:
         """Return why this node's ranks should end, as one line; empty if there is no reason.
 
-        The reasons are: another job has taken the run over, node 0 has begun a new start, another node's ranks have
-        crashed in this start, or another node's supervisor ended in the start before it. Reads the folder at most once
-        per second; other calls return "".
+        The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
+        have crashed or failed in this start, or the supervisor of another node ended in the start before it. Reads the
+        folder at most once per second; calls in between return "".
         """
         if time.monotonic() < self._next_look:
             return ""
@@ -134,10 +141,13 @@ class Rendezvous:
         return f"the ranks of node {first_end.node} have ended with exit code {first_end.code}"
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return (node, exit code for this node) if another node's supervisor ended in this start or the one before.
+        """Return which node's supervisor has ended, and the exit code with which this node must end therefore.
 
-        A crash or a user error of the other node becomes the exit code of this one; anything else becomes
-        EXIT_STOPPED, because this node is not at fault. None if no supervisor of another node has ended.
+        Reports on this start and on the one before are considered. If the other node ended with a crash or a user
+        error, its exit code is returned. Otherwise the code is EXIT_STOPPED, because this node is not at fault.
+
+        Returns:
+            (node, exit code for this node); None if no supervisor of another node has ended.
         """
         for end in self._ends_of_others(since=self.number - 1):
             if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
@@ -147,10 +157,11 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the name of the job that has taken the run over from this node's job; empty if there is none.
+        """Return the name of the newer job that now runs this run instead of this node's job; empty if there is none.
 
-        If there is one, this node was cut off from the network: the caller must not start ranks again. The file
-        RUN/meeting/sessions has one line for each job, in the order in which the jobs began.
+        This happens if the node was cut off from the network and Slurm started another job meanwhile; the caller must
+        not start ranks again. The last line of RUN/meeting/sessions is the name of the newest job. Without a session
+        name the result is always empty.
         """
         if not self._session or not self._sessions.exists():
             return ""
@@ -161,18 +172,20 @@ class Rendezvous:
         return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start, so that the end of this one no longer matters.
+        """Return whether node 0 has begun a newer start than the one in which this node takes part.
 
-        Always False on node 0, which itself begins the starts.
+        If so, the ranks of this node must end and join the newer start; how they end no longer matters. Always False
+        on node 0, which itself begins the starts.
         """
         if self._node == 0:
             return False
         return self._newest_start() > self.number
 
     def _announce(self) -> int:
-        """Begin the next start as node 0, delete the files of old starts, and return the port.
+        """Begin the next start as node 0: write the file that announces it, delete old files, and return the port.
 
-        The first start of a job also appends the job's name to RUN/meeting/sessions, which ends older jobs.
+        The first start of a job also appends the job's name to RUN/meeting/sessions. Supervisors of older jobs read it
+        there and end.
         """
         is_first = self.number == 0
         if self._session and is_first:
@@ -189,7 +202,7 @@ class Rendezvous:
         return port
 
     def _delete_old_files(self) -> None:
-        """Delete the files of all starts but the newest three, of which `self.number` is the last."""
+        """Delete the announcements and reports of all starts except the newest three, the current one included."""
         for file in self._folder.glob("*-*.json"):
             # For example start-000007.json or end-000007-node-1.json.
             start_number = int(file.name.split("-")[1].removesuffix(".json"))
@@ -197,18 +210,25 @@ class Rendezvous:
                 file.unlink(missing_ok=True)
 
     def _ends_of_others(self, since: int) -> list[_End]:
-        """Return the ends that other nodes reported for the starts from number `since` to the current one."""
+        """Return the reports of other nodes that their ranks have ended, for this start and some before it.
+
+        Args:
+            since: number of the oldest start whose reports are returned; the newest one is the current start.
+        """
         return [end for end in self._ends() if since <= end.number <= self.number and end.node != self._node]
 
     def _newest_start(self) -> int:
         """Return the number of the newest start that node 0 has announced; 0 before the first one.
 
-        The names of the files have the form start-000007.json.
+        The number is read from the names of the files, for example 7 from start-000007.json.
         """
         return max((int(file.stem.removeprefix("start-")) for file in self._folder.glob("start-*.json")), default=0)
 
     def _ends(self) -> list[_End]:
-        """Return the ends of starts that all nodes, this one included, have reported, in no particular order."""
+        """Return all reports that the ranks of a node have ended in a start, from all nodes including this one.
+
+        They come in no particular order. Node 0 deletes old reports, so only those on the newest starts are there.
+        """
         ends = []
         for file in self._folder.glob("end-*.json"):
             numbers = re.fullmatch(r"end-(?P<start>\d+)-node-(?P<node>\d+)", file.stem)
@@ -219,11 +239,11 @@ class Rendezvous:
         return ends
 
     def _start_file(self, number: int) -> Path:
-        """Return the path of the file that announces start `number`."""
+        """Return the path of the file by which node 0 announces start `number`, for example start-000007.json."""
         return self._folder / f"start-{number:06d}.json"
 
     def _write(self, file: Path, content: dict[str, int]) -> None:
-        """Replace a file by one line of JSON in one step, so that no other node reads half a line."""
+        """Write `content` as one line of JSON by an atomic replacement, so that no node reads half a line."""
         with replacing(file) as temporary:
             temporary.write(json.dumps(content).encode() + b"\n")
 

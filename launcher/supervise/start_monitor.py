@@ -5,7 +5,8 @@ should kill them: when some are hung (their stacks are then in the log), or when
 another, and the rest did not end by themselves within seconds. The only process that the monitor itself kills is
 DeepSpeed's launcher, which would kill ranks that still save.
 
-Limits: start_outcome.py decides what the end of a start means; rank_processes.py kills the ranks.
+Limits: what the end of a start means for the run is decided in start_outcome.py. The ranks are killed by
+rank_processes.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat 
 
 @dataclass
 class ReceivedSignals:
-    """Record of the signals that the supervisor received; the handler only records, the monitor acts on them."""
+    """Record of the signals that the supervisor received. The signal handler only records them.
+
+    `StartMonitor` reads this record and passes the signals on to the ranks.
+    """
 
     number: int = 0  # the newest signal to pass on to the ranks; 0: none yet
     interrupts: int = 0  # how often SIGINT was received
@@ -53,8 +57,9 @@ class ReceivedSignals:
 class StartMonitor:
     """Monitor of one start of this node's ranks, from their first process until they have ended or should be killed.
 
-    Make a new one for each start and call `until_over` once. It passes received signals on to the ranks, looks for
-    hung and lost ranks, and follows what other nodes report.
+    A supervisor may start the ranks several times: make a new monitor for each start and call `until_over` once. The
+    monitor passes received signals on to the ranks, looks for hung and lost ranks, and follows the reports of other
+    nodes.
     """
 
     def __init__(
@@ -70,11 +75,12 @@ class StartMonitor:
         """Prepare to watch ranks that were started already.
 
         Args:
-            run_dir: the run folder, which holds the heartbeats.
+            run_dir: the run folder, in which the ranks write their heartbeats (a file per rank with phase, step and
+                time).
             ranks: the processes of this start.
             placement: which ranks are expected on this node.
-            meeting: the source of reports from other nodes.
-            limits: seconds without a heartbeat after which a rank counts as hung.
+            meeting: the source of reports from the supervisors of other nodes.
+            limits: seconds without a heartbeat, for each phase, after which a rank counts as hung.
             signals: the signals that this process received; its handlers must be installed already.
             log: writes one line to the supervisor's log.
         """
@@ -95,11 +101,13 @@ class StartMonitor:
     def until_over(self) -> str:
         """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
 
-        The caller must then kill what is left (`RankProcesses.close`) and judge the end by `outcome`.
+        The monitor kills no rank. The caller must kill what is left (`RankProcesses.close`) and judge the end by the
+        function `start_outcome.outcome`.
 
         Returns:
-            Why the ranks should be killed: hung, superseded by a new start, or SIGINT received twice. Empty if all
-            ranks have ended, or if ranks were lost: then the exit codes explain the end.
+            Why the ranks must be killed: "hung", "SIGINT received twice", or that node 0 has begun a new start. Empty
+            if all ranks have ended. Also empty if ranks were lost (killed or crashed, on any node) and the others did
+            not end within 10 s: then the exit codes show the reason.
         """
         while True:
             alive = self._ranks.alive()
@@ -125,10 +133,10 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs, and none will be started any more.
+        """Return whether no rank of this node runs and none will be started any more.
 
-        While DeepSpeed's launcher runs and not every rank has written an exit code, the launcher may still start
-        ranks: at first no rank has written its pid yet.
+        That no rank runs is not enough: at first none has been started. The start is over only if DeepSpeed's launcher
+        has ended, too, or if every rank has written its exit code.
 
         Args:
             alive: rank -> pid of the ranks that run.
@@ -143,7 +151,9 @@ class StartMonitor:
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
         """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end.
 
-        The launcher kills the other ranks 30 s after one has ended with a code other than 0, even while they save.
+        The ranks begin to end when one has written an exit code other than 0, or when they were sent a signal. The
+        launcher would kill the other ranks 30 s after the first has ended with a code other than 0, even while they
+        save. It is not killed before all ranks were started.
 
         Args:
             alive: rank -> pid of the ranks that run.
@@ -163,9 +173,9 @@ class StartMonitor:
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
-        """Send the newest signal that the supervisor received to every rank of this node that was not sent it yet.
+        """Send the newest signal that the supervisor received to those ranks that have not received it yet.
 
-        Called repeatedly, because a rank is sent a signal only once it has installed its handler.
+        The monitor calls it in each round, because a rank is sent a signal only once it has installed its handler.
         """
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
@@ -176,14 +186,16 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log newly lost ranks of this node, and after a loss on any node give the other ranks 10 s to end.
+        """Log newly lost ranks of this node, and after the first loss on any node give the other ranks 10 s to end.
 
-        A rank is lost if it was killed or ended with EXIT_CRASH. The other ranks cannot go on without it.
+        A rank is lost if it was killed or ended with EXIT_CRASH. The other ranks cannot go on without it. Only the
+        deadline is set: the caller kills the ranks that still run after it.
 
         Args:
             alive: rank -> pid of the ranks that run.
             codes: rank -> exit code that the rank wrote.
-            news: why another node ends the ranks of this one, see `Rendezvous.news`; empty if there is no reason.
+            news: why the ranks of this node must end because of another node, see `Rendezvous.news`; empty if there is
+                no reason.
         """
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
@@ -201,10 +213,11 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
-        """Return the ranks of this node that have been silent for longer than their limit, the likely culprit first.
+        """Return the hung ranks of this node, the likely culprit first; usually an empty list.
 
-        Ranks whose process still exists 120 s after they were done or wrote an exit code come last. The
-        heartbeats are read every 0.5 s; calls in between return an empty list.
+        A rank is hung if its last heartbeat is older than the limit of its phase. Ranks whose process still exists 120
+        s after their last heartbeat ("done") or their exit code are hung, too, and come last. The heartbeats are read
+        at most every 0.5 s; calls in between return an empty list.
 
         Args:
             alive: rank -> pid of the ranks that run.
@@ -231,11 +244,11 @@ class StartMonitor:
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
         """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done".
 
-        Their work is done, but they hang while they end.
+        Their training is over, but the process does not end, for example because a library hangs in its cleanup.
 
         Args:
             alive: rank -> pid of the ranks that run.
-            finished: ranks that sent their last heartbeat ("done") or wrote an exit code.
+            finished: ranks that wrote a heartbeat with phase "done", which is their last, or an exit code.
             now: Unix time in seconds.
         """
         for rank in alive.keys() & finished:

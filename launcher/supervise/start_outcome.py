@@ -1,7 +1,8 @@
 """Decide what the end of a start of the ranks means, from the ledger and the ranks' exit codes. Pure functions.
 
 The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
-is read from the ledger only: rank 0 writes the event "done" after the last checkpoint is committed.
+is read only from the ledger, the run's log of events: rank 0 writes the event "done" after it has committed the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """Evidence of how one start of the ranks ended on this node: the input of `outcome`."""
+    """Evidence of how one start of the ranks ended on this node: the input of `outcome`.
+
+    It consists of the ledger events of this start (rank 0's log of starts, checkpoints and ends) and the exit codes.
+    """
 
     events: Sequence[Record]  # the ledger's events since the start
     codes: Mapping[int, int]  # rank -> exit code that it wrote itself; a killed rank has none
@@ -32,12 +36,13 @@ class StartOutcome:
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Classify how a start of the ranks ended: return the exit code for this node, and the reason.
+    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure.
 
-    The supervisor starts the ranks again only after EXIT_CRASH. The ledger has precedence over exit codes: a rank that
-    was killed after the "done" event does not fail the run.
-    EXIT_UNHEALTHY becomes EXIT_STOPPED on a node that is not at fault, so that only the faulty node is left out.
-    Pure.
+    The ledger (the run's log of events, written by rank 0) has precedence over exit codes: a rank that was killed
+    after the "done" event does not fail the run. All ranks of a run end with EXIT_UNHEALTHY if one node is faulty; the
+    result is then EXIT_UNHEALTHY on the faulty node and EXIT_STOPPED on the others, so that only the faulty one is
+    left out of the next job. What fits no other case is EXIT_CRASH, the only code after which the supervisor starts
+    the ranks again.
     """
     newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
@@ -61,10 +66,10 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no "done" or "stop" event yet.
+    """Return whether all ranks ended well but the ledger has no "done" or "stop" event of this start yet.
 
-    On a shared file system the event that rank 0 wrote on another node may become visible late; the caller should then
-    read the ledger again before it believes in a crash.
+    Rank 0, possibly on another node, writes the event to the run folder before it ends, and a shared file system may
+    show it late. The caller should then read the ledger again before it takes the end for a crash.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
@@ -73,7 +78,7 @@ def awaits_ledger(end: StartEnd) -> bool:
 
 
 def _describe_codes(end: StartEnd) -> str:
-    """Return the exit code of each rank, and how many ranks have none, as one line for the log.
+    """Return the exit code of each rank that wrote one, and the number of ranks without a code, as one line.
 
     For example "rank 0 exit 1, rank 2 exit 75, 2 killed or never started".
     """

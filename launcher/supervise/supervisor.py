@@ -1,17 +1,18 @@
 """Supervise the ranks of one node: start them, watch them, and restart them while new checkpoints appear.
 
-Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (5 learned step times), and its
-stacks are in the log before it is killed. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row
-without a new checkpoint. The exit code is one of errors.py, decided from the ledger and the exit codes that the ranks
-wrote themselves (start_outcome.py). SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and
-end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
-the node's number.
+Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (in a step by default 5 times
+the step time that the rank has measured), and its stacks are in the log before it is killed. The run ends after
+`cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The exit code is one of errors.py,
+decided from the ledger (the run's log of events) and the exit codes that the ranks wrote themselves
+(start_outcome.py). SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end with 75; a
+second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's
+number.
 
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
 Limits: Slurm or a person must keep the supervisor itself alive. If it is killed, its ranks run on until they end or
-until the next supervisor of this run on this node kills them. The ranks of a node that is cut off are ended by the
-supervisor of that node.
+until the next supervisor of this run on this node kills them. If a node is cut off from the network,
+its own supervisor ends its ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wro
 
 
 class Supervisor:
-    """Supervisor of one node's ranks for a whole run: call `check` (optional) and then `run`, both once.
+    """Supervisor of one node's ranks for a whole run, which may start the ranks many times.
 
-    The constructor installs signal handlers, so it must be called in the main thread.
+    Call `check` (optional) and then `run`, each at most once. The constructor installs signal handlers, so it must be
+    called in the main thread.
     """
 
     def __init__(self, config: Config, placement: Placement, arguments: Sequence[str], session: str = "") -> None:
@@ -54,7 +56,8 @@ class Supervisor:
             config: the resolved config of the run.
             placement: which ranks run on this node.
             arguments: command-line arguments of launcher/pretrain.py.
-            session: name of the job, see `Rendezvous`; empty: none.
+            session: name of the job, equal on all its nodes and different for every job; empty if there is none. With
+                a name, a supervisor ends once a newer job has begun.
 
         Raises:
             UserError: the run folder cannot be written, or this node already has a supervisor of this run.
@@ -73,10 +76,11 @@ class Supervisor:
             signal.signal(number, self._signals.handle)
 
     def check(self) -> int:
-        """Run preflight on this node; return 0 if the node is healthy, otherwise the exit code to end with.
+        """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit.
 
-        The findings are printed to stdout. If preflight fails, the end of this node is reported to the other nodes
-        and `run` must not be called. Takes at most 10 minutes.
+        Otherwise return the exit code with which the process must end: the other nodes have then received the report
+        that this node has ended, and `run` must not be called. The findings are printed to stdout. Takes at most 10
+        minutes.
         """
         code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
         if code != EXIT_DONE:
@@ -87,8 +91,9 @@ class Supervisor:
         """Start and restart the ranks until this node must not start them again, and return the exit code.
 
         First kills processes that a killed supervisor of this run left on this node. The ranks are started again only
-        after a crash: on node 0 at most `cluster.max_fruitless_restarts` times in a row without a new checkpoint, and
-        never on a node whose GPUs are found unhealthy after the crash. The other nodes follow node 0.
+        after a crash, and not if a GPU of this node is then found unhealthy. Node 0 also ends after
+        `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. The other nodes do not count: they
+        join each start of node 0 and end when its supervisor ends.
         """
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
@@ -113,20 +118,27 @@ class Supervisor:
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that a killed supervisor of this run left on this node; they would hold the GPUs."""
+        """Kill the processes that a killed supervisor of this run left on this node, because they would hold the GPUs.
+
+        They are found by an environment variable that a supervisor sets for all processes that it starts. Logs how
+        many there are; does nothing if there are none.
+        """
         orphans = marked_pids(self._mark)
         if orphans:
-            self.log(f"killing {len(orphans)} processes that an earlier supervisor left")
+            self.log(f"killing {len(orphans)} processes that an earlier supervisor left running")
             RankProcesses(self._mark).close()
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
-        """Return the result to end with if the ranks must not be started again after a crash; None if they may.
+        """Return the result to end with if the ranks must not be started again after a crash; None if they may be.
 
-        Checks the GPUs of this node, and records a strike if one of them is unhealthy.
+        Node 0 ends if it has used up the `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint.
+        Only node 0 checks this number, because the other nodes follow its starts and its end. Otherwise the node
+        checks its own GPUs; if one is unhealthy, it records a strike (the record of a fault) against itself and ends.
 
         Args:
             crash: the result of the start that crashed.
-            num_fruitless: restarts in a row without a new checkpoint, the one that crashed included.
+            num_fruitless: restarts in a row before this crash without a new checkpoint; the first start is not one of
+                them. It grows by one at a time, so on node 0 it reaches the limit and never exceeds it.
         """
         if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
             why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
@@ -137,14 +149,22 @@ class Supervisor:
         return None
 
     def _must_not_start(self) -> bool:
-        """Return whether to stop waiting for the next start: a signal was received, or another job has taken over."""
+        """Return whether to stop waiting for node 0 to begin the next start of the ranks.
+
+        True if this supervisor has received a signal to pass on, or if a newer job has taken the run over.
+        """
         return bool(self._signals.number or self._meeting.taken_over())
 
     def _run_start(self, port: int) -> StartOutcome:
-        """Start the ranks once, watch them until the start is over, kill what is left, and return what its end means.
+        """Start the ranks once, watch them until this start is over, kill what is left, and return the result.
 
         Args:
-            port: port of the rendezvous of torch.distributed on node 0, for this start only.
+            port: port on node 0 where the ranks of all nodes meet (the MASTER_PORT of torch.distributed), for this
+                start only.
+
+        Returns:
+            The exit code for this node and the reason; EXIT_CRASH is the only code after which the ranks may be
+            started again.
         """
         num_events_before = len(read_ledger(self._run_dir))
         began = time.time()
@@ -166,17 +186,18 @@ class Supervisor:
         finally:
             unkillable = ranks.close()
             if unkillable:
-                self.log(f"processes {unkillable} cannot be killed: they wait for a device; reboot this node")
+                self.log(f"processes {unkillable} cannot be killed: they are blocked in the kernel; reboot this node")
         result = outcome(end)
         if why_killed and result.code == EXIT_CRASH:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
-        """Collect the evidence of how one start of the ranks ended, and wait for the ledger if it may be late.
+        """Return the evidence of how one start of the ranks ended; wait for the ledger if it seems to be late.
 
-        If all ranks ended well but the ledger does not show it yet, waits up to 60 s for the shared file system.
-        The arguments are those of `_read_end`.
+        If all ranks ended well but the ledger has no event that confirms it, the ledger is read again every second for
+        up to 60 s, because a shared file system may show the event of rank 0 late. The arguments are those of
+        `_read_end`.
         """
         end = self._read_end(ranks, num_events_before, began)
         deadline = time.monotonic() + _LEDGER_S
@@ -186,15 +207,15 @@ class Supervisor:
         return end
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
-        """Collect the evidence of how one start of the ranks ended.
+        """Return the evidence of how one start of the ranks ended, as far as it can be read now.
 
-        A node is at fault if a strike (a recorded fault) was added against it since the start. With one node, no other
-        node can be at fault.
+        It consists of ledger events, exit codes, and whether this node is at fault. A node is at fault if a strike
+        (the record of a fault) was added against it since the start began. The only node of a run is always at fault.
 
         Args:
             ranks: the processes of the start; their state folder must still exist.
-            num_events_before: number of ledger events before the start.
-            began: Unix time of the start.
+            num_events_before: number of ledger events before the start; the later ones are part of the evidence.
+            began: Unix time in seconds at which the start began.
         """
         strikes = read_strikes(self._run_dir)
         was_struck = any(strike.time >= began and strike.node == node_name() for strike in strikes)
@@ -222,14 +243,14 @@ class Supervisor:
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
-        """Return the result to end with if this node joins no further start, with the exit code and the reason.
+        """Return the result (exit code and reason) to end with, because this node joins no further start of the ranks.
 
-        The reasons, in this order: a signal was received, another job has taken the run over, another node has ended
-        for good, or node 0 began no start within the time limit.
+        The first of these reasons that holds is given: a signal was received, a newer job has taken the run over,
+        another node's supervisor has ended, or node 0 began no start within the time limit of a setup.
         """
         if self._signals.number:
             name = signal.Signals(self._signals.number).name
-            return StartOutcome(code=EXIT_STOPPED, why=f"received {name} between two starts")
+            return StartOutcome(code=EXIT_STOPPED, why=f"received {name} while no ranks ran")
         newer_session = self._meeting.taken_over()
         if newer_session:
             return StartOutcome(code=EXIT_STOPPED, why=f"{newer_session} has taken the run over")
@@ -241,10 +262,10 @@ class Supervisor:
         return StartOutcome(code=EXIT_CRASH, why=why)
 
     def _end(self, end: StartOutcome) -> int:
-        """Report the end of this supervisor to the other nodes, log it, and return its exit code.
+        """Report to the other nodes that this supervisor ends, log the reason, and return the exit code.
 
         Args:
-            end: the exit code, and the reason for the log; the other nodes receive the code only.
+            end: the exit code, and the reason for the log; the other nodes receive only the code.
         """
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")

@@ -15,9 +15,10 @@ from electra_dist.store.atomic_files import writable
 def lock_node(run_dir: Path, node: int) -> int:
     """Take the lock that makes this process the only supervisor of its run on this host; return its file descriptor.
 
-    The kernel releases the lock when this process ends, also after a kill. The name of the lock file contains the host
-    name, so a supervisor that is cut off from the network does not block the one that takes over its node number on
-    another host. On a file system without locks nothing is locked, and no error is raised.
+    Keep the descriptor open: the kernel releases the lock when it is closed or when this process ends, also after a
+    kill. The name of the lock file contains the host name, so a supervisor that is cut off from the network does not
+    block the one that takes over its node number on another host. On a file system without locks nothing is locked,
+    and no error is raised.
 
     Args:
         run_dir: folder of the run; created if it is missing.

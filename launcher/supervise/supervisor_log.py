@@ -28,7 +28,10 @@ class Log:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __call__(self, text: str) -> None:
-        """Write one line to stdout and, with a UTC time in front, to the log file. Never raises on a full disk."""
+        """Write one line to stdout and, with the time in UTC in front, to the log file.
+
+        If the log file cannot be written (full disk), prints the reason to stdout and raises nothing.
+        """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         print(f"supervise: {text}", flush=True)
         try:

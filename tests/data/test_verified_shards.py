@@ -199,7 +199,7 @@ def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any,
     entries = list(corpus.manifest.shards)
     entries[1] = entries[1].model_copy(update={"rows": 6})
     manifest = corpus.manifest.model_copy(update={"shards": tuple(entries)})
-    with pytest.raises(ManifestMismatch, match=r"5 rows, but corpus.json says 6"):
+    with pytest.raises(ManifestMismatch, match=r"5 rows, but corpus.json lists 6"):
         ShardCache(corpus.store, manifest, tmp_path).open(1)
 
 

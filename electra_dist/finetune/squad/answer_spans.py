@@ -1,4 +1,4 @@
-"""Finds the best answer span of each SQuAD window among the starts and ends that the span head proposes."""
+"""Finds the best answer span of each SQuAD window among the candidate starts and ends of the model's span head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Span = tuple[float, int, int]  # (log-probability, first token, last token), tok
 
 
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
-    """Return the best allowed answer span of each window among its candidates from the beam search.
+    """Return the best allowed answer span of each window among its candidate starts and ends.
 
-    A span is allowed if it lies in the passage, does not end before it starts, is not too long, and starts at a token
-    that the window owns: of overlapping windows, the one that shows the token with the most context owns it. The best
-    span has the highest log p(start) + log p(end | start).
+    A window is a row with the question and a part of the passage; windows of one passage overlap. A span is allowed if
+    it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and starts at a token that
+    the window owns. Of the windows with a token, the one with the most context around it owns it. The best span has
+    the highest log p(start) + log p(end | start).
 
     Args:
         windows: the windows of a batch.
@@ -24,7 +25,7 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
     Returns:
         For each window (log-probability, first token, last token), the tokens numbered within the passage; None if
-        the beam contains no allowed span.
+        none of the window's candidates is allowed.
     """
     # Plain lists, because single elements of a tensor are slow to read.
     start_logps = scores.start_logp_BK.tolist()
@@ -48,9 +49,11 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span of tokens may be an answer; `max_answer` is its greatest length in tokens.
+    """Return whether a span of tokens may be the answer that a window gives.
 
-    `start` and `end`, both included, are counted from the first passage token of the window.
+    It must lie in the window's part of the passage, have 1 to `max_answer` tokens and start at a token that this
+    window owns (has the most context for). `start` and `end`, both included, are counted from the first passage token
+    of the window.
     """
     is_inside = 0 <= start <= end < len(window.owned)
     if not is_inside:

@@ -1,15 +1,16 @@
 """Turns SQuAD files into windows of token ids, and spans of tokens back into text of the passage.
 
 Guarantee: the windows of a passage together cover every token, and neighbouring windows start `doc_stride` tokens
-apart. Each token is owned by one window: the one in which the smaller of its contexts to the left and to the right is
-largest (the reference's `max context`). An answer is the text of the passage from the first character of its first
-token to the last character of its last token, so a prediction is text of the file, not of the vocabulary.
+apart. Each token is owned by one window, the only one that may predict an answer that starts there. It is the window
+with the most context: the number of tokens to the left or to the right, whichever is smaller, is largest (`max
+context` in google-research/electra). An answer is the text of the passage from the first character of its first token
+to the last character of its last token, so a prediction is text of the file, not of the vocabulary.
 
 Training uses the first gold answer. If the text at `answer_start` differs from it, the nearest occurrence in the
 passage is used; a question whose answer does not occur in the passage is left out of training and counted.
 
-Source: google-research/electra, finetune/qa/qa_tasks.py, which aligns answers by words and a heuristic; the character
-offsets of tokens are used instead, which are exact.
+Source: google-research/electra, finetune/qa/qa_tasks.py, which aligns answers with tokens by words and a heuristic.
+This module uses the character offsets of the tokens instead, which are exact.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from electra_dist.tokenizer import WordPieceTokenizer
 
 
 class Question(NamedTuple):
-    """One question of a SQuAD file, with its gold answers."""
+    """One question of a SQuAD file, with the number of its passage and its gold answers.
+
+    `start` is the index in the passage of the first character of the first gold answer, -1 if the question has no
+    answer or the answer does not occur in the passage.
+    """
 
     id: str
     text: str
@@ -44,14 +49,17 @@ class SquadFile(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Passage of a SQuAD file, as text and as tokens; `offsets` connect the tokens with the characters of the text."""
+    """Passage of a SQuAD file, as text and as tokens.
+
+    `offsets` has for each token the range [start, end) of its characters in the text.
+    """
 
     text: str
     ids: list[int]
     offsets: list[tuple[int, int]]  # [start, end) of each token, in characters of the text
 
     def answer(self, first: int, last: int) -> str:
-        """Return the text from token `first` to token `last`, both included.
+        """Return the text of the passage from token `first` to token `last`, both included.
 
         Combining marks that follow the last token (such as the accent of a decomposed character) are included: the
         tokenizer strips them, so no token covers them.
@@ -65,7 +73,7 @@ class Passage(NamedTuple):
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """Return the numbers of the first and the last token that overlap the characters [start, end) of the text.
 
-        If there is no token, the result is (0, -1), an empty span.
+        If no token overlaps them, the result is (0, -1), an empty span.
         """
         overlapping = []
         for number, (token_start, token_end) in enumerate(self.offsets):
@@ -79,7 +87,8 @@ class Passage(NamedTuple):
 class AnswerWindow(NamedTuple):
     """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`.
 
-    A passage that is too long for one row has several windows, which overlap.
+    A passage that is too long for one row has several windows, which overlap. Each token is owned by the window with
+    the most context around it; only that window may predict an answer that starts at the token.
     """
 
     question: int  # number of the question within the file
@@ -130,7 +139,7 @@ def _parse_question(entry: dict[str, Any], passage: int, passage_text: str, vers
         version: 1 or 2; only questions of version 2 may have no answer.
 
     Raises:
-        ValueError: the question should have an answer and has none.
+        ValueError: the question has no answer, although it is of version 1 or not marked `is_impossible`.
         KeyError: the entry lacks a key of this version's format.
     """
     is_impossible = version == 2 and entry["is_impossible"]
@@ -144,10 +153,10 @@ def _parse_question(entry: dict[str, Any], passage: int, passage_text: str, vers
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
-    """Return the index at which `answer` occurs in a passage nearest to `start`, in characters; -1 if nowhere.
+    """Return the index of the occurrence of `answer` in a passage that is nearest to `start`; -1 if there is none.
 
-    `start` is the index that the file gives for the answer; it is wrong for some questions. Of two equally near
-    occurrences, the earlier one is returned.
+    Indices count characters. `start` is the index that the file gives for the answer; it is wrong for some questions.
+    Of two equally near occurrences, the earlier one is returned.
     """
     if passage_text.startswith(answer, start):
         return start
@@ -158,7 +167,7 @@ def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
 
 
 def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list[Passage]:
-    """Tokenize each passage, without special tokens and without truncation, with the offsets of its tokens."""
+    """Tokenize each passage, without special tokens or truncation; each token keeps its range of characters."""
     passages = []
     for text in texts:
         ids, offsets = tokenizer.encode_with_offsets(text)
@@ -176,7 +185,8 @@ def make_windows(
         query: ids of the question, without special tokens; truncated to `settings.max_query`.
         passage: the passage in tokens.
         special: ids of [CLS] and [SEP].
-        settings: `max_length` and `doc_stride` determine the windows, in tokens.
+        settings: `max_length` is the longest row, `doc_stride` the distance between the starts of neighbouring
+            windows, both in tokens.
 
     Returns:
         The windows in the order of the passage; none for a passage without tokens.
@@ -216,7 +226,7 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 
     Args:
         num_tokens: tokens of the passage; 0 gives no window.
-        room: most passage tokens in a window.
+        room: largest number of passage tokens in a window, at least 1.
         stride: distance between the starts of neighbouring windows; it is lowered to `room`, so no token is skipped.
     """
     spans = []
@@ -233,8 +243,9 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """Return the training target of a window: (start position, end position, 1 if the question has no answer).
 
-    Positions are indices into the window's ids, both included. Both are 0, the position of [CLS], if the window does
-    not contain the whole answer; the third number is still 0 if the answer is in another window.
+    Positions are indices into the window's ids, both included. They are 0, the position of [CLS], if the window does
+    not contain the whole answer. The third number depends on the question only: it is 0 for a window without the
+    answer if another part of the passage has it.
 
     Args:
         window: one row for the model, with the question and a part of the passage.
@@ -255,8 +266,9 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
     """Return for each token of a passage the number of the window that owns it, the one with the most context.
 
-    An answer may be predicted only by the window that owns its first token, so overlapping windows do not compete
-    with different contexts. `spans` are the ranges [start, end) of passage tokens in each window.
+    An answer may be predicted only by the window that owns its first token. Otherwise several overlapping windows
+    would score the same answer, some of them with little context. `spans` are the ranges [start, end) of passage
+    tokens in each window.
     """
     if len(spans) <= 1:
         return [0] * num_tokens
@@ -267,8 +279,9 @@ def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
     """Return the number of the window in which `token` has the most context, the first of equally good ones.
 
     The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
-    token of the window, which favors the longer of two windows. Token 5, for instance, has min(5, 0) = 0 tokens of
-    context in the window [0, 6) and min(2, 3) = 2 in the window [3, 9), which is therefore the one that owns it.
+    token of the window, which decides for the longer window if the contexts are equal. Token 5, for instance, without
+    this small term, has min(5, 0) = 0 tokens of context in the window [0, 6) and min(2, 3) = 2 in the window [3, 9),
+    which is therefore the one that owns it.
 
     Args:
         spans: range [start, end) of passage tokens in each window.
@@ -278,7 +291,7 @@ def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
     """
 
     def context(window: int) -> float:
-        """Return the context that `token` has in one window."""
+        """Return the context of `token` in one window: tokens to the nearer end, plus 0.01 per token of the window."""
         start, end = spans[window]
         left = token - start
         right = end - 1 - token

@@ -6,8 +6,8 @@ gold answers. F1 compares the two bags of words; the best value over the gold an
 answers that are empty after normalization do not count, and a question without gold answers has the single gold answer
 "". If either side has no words, F1 is 1 if both have none, else 0 (in version 1 always 0).
 
-`best_threshold` is the official search: questions are sorted by their no-answer score; those up to the threshold are
-answered, the others get "".
+`best_threshold` is the official search for a no-answer threshold. A question whose no-answer score (the higher, the
+less likely it has an answer) is at most the threshold gets the model's answer; the others get "".
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 def normalized(answer: str) -> str:
     """Return an answer in the form in which answers are compared: "The U.S.  army" becomes "us army".
 
-    It is lower-cased, ASCII punctuation and the words a, an and the are removed, and runs of white space become one
-    space. The result may be empty.
+    It is lower-cased, ASCII punctuation and the words "a", "an" and "the" are removed, and runs of white space become
+    one space. The result may be empty.
     """
     without_punctuation = answer.lower().translate(_PUNCTUATION)
     without_articles = _ARTICLES.sub(" ", without_punctuation)
@@ -63,7 +63,7 @@ def f1(predicted: str, gold: str, version: int) -> float:
 
 
 def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]:
-    """Return the metrics of SQuAD 1.1, `exact` and `f1`, in per cent.
+    """Return the metrics of SQuAD 1.1 in per cent: `exact` (share of exact matches) and `f1` (mean F1 of the words).
 
     Args:
         predicted: question id -> predicted answer; a question without a prediction counts as wrong.
@@ -79,9 +79,9 @@ def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float],
     """Return the metrics of SQuAD 2.0, in per cent.
 
     A question is left unanswered if its no-answer score is above a threshold. `best_exact` and `best_f1` are the
-    values at the threshold that is best for each of them; `best_exact_threshold` and `best_f1_threshold` are these
-    thresholds. `has_answer_exact` and `has_answer_f1` are means over the questions with an answer, without a
-    threshold.
+    scores at the threshold that is best for each of them, and `best_exact_threshold` and `best_f1_threshold` are these
+    thresholds. `has_answer_exact` and `has_answer_f1` are the scores over the questions that have an answer, with
+    every question answered.
 
     Args:
         predicted: question id -> best answer, as if every question had one. Every question needs a prediction.
@@ -112,8 +112,9 @@ def best_threshold(
     """Find the no-answer threshold with the best mean score, as the official script does.
 
     The search starts with "" as the prediction for every question, which is right for the questions without an answer.
-    Then it answers the questions one by one, those first that most probably have an answer. Answering a question with
-    an answer adds its score; answering one without an answer costs the point that "" had.
+    Then it raises the threshold past one question after the other, from the lowest no-answer score on, and gives that
+    question the model's answer. The total grows by the answer's score if the question has an answer, and loses 1, the
+    point for "", if it has none and the model's answer is not "".
 
     Args:
         scores: question id -> score of its predicted answer, in [0, 1].
@@ -140,7 +141,9 @@ def best_threshold(
 
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    """Return the mean of `score` over all questions of `gold` in per cent; one without a prediction counts as 0.
+    """Return the mean of `score` over all questions of `gold`, in per cent.
+
+    A question without a prediction counts as 0.
 
     If a question has several gold answers, the one with the highest score counts.
     """

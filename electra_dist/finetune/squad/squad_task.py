@@ -1,10 +1,11 @@
 """Makes SQuAD 1.1 and 2.0 a fine-tuning task: training on windows, prediction of answer spans, official metrics.
 
 Guarantee: the answer to a question is the span with the highest log p(start) + log p(end | start) over all windows of
-the question, among the spans of the beam that lie in the passage, start at a token that the window owns (see
-passage_windows.py), do not end before they start and have at most `max_answer` tokens. The no-answer score of a
-question is the lowest no-answer logit of its windows; version 2 is scored at the official best threshold. In version
-1 the answerability output is trained, too, as in the reference, and ignored in prediction.
+the question, among the candidates of the model's beam search that lie in the passage, do not end before they start and
+have at most `max_answer` tokens. A window may only give an answer that starts at a token for which it has more context
+than the other windows. The no-answer score of a question is the lowest no-answer logit of its windows; version 2 is
+scored at the official best threshold. In version 1 the no-answer output is trained, too, as in
+google-research/electra, and ignored in prediction.
 
 Source: google-research/electra, finetune/qa/qa_metrics.py.
 """
@@ -40,16 +41,22 @@ _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official fil
 
 
 class SquadTask(Task):
-    """Question answering on SQuAD 1.1 or 2.0, scored by the official metrics."""
+    """Question answering on SQuAD 1.1 or 2.0, scored by the official metrics in per cent.
+
+    The score is F1 for version 1.1 and, for 2.0, F1 at the best no-answer threshold.
+    """
 
     def __init__(self, version: int, data: Path) -> None:
         """Read the training and development files.
 
+        Training questions whose answer does not occur in the passage are left out; a remark in `notes` has their
+        number.
+
         Args:
             version: 1 for SQuAD 1.1, 2 for SQuAD 2.0.
-            data: folder of train-v1.1.json and dev-v1.1.json (or v2.0), or one with a folder squad/ that contains
-                them. If there is no training file, dev-v1.1.split-train.json is read; if there is no development file,
-                dev-v1.1.split-heldout.json.
+            data: folder of train-v1.1.json and dev-v1.1.json (v2.0 for version 2), or a folder whose folder squad/ has
+                them. In place of a missing training file dev-v1.1.split-train.json is read, in place of a missing
+                development file dev-v1.1.split-heldout.json.
 
         Raises:
             UserError: a file is missing, or is not a SQuAD file of that version.
@@ -72,8 +79,8 @@ class SquadTask(Task):
         """Return every window of every training question: a row with the question and a part of its passage.
 
         A target is (start position, end position, 1 if the question has no answer); the positions are indices into the
-        row, 0 if the answer is not in the window. The first gold answer counts. Questions whose answer does not occur
-        in the passage are left out.
+        row, 0 if the answer is not in the window. If a question has several gold answers, the first one is the target.
+        Questions whose answer does not occur in the passage are left out.
         """
         passages, windows = _windows(self.train, encoder, settings)
         ids = []
@@ -95,7 +102,8 @@ class SquadTask(Task):
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> SpanModel:
         """Build a span model on the host: a copy of the encoder with a new SQuAD head.
 
-        `seed` determines the initial weights of the head; `settings` its width and beam and the encoder's dropout.
+        `seed` determines the initial weights of the head; `settings` give its width, its beam (candidates in
+        prediction) and the encoder's dropout.
         """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return SpanModel(backbone, encoder.tower.hidden_size, settings, seed)
@@ -105,14 +113,15 @@ class SquadTask(Task):
     ) -> TaskOutcome:
         """Predict an answer to every development question with a trained `SpanModel`, and score the answers.
 
-        A question may have several windows. Its answer is the best span of all of them; its no-answer logit is the
-        lowest of all, because one window with an answer is enough.
+        A question has one window (row) for each part of a long passage. Its answer is the span with the highest
+        log-probability of all its windows; its no-answer logit is the lowest of all, because one window with an answer
+        is enough.
 
         Args:
             model: a model from `model`, trained, in evaluation mode.
             encoder: provides the tokenizer and the special ids.
-            settings: the lengths of windows and answers and the batch size are used.
-            progress: called after each batch.
+            settings: the limits of lengths, the window stride and the batch size are used.
+            progress: called after each batch with ("predict", rows done, rows in total).
         """
         assert isinstance(model, SpanModel)
         passages, windows = _windows(self.dev, encoder, settings)
@@ -139,13 +148,14 @@ class SquadTask(Task):
 
         Args:
             passages: the passages of the development file in tokens.
-            best: number of a question -> its best span, (log-probability, first token, last token); a question
-                without one is answered with "".
-            no_answer: number of a question -> its no-answer logit; 0 if it is missing.
+            best: number of a question -> its best span, (log-probability, first token, last token); a question without
+                one is answered with "".
+            no_answer: number of a question -> its no-answer logit. A question that is missing, because its passage has
+                no tokens, counts with 0.
 
         Returns:
-            The metrics in per cent. The outcome has failed if no question has an answer or, in version 2, if no
-            threshold is better than answering no question at all.
+            The metrics in per cent. The outcome counts as failed if every predicted answer is "" or, in version 2, if
+            no no-answer threshold gives a better F1 than leaving all questions unanswered.
         """
         predicted: dict[str, str] = {}
         no_answer_scores: dict[str, float] = {}
@@ -173,17 +183,21 @@ class SquadTask(Task):
 
 
 def _find(data: Path, *names: str) -> Path:
-    """Return the first file of one of the `names` in the folder `data`, otherwise in its folder squad/.
+    """Return the first existing file with one of `names`, searched in the folder `data`, then in its folder squad/.
 
     Raises:
-        UserError: there is no such file; the message lists the places.
+        UserError: there is no such file; the message lists all paths that were tried.
     """
     candidates = [folder / name for folder in (data, data / "squad") for name in names]
     return find_file(candidates)
 
 
 def _is_lost(question: Question) -> bool:
-    """Return whether a question cannot be used for training: it has a gold answer, which is not in its passage."""
+    """Return whether a question cannot be used for training.
+
+    That is so if it has a gold answer, but the text of that answer does not occur in its passage. A question without a
+    gold answer (version 2) is used.
+    """
     return bool(question.answers) and question.start < 0
 
 

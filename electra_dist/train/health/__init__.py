@@ -1,1 +1,1 @@
-"""Watch one rank: heartbeat, GPU readings, requests to stop or save, and user's errors of other ranks."""
+"""Watch one rank: heartbeat, GPU readings, requests to stop or save, and errors that another rank met."""

@@ -1,10 +1,12 @@
-"""End all ranks with exit code 78 when one of them alone meets a user's error, such as a shard that is damaged.
+"""End all ranks with exit code 78 when one of them alone meets an error that the user must fix.
 
-Guarantee: the error is printed once, by the first rank that meets it, and every rank that still reaches the store ends
-with exit code 78. Without this, rank 0 would end with the broken connection that follows when another rank ends, and
-the launcher would take whichever exit code it received first.
+An example is a damaged shard that only one rank reads; the error class is UserError.
 
-How: through the process group's key-value store, which lives in rank 0's process and does not need the other ranks.
+Guarantee: the error is printed once, by the first rank that meets it, and every rank that still reaches the process
+group's key-value store ends with exit code 78. Without this module, rank 0 would end with the broken connection that
+follows when another rank ends, and the launcher would take whichever exit code it received first.
+
+How: the rank sets a key in that store. The store lives in rank 0's process and does not need the other ranks.
 
 Limits: a rank that hangs in a collective that does not notice a missing peer (NCCL) is ended by its launcher.
 """
@@ -24,10 +26,12 @@ _IS_REPORTED = "user_error_reported"
 
 
 def report_once(error: UserError) -> None:
-    """Print a user's error to stderr unless another rank has printed one, and mark it for the other ranks.
+    """Print an error that the user must fix, unless another rank has printed one, and inform the other ranks.
+
+    It is printed to stderr. The other ranks find out by `another_rank_reported`.
 
     Not collective; any rank may call it at any time while the process group exists. If the store in rank 0's process
-    cannot be reached any more, the error is printed all the same: printed twice is better than not at all.
+    cannot be reached any more, the error is printed all the same: printing it twice is better than not at all.
 
     Args:
         error: its text is printed after "error: ".
@@ -43,10 +47,10 @@ def report_once(error: UserError) -> None:
 
 
 def another_rank_reported() -> bool:
-    """Return whether any rank has reported a user's error with `report_once`.
+    """Return whether any rank has reported an error that the user must fix, with `report_once`.
 
-    If so, a collective that fails on this rank fails only because that rank has ended. Not collective. It returns
-    False if the store in rank 0's process cannot be reached any more.
+    If so, a collective that fails on this rank fails because that rank has ended, and needs no error message of its
+    own. Not collective. The result is False if the store in rank 0's process cannot be reached any more.
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()

@@ -1,9 +1,9 @@
-"""Watch the local GPUs during a run: a few numbers at log steps, and whether a GPU has gone bad since the start.
+"""Watch the local GPUs during a run: a few numbers at logged steps, and whether a GPU has gone bad since the start.
 
-Guarantees: readings are None where NVML is absent. The numbers are those of the worst local GPU, so that one faulty
-device of eight shows. `gone_bad` is a pure function of two readings.
+Guarantees: readings are None where NVML is absent. The numbers are those of the worst local GPU, so that a single
+faulty GPU among eight is visible. `gone_bad` is a pure function of two readings.
 
-Cost: one probe, a few milliseconds for eight GPUs, at log steps only; no thread, no torch, no CUDA context.
+Cost: one probe, a few milliseconds for eight GPUs, at logged steps only; no thread, no torch, no CUDA context.
 
 Limits: only the GPUs of this process's node are read; the GPUs of other nodes are read by the ranks there.
 """
@@ -32,7 +32,7 @@ class GpuReading:
 
 
 class GpuSampler:
-    """A connection to the GPU driver that reads the local GPUs; `close` ends it."""
+    """A connection to the GPU driver (NVML) that reads the GPUs of this node; `close` ends it."""
 
     def __init__(self) -> None:
         """Connect to the driver. On a machine without NVML or GPUs this succeeds, and every `read` returns None."""
@@ -41,7 +41,7 @@ class GpuSampler:
     def read(self) -> GpuReading | None:
         """Return the present readings of the local GPUs, combined by `worst`; None without NVML or GPUs.
 
-        It takes a few milliseconds for eight GPUs; call it at log steps, not at every step.
+        It takes a few milliseconds for eight GPUs; call it at steps that are logged, not at every step.
         """
         if self._probe is None:
             return None
@@ -55,10 +55,11 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Combine the readings of several GPUs: the worst value of each quantity, and the sum of power and memory errors.
+    """Combine the readings of several GPUs into one: the worst value of each quantity or, for some, the sum.
 
-    The worst value is the highest temperature, the lowest clock and the highest memory use. A GPU that does not report
-    a quantity is ignored for it. A quantity that no GPU reports is None.
+    The result has the highest temperature, the lowest clock, the highest memory use, the sums of power and of
+    uncorrected memory errors, and every throttle reason of any GPU. A GPU that does not report a quantity is left out
+    for it. A quantity that no GPU reports is None.
     """
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
@@ -78,10 +79,10 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return why the GPUs of the node can no longer be trusted, or an empty string if they can.
+    """Return why the node's GPUs can no longer be trusted, as one line, or an empty string if they can.
 
-    Only new uncorrected memory errors count, because they damage results. Heat and throttling make a run slow, not
-    wrong. The caller ends the run with exit code 69 if the result is not empty.
+    Only uncorrected memory errors that are new since `first` count, because they damage results. Heat and throttling
+    make a run slow, not wrong. The caller ends the run with exit code 69 (unhealthy node) if the result is not empty.
 
     Args:
         first: reading at the start of the run; None without GPUs.

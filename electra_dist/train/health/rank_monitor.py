@@ -1,14 +1,15 @@
 """Watch one rank: write its heartbeat, check the GPUs of its node, set timeouts of collectives, find slow ranks.
 
-Guarantee: a rank beats at every step and change of phase, so that a hang is noticed from outside (run/heartbeat.py).
-At log steps the first rank of each node reads its GPUs. New uncorrected memory errors add a strike to the node and end
-the run with exit code 69, without a save, because the state of a faulty GPU is not to be trusted.
+Guarantee: a rank writes its heartbeat at every step and change of phase, so that a supervisor notices a hang
+(run/heartbeat.py). At logged steps the first rank of each node reads the node's GPUs. If they have new uncorrected
+memory errors, the node is added to the run's record of faulty nodes (strikes.jsonl), and the run ends with exit code
+69, without a save, because the state of a faulty GPU is not to be trusted.
 
-A collective times out after twice the time after which a supervisor would end a hanging rank. So ranks that wait for
-an unreachable one end by themselves where no supervisor runs.
+The timeout of collectives is twice the time after which a supervisor ends a hanging rank, at most an hour. So it is
+meant for runs without a supervisor: there, ranks that wait for an unreachable one end by themselves.
 
-Stragglers are ranks whose first forward of a step takes longer than the median rank's by a fifth at three log steps in
-a row. A forward has no collective below ZeRO stage 3, so it is the rank's own time.
+A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
+steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Result of one check at a log step: the GPU readings of this node, and the slow ranks of the run."""
+    """Result of one health check at a logged step: the GPU readings of this node, and the slow ranks of the run."""
 
     gpu: GpuReading | None  # of this rank's node; None on a rank that does not read GPUs
     slow_ranks: list[int]  # slowest first
@@ -48,8 +49,8 @@ class RankObservation:
 class RankMonitor:
     """Heartbeat and health checks of one rank, for the life of its process.
 
-    Call `began` when the attempt number is known, `beat` at every step and change of phase, `look` at log steps, and
-    `close` when the run ends without an exception.
+    Call `began` when the number of this start of the run ("attempt") is known, `beat` at every step and change of
+    phase, `look` at every logged step, and `close` when the run ends without an exception.
     """
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
@@ -58,8 +59,9 @@ class RankMonitor:
         The process group must exist.
 
         Args:
-            run_dir: folder of the run, for heartbeats and strikes.
-            cluster: gives the hang limits, from which the timeouts of collectives follow.
+            run_dir: folder of the run, for the heartbeats and for strikes.jsonl, the record of faulty nodes.
+            cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
+                which the timeouts of collectives follow.
 
         Raises:
             StoreError: the run folder cannot be written.
@@ -81,8 +83,8 @@ class RankMonitor:
     def beat(self, phase: Phase, step: int) -> None:
         """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do.
 
-        A collective may take twice the hang limit of the phase, and an hour at most. A supervisor, if there is one,
-        ends a hanging rank before that, after the hang limit.
+        The hang limit of a phase is the time without a heartbeat after which a supervisor ends a rank. A collective
+        may take twice as long, but at most an hour: the timeout is meant for runs without a supervisor.
 
         Args:
             phase: what this rank is about to do.
@@ -103,16 +105,17 @@ class RankMonitor:
             c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
 
     def look(self, forward_s: float) -> RankObservation:
-        """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at log steps.
+        """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
 
-        If the GPUs have new uncorrected memory errors, a strike is added to the node and `sick` becomes True.
+        If the GPUs have new uncorrected memory errors, the node is added to the run's record of faulty nodes
+        (strikes.jsonl), once, and `sick` becomes True.
 
         Args:
             forward_s: seconds of this rank's first forward of the step.
 
         Returns:
-            The readings of this node, and the ranks that were slow at each of the last three calls (equal on all
-            ranks).
+            The readings of this node, and the ranks that took more than 1.2 times the median rank's time at each of
+            the last three calls (equal on all ranks).
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None

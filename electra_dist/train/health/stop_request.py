@@ -7,9 +7,10 @@ checkpoint, and exit code 75.
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
     RUN/stop                             stop        create it (touch); removed once the run has saved and stops
     RUN/save                             save now    create it (touch); removed when the save begins
-    SLURM_JOB_END_TIME                   stop (longest step + longest save) x 2 ahead of it
+    SLURM_JOB_END_TIME                   stop at 2 x (longest step + longest save) before it, at least 10 s
 
-Reading and writing are done by threads of this process; there are no worker processes that a signal could end first.
+Rows are read and checkpoints are written by threads of this process, so there are no worker processes that a signal
+could end before the checkpoint is saved.
 
 Cost: two `stat` calls per step, on rank 0.
 """
@@ -37,11 +38,15 @@ class StopRequest:
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        """Install the signal handlers, in place of those that were there.
+        """Install handlers for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, in place of those that were there.
 
         Args:
             run_dir: folder of the run, where a user may create the files `stop` and `save`.
-            is_first_rank: whether this is rank 0, which also watches these files and the end of the Slurm job.
+            is_first_rank: whether this is rank 0, which also watches these files and the end of the Slurm job
+                (SLURM_JOB_END_TIME).
+
+        Raises:
+            ValueError: the calling thread is not the main thread.
         """
         self._reason = ""  # why to stop; empty as long as there is no request
         self._stop_file = run_dir / STOP_FILE
@@ -55,7 +60,10 @@ class StopRequest:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal as a request to stop; raise KeyboardInterrupt for a SIGINT after an earlier request."""
+        """Record a signal as a request to stop.
+
+        A SIGINT after any earlier request raises KeyboardInterrupt, so that a second Ctrl-C ends the process at once.
+        """
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
@@ -72,7 +80,10 @@ class StopRequest:
         return bool(self._reason)
 
     def _find_reason(self) -> str:
-        """Return the reason to stop that rank 0 watches for: the file `stop` or the end of the job; "" if neither."""
+        """Return why to stop, apart from signals: the file `stop` exists, or the job ends soon; "" if neither.
+
+        The job ends soon if less than `margin_s` seconds remain. Rank 0 only.
+        """
         if self._stop_file.exists():
             # launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"
@@ -84,7 +95,10 @@ class StopRequest:
         return ""
 
     def wants_save(self) -> bool:
-        """Return whether to save and go on: on rank 0, whether the file `save` exists; always False on other ranks."""
+        """Return whether the user has requested a checkpoint without a stop, by the file `save` in the run folder.
+
+        Only rank 0 looks for the file; on other ranks the result is always False.
+        """
         return self._watches and self._save_file.exists()
 
     @property
@@ -97,7 +111,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Why the run stops, as this rank knows it: a signal, the file `stop`, the end of the job, or another rank."""
+        """Why the run stops, as one line: a signal, the file `stop`, the end of the job, or another rank."""
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:

@@ -1,1 +1,1 @@
-"""Holds code in C and CUDA: the CPU library (`cpu_library.c`) and the discriminator's tail (`.cu`)."""
+"""Code in C for CPUs (`cpu_library.c`) and in CUDA (`discriminator_tail.cu`), and the Python files that call it."""

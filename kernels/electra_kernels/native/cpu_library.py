@@ -1,14 +1,16 @@
-"""Calls the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass.
+"""Call the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass.
 
-Guarantee: permutations and bits are equal to those that `data/row_order.py` and `keyed_random.py` define in NumPy,
-and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built
-with a C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None,
-and callers use NumPy or torch.
+The row pass computes loss, most likely token, sampled token and gradient of each row of logits.
+
+Guarantee: permutations and bits are equal to those that `data/row_order.py` and `keyed_random.py` define in NumPy, and
+the row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built with a
+C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None, and
+callers use NumPy or torch.
 
 How: a call releases the interpreter lock; `share` spreads calls over as many threads as torch uses.
 
-Cost on one core: about 1 ns for a 32-bit number (NumPy 10), 0.1 to 0.2 us for a place of the row order (NumPy 2), 5 ns
-for a logit (torch 50).
+Cost on one core: about 1 ns for a 32-bit number (NumPy 10), 0.1 to 0.2 us to permute one number for the order of rows
+(NumPy 2), 5 ns for a logit (torch 50).
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ _Item = TypeVar("_Item")
 def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
-    Threads run in parallel only while `work` releases the interpreter lock. The first exception of a call is raised.
-    With one item or one thread, the calls are made in the calling thread.
+    Threads run in parallel only while `work` releases the interpreter lock. If calls raise exceptions, that of the
+    first such item in the order of `items` is raised. With one item or one thread, the calls are made in the calling
+    thread.
     """
     num_threads = min(torch.get_num_threads(), len(items))
     if num_threads <= 1:
@@ -56,9 +59,10 @@ def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
 
 @functools.cache
 def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
-    """Return the pool of `num_threads` threads that this process reuses.
+    """Return a pool of `num_threads` threads; a process gets the same pool at every call.
 
-    The process id is part of the cache's key, because a forked process inherits the cache, but not the pool's threads.
+    Callers pass their process id, because a forked process inherits the cached pools without their threads. With its
+    own id it gets a new pool.
     """
     return ThreadPoolExecutor(num_threads, thread_name_prefix="electra-cpu-library")
 
@@ -66,8 +70,8 @@ def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
 def _load() -> ctypes.CDLL | None:
     """Load the C library in the folder of this file and declare the argument types of its functions.
 
-    Returns None if the library was not built, or was built for another kind of machine or another version of the
-    functions' arguments (`electra_cpu_library_version` in cpu_library.c).
+    Returns None if the library was not built, or was built for another kind of machine or from another version of
+    cpu_library.c, whose functions take other arguments (`electra_cpu_library_version` there).
     """
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
         try:
@@ -82,9 +86,9 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _declare_arguments(library: ctypes.CDLL) -> None:
-    """Set the argument types of the functions of cpu_library.c, without which ctypes would pass 64-bit numbers as int.
+    """Set the argument types of the functions of cpu_library.c, in the order of the C declarations.
 
-    The types are in the order of the C declarations.
+    Without these types, ctypes would pass 64-bit numbers as 32-bit ints.
     """
     key: list[Any] = [_WORD, _WORD32, _WORD32]  # seed, purpose, step
     grid: list[Any] = [*key, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]  # rows, num_rows, first_block, num_blocks, stride
@@ -158,10 +162,11 @@ def _fill_kept(
 def _grid_arguments(
     grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int
 ) -> tuple[Any, ...]:
-    """Check the memory layout of `grid` and `rows`, and return the first eight arguments of the C fill functions.
+    """Return the first eight arguments of the C functions that fill a grid, after a check of the memory layout.
 
-    They are seed, purpose, step, address and number of the rows, first block, number of blocks (of four positions),
-    and the distance from row to row of `grid` in elements.
+    They are seed, purpose, step, address and number of the rows, first block (of four positions), number of blocks,
+    and the distance in elements from one row of `grid` to the next. An AssertionError is raised if the columns of
+    `grid` or the elements of `rows` are not adjacent in memory.
     """
     assert grid.strides[1] == grid.itemsize, "the columns of the grid are not adjacent: pass a row-major array"
     assert rows.dtype == np.int64
@@ -174,19 +179,20 @@ def _grid_arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place of each index in its keyed permutation, in C.
+    """Return the place that a keyed permutation gives to each of several numbers, in C.
 
-    `permute` of `electra_dist/data/row_order.py` is the same function in NumPy. Element i of the arrays stands for
-    permutation i: its key is (seed, purpose, epoch[i], block[i]) and its length is size[i].
+    Element i of the arrays is one task: permutation i has the key (seed, purpose, epoch[i], block[i]) and the length
+    size[i], and the result is where it moves index[i]. `permute` of `electra_dist/data/row_order.py` is the same
+    function in NumPy.
 
     Args:
-        index: Number to permute, in [0, size).
-        size: Length of the permutation.
+        index: Numbers to permute, each in [0, size).
+        size: Length of each permutation.
         epoch: Part of the key, in [0, 2**32).
         block: Part of the key, in [0, 2**32).
         seed: 64-bit key.
         purpose: Value of a `keyed_random.Purpose`.
-        num_rounds: Rounds of the Feistel network.
+        num_rounds: Rounds of the Feistel network that makes up a permutation.
 
     Returns:
         uint64 places in [0, size), in an array as long as `index`.
@@ -215,11 +221,11 @@ def _permute(
 def _gather_rows(
     tables: Sequence[tuple[int, int, int, int]], which: np.ndarray, rows: np.ndarray, out: np.ndarray
 ) -> None:
-    """Copy row `rows[k]` of the shard `tables[which[k]]` to `out[k]`, for every k, in C.
+    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C.
 
     Args:
-        tables: Addresses of memory-mapped shards and of their indices (`table` of `electra_dist.data.shard.Shard`).
-            The mappings must stay open during the call.
+        tables: For each shard, a memory-mapped file of rows, the `table` of its `electra_dist.data.shard.Shard`: where
+            its rows lie in memory. The mappings must stay open during the call.
         which: Index into `tables` of each row, as long as `out`.
         rows: Row number within its shard, as long as `out`.
         out: Contiguous 2-D array, filled in place; its rows have the size of a shard's rows.
@@ -287,7 +293,10 @@ def _row_pass(
     sampled_M = torch.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
-        """Compute losses and tokens of up to `_ROWS_AT_A_TIME` rows, from row `begin` on, by one call of C."""
+        """Compute the results of up to `_ROWS_AT_A_TIME` rows of logits, from row `begin` on, by one call of C.
+
+        With `with_gradient`, the call also overwrites the logits of these rows by their gradient.
+        """
         block = slice(begin, begin + _ROWS_AT_A_TIME)
         logits = logits_MV[block]
         library.electra_row_pass(

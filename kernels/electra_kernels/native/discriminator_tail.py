@@ -1,17 +1,20 @@
-"""Builds, loads and launches the discriminator tail as a CUDA library, for machines without Triton.
+"""Build, load and launch the discriminator tail as a CUDA library, for machines without Triton.
+
+The tail is everything after the matrix product of the discriminator's dense layer: bias, GELU, output unit and loss.
 
 Guarantee: results are those of the Triton kernels (`triton/discriminator_tail.py`) to rounding; sums have a fixed
 order.
 
 How: `python -m electra_kernels.native.discriminator_tail` builds `discriminator_tail.cu` with nvcc (sm_80 and sm_90a,
-10 s) into `~/.cache/electra-dist`. The file name contains the digest of the source, so a library of another source is
-never loaded. The build is optional. Only `kernels.backend: cuda` needs it, and its error message names the command.
+10 s) into `~/.cache/electra-dist`. The name of the library contains the digest of its source, so a library that was
+built from another version of the source is never loaded. The build is optional: only `kernels.backend: cuda` needs the
+library, and the error for a missing one names the command.
 
 Cost: the memory traffic is that of the Triton kernels.
 
 Limits: bf16 and fp32 dense outputs; H up to 2**31.
 
-Shapes: T tokens, H hidden, P blocks.
+Shapes: T tokens, H hidden, P thread blocks.
 """
 
 from __future__ import annotations
@@ -77,10 +80,12 @@ def build(path: Path) -> str:
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """Load the CUDA library once and declare the argument types of its functions.
+    """Load the CUDA library of the discriminator tail and declare the argument types of its functions.
+
+    The result is cached, so a process loads a file only once.
 
     Args:
-        path: File of the library; None is the path of the present source, `library_path()`.
+        path: File of the library; None stands for `library_path()`, the library of the present source file.
 
     Raises:
         BackendUnavailable: The file does not exist; the text names the command that builds it.
@@ -186,14 +191,14 @@ def _as_fp32(parameter: torch.Tensor) -> torch.Tensor:
 def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
     """Launch a function of the CUDA library on the current stream of torch; with no tokens, do nothing.
 
-    The tensors must stay alive until the call returns. After that their memory may be freed, because torch reuses it
-    in the order of the stream.
+    The tensors must stay alive until the call returns. After that, the caller may free them although the kernel may
+    still run: torch gives their memory only to later work of the same stream.
 
     Args:
         function: `electra_tail_forward` or `electra_tail_backward`.
         dense_TH: Dense output [T, H], which gives dtype, number of tokens and hidden size.
         tensors: All tensors of the function, `dense_TH` included, in the order of its arguments.
-        *more: Further integers after the hidden size: the number of blocks in the backward pass.
+        *more: Further integers after the hidden size: the number of thread blocks in the backward pass.
 
     Raises:
         RuntimeError: CUDA did not start the kernel.

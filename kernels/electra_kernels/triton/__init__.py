@@ -1,1 +1,1 @@
-"""Holds the Triton kernels, one file per operation, and their compilation without a GPU (`compile_without_gpu.py`)."""
+"""Triton kernels, one file per operation, and a program to compile them without a GPU (`compile_without_gpu.py`)."""

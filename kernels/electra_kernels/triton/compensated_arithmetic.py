@@ -1,12 +1,15 @@
-"""Keeps rounding errors of arithmetic in registers: an fp32 result is an unevaluated sum of two numbers, high + low.
+"""Keep the rounding error of a result in a second register: a result is a pair of fp32 numbers, high and low.
+
+The result is the sum high + low, where high is the rounded value and low the correction to it. The pair is added up
+only at the end of a computation.
 
 Guarantee: a kernel that ends in `high + low` of these functions rounds once, where the plain expression rounds at
 every operation. Approximate instructions of the GPU, `ex2.approx` (error up to 2 ulp), `div.full` (2 ulp) and
 `sqrt.approx`, are either not used or corrected. No kernel computes in fp64, which is 64 times slower than fp32 on GPUs
 that are not made for it.
 
-How: products are fused (`tl.fma`, exact residuals) and sums use Knuth's two-sum. The exponential is a range reduction
-and a polynomial.
+How: products use fused multiply-adds (`tl.fma`), which give the exact remainder of a product, and sums use Knuth's
+two-sum. The exponential is a range reduction and a polynomial.
 
 Cost: `scaled_exp` takes 15 instructions and `two_sum` 8. Nothing accesses memory.
 
@@ -76,10 +79,10 @@ def scaled_exp(x, x_low, scale, scale_low):
 
 @triton.jit
 def precise_log(high, low):
-    """Return log(high + low) as a pair whose sum is the result, for numbers of at least 1.
+    """Return log(high + low) as a pair whose sum is the result, for numbers high + low of at least 1.
 
-    The pair is the rounded logarithm and its correction by one Newton step for exp(y) = high + low:
-    correction = (high + low) * exp(-estimate) - 1.
+    The first of the pair is the logarithm rounded to fp32. The second is its correction by one Newton step for the
+    equation exp(y) = high + low: correction = (high + low) * exp(-estimate) - 1, where the estimate is the first.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
@@ -117,9 +120,9 @@ def precise_inverse_root(x):
 def precise_sum(x, x_low, bound):
     """Return the sum of a vector of non-negative numbers x + x_low as a pair whose sum is the result.
 
-    Adding and subtracting `bound` rounds each x to a multiple of bound's last digit, as 1234 + 1e5 - 1e5 does in
-    arithmetic of four digits (1200). The sum of these multiples has few enough bits to be exact in any order, and the
-    sum of the remainders is small.
+    To add and then subtract `bound` rounds each x to a multiple of bound's last digit. In decimal arithmetic of four
+    digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is exact in
+    any order. What the rounding took from each x is summed separately; that sum is small, so its own error is tiny.
 
     Args:
         x: fp32 vector.

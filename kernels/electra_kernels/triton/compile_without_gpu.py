@@ -1,15 +1,16 @@
 """Compile every Triton kernel without a GPU, and report the resources that its machine code uses.
 
 `python -m electra_kernels.ahead_of_time --arch 80 90` prints one line for each kernel: registers, stack, shared
-memory, and counts of machine instructions. Triton's interpreter checks a kernel's values, but accepts code that the
-compiler rejects; this program checks types, spills (stack or local-memory instructions) and the width of loads.
+memory, and counts of machine instructions. Triton's interpreter, which runs kernels on a CPU, checks their values but
+accepts code that the compiler rejects. This program compiles the code, and its report shows spills (registers moved to
+memory) and the width of loads.
 
 How: it uses Triton's own compiler, assembler and disassembler, and neither a driver nor a GPU.
 
 Cost: 3 s for each kernel on one core.
 
-Limits: TRITON_INTERPRET must not be set. Shapes are those of the large model in bf16: V = 30592, H = 1024 and 256,
-S = 512, N = 128.
+Limits: TRITON_INTERPRET must not be set. Shapes are those of the large model in bf16: vocabulary V = 30592, hidden
+sizes H = 1024 and 256, S = 512 tokens in a row, N = 128 masked positions in a row.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _WARP_SIZE = 32  # threads
 
 
 class KernelCase(NamedTuple):
-    """Triton kernel to compile, with everything that its compilation depends on except the GPU.
+    """One Triton kernel with the argument types and constants to compile it for, but without the GPU architecture.
 
     Attributes:
         name: Name of the case, the first column of the printed table.
         kernel: Function decorated by `triton.jit`.
-        types: Triton type of each argument, for example "*bf16"; may hold names that the kernel does not have.
+        types: Triton type of each argument, for example "*bf16"; names that the kernel does not have are ignored.
         constants: Value of each compile-time argument.
         divisible: Integer arguments that the compiler may assume to be multiples of 16.
-        num_warps: Warps of a program.
+        num_warps: Warps of a program (thread block).
     """
 
     name: str
@@ -56,8 +57,8 @@ class KernelCase(NamedTuple):
 class Compiled(NamedTuple):
     """Resources and instruction counts of one kernel, compiled for one GPU architecture.
 
-    Registers that do not fit are spilled to memory, which shows as a stack or as local accesses. None of our kernels
-    uses tensor cores, so `tensor_core` should be 0.
+    Values that do not fit into registers are spilled to memory, which shows as a stack or as local accesses. None of
+    our kernels uses tensor cores, so `tensor_core` should be 0.
     """
 
     name: str
@@ -85,9 +86,9 @@ _SIZES = ("seq_len", "num_slots", "hidden", "num_tokens")  # multiples of 16 in 
 
 
 def cases() -> list[KernelCase]:
-    """Return every kernel with the argument types of the large model's launches in bf16, and two also for fp32.
+    """Return the compilations to report, in the order of the printed table: every kernel in bf16, two also in fp32.
 
-    The order is that of the lines in the printed table.
+    Argument types and sizes are those of the large model's launches.
     """
     head_train, head_evaluate, sample = _head_cases()
     tail_forward, tail_backward = _tail_cases()
@@ -119,7 +120,7 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
     }
 
     def head_case(name: str, with_loss: bool, with_gradient: bool) -> KernelCase:
-        """Return the case of the row kernel that computes the loss, and its gradient, or not."""
+        """Return the row kernel's case called `name`: with the loss or without, and with the gradient or without."""
         return KernelCase(
             name=name,
             kernel=mlm_head.row_kernel,
@@ -172,7 +173,11 @@ def _as_fp32(case: KernelCase, name: str) -> KernelCase:
 
 
 def _slot_cases() -> list[KernelCase]:
-    """Return the cases of the kernels over masked positions: replace and label, and the masked gather's backward."""
+    """Return the cases of the two kernels that handle masked positions (slots).
+
+    They are the kernel that replaces tokens and labels them, and the backward kernel that adds the gradients of
+    gathered hidden states at their positions.
+    """
     replace_types = _SHARED_TYPES | {
         "ids_ptr": "*i64",
         "weight_ptr": "*fp32",
@@ -207,10 +212,10 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return the cases of dropout + add + LayerNorm: forward and backward, at the hidden sizes of both towers.
+    """Return the cases of dropout + add + LayerNorm: forward and backward, for hidden sizes 256 and 1024.
 
-    Each is compiled with dropout and without; the suffix `_p0` stands for dropout probability 0. An example of a name
-    is norm_fwd_256_p0.
+    Each is compiled with dropout and without. The suffix `_p0` of a name stands for dropout probability 0:
+    norm_fwd_256_p0 is the forward kernel at hidden size 256 without dropout.
     """
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
@@ -243,8 +248,8 @@ def _norm_cases() -> list[KernelCase]:
 def compile_case(case: KernelCase, arch: int) -> Compiled:
     """Compile a kernel for compute capability `arch` (80 or 90) and count resources and instructions.
 
-    The machine code comes from Triton's compiler, so its cache applies. No GPU is needed. TRITON_INTERPRET must not be
-    set.
+    Triton's compiler caches machine code on disk, so a kernel that was compiled before is only counted. No GPU is
+    needed. TRITON_INTERPRET must not be set.
     """
     compiled = triton.compile(
         _kernel_source(case),
@@ -267,10 +272,10 @@ def compile_case(case: KernelCase, arch: int) -> Compiled:
 
 
 def _kernel_source(case: KernelCase) -> ASTSource:
-    """Return what Triton's compiler takes for a kernel: function, argument types, constants and alignment.
+    """Return the input of Triton's compiler for a kernel: function, argument types, constants and alignment.
 
-    A launch finds the types and the alignment in its arguments; without a launch, the case provides them. As in a
-    launch of torch tensors, every pointer is aligned to 16 bytes.
+    When a kernel is launched, Triton reads types and alignment from the arguments. There is no launch, so `case`
+    states them. Every pointer is declared as aligned to 16 bytes, as the memory of torch tensors is.
     """
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
@@ -295,7 +300,7 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
     def dump(flag: str, path: str) -> str:
-        """Return what cuobjdump prints about the file at `path`."""
+        """Return what cuobjdump prints about the file at `path`; `flag` selects resource usage or machine code."""
         return subprocess.run([str(tool), flag, path], capture_output=True, text=True, check=True).stdout
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -309,7 +314,8 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 def _number(pattern: str, text: str) -> str:
     """Return the digits that the first group of `pattern` matches in `text`, the disassembler's report.
 
-    A pattern for the number behind "REG:" gives "96" in the text "REG:96 STACK:0".
+    For example, the pattern "REG:(\\d+)" gives "96" in the text "REG:96 STACK:0". An AssertionError is raised if
+    nothing matches.
     """
     match = re.search(pattern, text)
     assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
@@ -336,7 +342,8 @@ def table(rows: list[Compiled]) -> str:
 def main() -> None:
     """Compile all kernels for the architectures on the command line and print the table.
 
-    With `--json FILE`, all counts of each kernel are written to the file, too. TRITON_INTERPRET must not be 1.
+    With `--json FILE`, all counts of each kernel are written to the file, too. If TRITON_INTERPRET is 1, an
+    AssertionError is raised, because kernels would then be interpreted and not compiled.
     """
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities, e.g. 80 90")

@@ -1,21 +1,23 @@
-"""Runs the discriminator tail in Triton: one forward and one backward kernel, both over strips of tokens.
+"""Run the discriminator tail in Triton: one forward and one backward kernel.
+
+The tail is everything after the matrix product of the discriminator's dense layer: bias, GELU, output unit and loss.
 
 Guarantee: the kernels compute `discriminator_tail.rtd_losses_reference` in fp32, and its gradients. Sums over tokens
-are computed in a fixed order (strip by strip), so every run gives the same bits on the same device.
+are computed in a fixed order, so every run gives the same bits on the same device.
 
-How: a program handles every P-th tile of tokens (a strip) and keeps the bias and the output weight in registers.
-Backward computes the activation again from the dense output, uses the logits that forward stored, writes the gradient
-of the dense output, and keeps the strip's gradients of the parameters in registers. The P partial sums are added
-afterwards, in fp64.
+How: tokens are grouped in tiles of at most 8. Program (thread block) p of P handles tiles p, p + P, p + 2 P and so on,
+which together are its strip, and keeps the bias and the output weight in registers. Backward computes the activation
+again from the dense output, uses the logits that forward stored, writes the gradient of the dense output, and sums the
+strip's gradients of the parameters in registers. The P partial sums are added afterwards, in fp64.
 
 Exactness: `sigmoid - label` is one quotient, and softplus is split into two terms, so that a token predicted correctly
 with confidence keeps its gradient and its loss. GELU times a factor has two roundings instead of four, in fewer
-instructions. A tile has at most 8 rows, so no sum in registers is long. The additional cost is some fifty instructions
-a token, not an element.
+instructions. A tile has few tokens, so no sum within it has many terms. The additional cost is some fifty instructions
+for each token, not for each of its H elements.
 
 Cost at T = 32768, H = 1024 bf16: 67 MB read forward; 67 MB read and 67 MB written backward, and 8 MB of partial sums.
 
-Limits: H up to 8192, because a row is held in registers; fp64 is computed in fp32.
+Limits: H up to 8192, because all H elements of a token are held in registers; fp64 is computed in fp32.
 
 Shapes: T tokens, H hidden, P programs.
 """
@@ -44,16 +46,19 @@ _DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal 
 
 @triton.jit
 def gelu_times(a, erf, factor):
-    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2))."""
+    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2)).
+
+    The caller passes `erf`, because the derivative of GELU needs it, too.
+    """
     half = a * (0.5 * factor)
     return tl.fma(half, erf, half)
 
 
 @triton.jit
 def gelu_slope(a, erf):
-    """Return the derivative of GELU at a, cdf(a) + a * density(a) of the normal distribution.
+    """Return the derivative of GELU at a: cdf(a) + a * density(a), both of the standard normal distribution.
 
-    `erf` is erf(a / sqrt(2)).
+    `erf` is erf(a / sqrt(2)), from which cdf(a) = (1 + erf) / 2 follows.
     """
     return tl.fma(a * _DENSITY_AT_0, tl.exp(-0.5 * a * a), tl.fma(erf, 0.5, 0.5))
 
@@ -87,10 +92,11 @@ def sigmoid_minus(logit, label):
 
 @triton.jit
 def sigmoid_cross_entropy(logit, logit_low, label):
-    """Return the loss softplus(logit) - label * logit, rounded about once; the logit is logit + logit_low.
+    """Return the loss softplus(z) - label * z of the logit z = logit + logit_low, rounded about once.
 
-    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))). For a label of 0 or 1, the part without a logarithm,
-    max(logit, 0) - label * logit, is exact. The rounding error of the logit acts on the loss through the loss's slope.
+    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))). For a label of 0 or 1, the part without the logarithm, max(logit,
+    0) - label * logit, is exact. `logit_low`, the rounding error of the logit, changes the loss by `logit_low` times
+    the loss's derivative, sigmoid(logit) - label.
     """
     one_plus_exp, one_plus_exp_low = two_sum(1.0, exp_of_minus_abs(logit))
     log, log_low = precise_log(one_plus_exp, one_plus_exp_low)
@@ -169,10 +175,10 @@ def tail_backward_kernel(
 ):
     """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
 
-    The forward pass is logit = out_weight . gelu(dense + bias) + out_bias, then the masked sigmoid cross-entropy, of
-    which `upstream_ptr` has the gradient. The activation is computed again. Program p of P handles tiles p, p + P and
-    so on (its strip), of BLOCK_T tokens each, and writes row p of the partial sums of the parameters' gradients.
-    BLOCK_H is a power of 2 and at least H. T tokens, H hidden.
+    The forward pass is logit = out_weight . gelu(dense + bias) + out_bias, then the masked sigmoid cross-entropy.
+    `upstream_ptr` has the gradient of each token's masked loss. The activation is computed again. Program p of P
+    handles tiles p, p + P and so on, of BLOCK_T tokens each; these tokens are its strip. It writes row p of the
+    partial sums of the parameters' gradients. BLOCK_H is a power of 2 and at least H. T tokens, H hidden.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)

@@ -1,16 +1,18 @@
-"""Runs dropout + add + LayerNorm in Triton: one forward kernel over tokens, one backward over strips of tokens.
+"""Run LayerNorm(residual + dropout(x)) in Triton: one forward kernel and one backward kernel.
 
 Guarantee: the kernels compute `dropout_add_norm.dropout_add_norm_reference` in fp32, with the same random bits.
-Gradients of the parameters are summed in a fixed order.
+Gradients of the LayerNorm's weight and bias are summed in a fixed order.
 
-How: a program of the forward pass holds a token's H elements in registers, makes one Philox call for each four
-neighbours (none at probability 0), and computes mean and variance in two reductions. Backward draws the same bits
-again and computes the sum before the norm from both inputs, as forward does: a sum stored in bf16 would cost the same
-traffic and add its rounding to every gradient. A program of the backward pass handles every P-th token (a strip) and
-keeps the strip's gradients of the parameters in registers.
+How, forward: one program (thread block) handles one token. It holds the token's H elements in registers, draws four
+random numbers with each call of Philox (none at probability 0), and computes mean and variance in two reductions.
 
-Exactness (`compensated_arithmetic.py`): products are fused with the sums that follow. The inverse deviation is a sum
-of two numbers, computed from the stored variance; it costs six instructions a token and avoids the error of
+How, backward: program p of P handles tokens p, p + P, p + 2 P and so on, which are its strip. It draws the same bits
+again and computes residual + dropout(x) again from both inputs. To read that sum in bf16 from memory instead would
+cost the same traffic, and would add its rounding error to every gradient. The program sums its strip's gradients of
+weight and bias in registers and writes them once.
+
+Exactness: multiplications and the additions that follow them are fused. 1 / sqrt(variance) is held as a rounded value
+plus a correction (see `compensated_arithmetic.py`). That costs six instructions a token and avoids the error of
 `sqrt.approx`.
 
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 8 MB of partial sums.
@@ -46,8 +48,8 @@ def keep_scale(
 ):
     """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
 
-    The values are those of `dropout_add_norm.keep_scale` in torch. An element is dropped if its 32 random bits are
-    below `limit`.
+    The values are those of `dropout_add_norm.keep_scale` in torch. An element is dropped if its 32 random bits, read
+    as an unsigned number, are below `limit`.
 
     Args:
         row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
@@ -55,7 +57,8 @@ def keep_scale(
         seed_low: Low 32 bits of the run's seed, as int32.
         seed_high: High 32 bits of the run's seed, as int32.
         step: Global step, as int32.
-        site_quads: First random number of the dropout site within a row, divided by 4.
+        site_quads: Index, divided by 4, of the first random number that this dropout site (a place in the model that
+            applies dropout) uses in each row.
         limit: `keyed_random.drop_threshold` as int32 with the bits of its unsigned word.
         scale: 1 / (1 - probability).
         seq_len: Tokens of a row.
@@ -72,8 +75,8 @@ def keep_scale(
 def normalised(summed, mean, variance, inside):
     """Return (summed - mean) / sqrt(variance), and 1 / sqrt(variance) as a pair (high, low) whose sum is the result.
 
-    `summed` is a vector of a token's columns, and `variance` includes eps. `inside` is true for the columns below H;
-    the result is 0 in the others.
+    `summed` is the vector residual + dropout(x) of a token, and `variance` includes eps. `inside` is true for the
+    columns below H; in the others, which only fill the block up to a power of 2, the result is 0.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -105,9 +108,9 @@ def norm_forward_kernel(
 ):
     """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
-    The random bits follow from seed, step, row and `site_quads`; see `keep_scale`, which takes the same arguments.
-    `row_ptr` has the number of each row within the global batch. DROP is false at probability 0. BLOCK_H is a power of
-    2 and at least H. T = B * S tokens in B rows, H hidden.
+    The random bits follow from seed, step, row and `site_quads`; `keep_scale` takes the same arguments and explains
+    them. `row_ptr` has the number of each row within the global batch. DROP is false at probability 0, where no bits
+    are drawn. BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
@@ -311,8 +314,9 @@ def backward_pass(
 def _dropout_arguments(dropout: DropoutKey, seq_len: int, hidden: int) -> dict[str, Any]:
     """Return the arguments of both kernels that follow from the dropout key; integers as int32 words.
 
-    `site_quads` counts random numbers in fours, because one call of the generator draws four of them. A site draws one
-    number for each of the seq_len * hidden elements of a row, after those of the sites before it.
+    `site_quads` is where the random numbers of this site (a place in the model that applies dropout) begin in each
+    row, divided by 4, because one call of the generator draws four numbers. Each site takes seq_len * hidden numbers
+    of a row, one for each element, and the sites follow one another.
     """
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     return {
@@ -327,7 +331,11 @@ def _dropout_arguments(dropout: DropoutKey, seq_len: int, hidden: int) -> dict[s
 
 
 def _launch_options(hidden: int) -> dict[str, Any]:
-    """Return the block width and the launch options of both kernels: one warp up to 256 columns, then `NUM_WARPS`."""
+    """Return the block width and the launch options of both kernels.
+
+    BLOCK_H is `hidden` rounded up to a power of 2. A program has one warp if BLOCK_H is at most 256, otherwise
+    `NUM_WARPS`.
+    """
     width = triton.next_power_of_2(hidden)
     return {
         "BLOCK_H": max(4, width),  # one random call gives four columns

@@ -1,12 +1,12 @@
-"""Runs the masked gather's backward pass in Triton: one program per position of a row writes its gradient once.
+"""Run the masked gather's backward pass in Triton: one program per position of a row writes its gradient once.
 
-The masked gather copies the hidden states at a row's N slots (places for masked positions) out of the row. Backward
-adds the slots' gradients at their positions.
+The masked gather copies the hidden states at the masked positions out of each row. A row has N slots, places for one
+masked position each; slots that a row does not need are empty. Backward adds each slot's gradient at its position.
 
 Guarantee: the result is that of `masked_gather.scatter_add_reference`. Gradients are added in slot order, in fp32, so
 the result is the same in every run. No atomics and no zero fill beforehand are needed.
 
-How: a program compares its position with the row's N slots, then walks through the slots that match. Most positions
+How: a program compares its position with the row's N slots, then goes through the slots that match. Most positions
 have none or one. Only position 0 of short rows has many, at most N, because the empty slots point there.
 
 Cost at 64 x 512 x 256 bf16, N = 128: 8 MB read, 17 MB written.
@@ -39,8 +39,9 @@ def scatter_add_kernel(
 ):
     """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
 
-    Slot n of row b points to position positions[b, n], and its gradient is row b * N + n of `grad_ptr`. The slots of a
-    position are found by comparing all N positions, and are added in slot order, one after another.
+    A slot is a place for one masked position. Slot n of row b points to position positions[b, n], and its gradient is
+    row b * N + n of `grad_ptr`. The program compares its position with all N slots, and adds the gradients of those
+    that match in slot order, one after another.
 
     Program p handles position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least as large
     as the number of slots and the hidden size. B rows, S = seq_len positions, N = num_slots, M = B * N, H = hidden.

@@ -1,24 +1,27 @@
-"""Runs the row pass of the generator's head, and `sampling.sample`, in Triton: one program per row of logits.
+"""Run the row pass of the generator's head, and `sampling.sample`, in Triton: one program per row of logits.
 
 The row pass computes, from a row of logits, the cross-entropy loss, the most likely token, a sampled token and the
 gradient of the logits.
 
 Guarantee: the kernel computes `mlm_head.row_pass_reference` and `sampling.sample_reference` in fp32, with the same
-bits of noise. The results of a program do not depend on other rows, on the chunk or on the launch.
+bits of noise. The results of a row do not depend on other rows, nor on which rows are computed in one launch.
 
-How: the first pass, 2048 tokens at a time, adds the bias and computes online log-sum-exp, most likely token and Gumbel
-score. Every lane (column of the block) keeps its own maxima and its own sum, and they are merged once at the end, so
-that a block costs no reduction and one exponential a token. The second pass reads from L2 and writes
-(softmax - onehot) * weight over the logits. One Philox call gives the bits of the four tokens 4q .. 4q + 3, neighbours
-in a lane, so that loads stay 16 bytes wide. There is no `tl.dot`.
+How: the program reads its row twice. The first time, it goes through blocks of 2048 tokens, adds the bias and updates
+the log-sum-exp, the most likely token and the best Gumbel score (logit / temperature + noise). Every lane (column of
+the block) keeps its own maxima and its own sum. They are merged once at the end, so that a block costs no reduction,
+and a token costs one exponential. The second time, mostly from the L2 cache, it overwrites the logits by (softmax -
+onehot) * weight. One Philox call gives the bits of the four tokens 4q .. 4q + 3, which are neighbours in memory, so
+that loads stay 16 bytes wide. There is no `tl.dot`.
 
-Exactness, all in registers (`compensated_arithmetic.py`): the merge, the logarithm and weight / sum are sums of two
-numbers, so the loss and each gradient are rounded about once, where the plain formula rounds five times. The
-exponential of the second pass is a polynomial that includes the scale (16 instructions; an approximate one has 7).
-logit + bias is kept as two numbers as well, except for bf16 logits, where fp32 almost always holds the sum exactly.
+Exactness: the merged sum, its logarithm and weight / sum are each held as a rounded value plus a correction (see
+`compensated_arithmetic.py`). So the loss and each gradient are rounded about once, where the plain formula rounds five
+times. The exponential of the second reading is a polynomial that includes the factor weight / sum (16 instructions; an
+approximate one has 7). logit + bias is kept with its rounding error as well, except for bf16 logits, where fp32 almost
+always holds the sum exactly.
 
-Cost at 8192 rows of 30592 bf16: 1.5 GB of HBM traffic with the product's write, if the second read hits L2. Registers
-and shared memory are in the compile snapshot (tests/kernels). The time has not been measured.
+Cost at 8192 rows of 30592 bf16 logits: 1.5 GB of HBM traffic, including the write of the logits by the matrix product,
+if the second reading hits L2. Registers and shared memory are in the compile snapshot (tests/kernels). The time has
+not been measured.
 
 Limits: fp64 is computed in fp32; rows must be contiguous (stride 1 between tokens).
 
@@ -66,8 +69,8 @@ _UNIT: tl.constexpr = tl.constexpr(2.0**-32)  # width of the interval of u that 
 def noise_log(x, APPROXIMATE: tl.constexpr):
     """Return the natural logarithm of x for Gumbel noise, with an absolute error of 2e-7 or a relative one of 2.4e-7.
 
-    With APPROXIMATE it takes one instruction of the GPU instead of 20. Triton's interpreter cannot run inline
-    assembly, so it needs APPROXIMATE false.
+    With APPROXIMATE it takes one instruction of the GPU instead of 20. That instruction is inline assembly, which
+    Triton's interpreter cannot run, so the interpreter needs APPROXIMATE false.
     """
     if APPROXIMATE:
         log2 = tl.inline_asm_elementwise(
@@ -122,9 +125,9 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias rounded to fp32, and the rounding error, so that the sum of both is exact.
+    """Return logit + bias as a pair: the sum rounded to fp32 and its rounding error, which together are exact.
 
-    Without PAIR, which suits bf16 logits, the error is taken as 0 and costs no instructions.
+    With PAIR false, which suits bf16 logits, the error is taken as 0 and costs no instructions.
     """
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
@@ -152,8 +155,9 @@ def add_to_sums(z, z_low, index, top, top_index, total):
 def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
     """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
 
-    `top` and `total` hold each lane's own maximum and its sum of exp(logit - top). The sums are first rescaled to the
-    maximum of the row, `row_top`. No term is above 1, so 2 * WIDTH is at least twice the sum.
+    A lane is a column of the blocks that the row is read in. `top` is each lane's own maximum, and `total` its sum of
+    exp(logit - top). They are first rescaled from the lane's maximum to that of the row, `row_top`. No term is then
+    above 1, so the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
     """
     gap, gap_low = two_sum(top, -row_top)
     lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
@@ -223,10 +227,11 @@ def row_kernel(
 
     Pass 1 reads the row in blocks. Each lane (a column of the block) keeps the largest logit, the sum of exponentials
     and the best Gumbel score (logit / temperature + noise) of its own columns; the lanes are merged at the end of the
-    pass. Pass 2, with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
+    pass. Pass 2, only with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
 
     With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
-    the true token is not sampled. WITH_TEMPERATURE false means a temperature of 1.
+    the true token is not sampled. WITH_TEMPERATURE false means a temperature of 1. With PAIR, the rounding error of
+    logit + bias is kept, too.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride

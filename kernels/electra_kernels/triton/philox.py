@@ -1,4 +1,4 @@
-"""Draws keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`.
+"""Draw keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`.
 
 Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state.
 """

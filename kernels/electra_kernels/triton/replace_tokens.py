@@ -1,12 +1,11 @@
-"""Runs replace and label in Triton: one program per 64 positions of a row, every output written once.
+"""Write sampled tokens into the rows and label what changed, in Triton: one program per 64 positions of a row.
 
-A slot is a place for one masked position of a row and its sampled token. The operation writes the samples into the
-rows and labels the positions that changed.
+A slot is a place for one masked position of a row and its sampled token. Every output is written once.
 
 Guarantee: the results equal those of `replace_tokens.replace_and_label_reference` exactly, because they are integers.
 
 How: a program compares its positions with the row's N slots, a [64, N] table in registers, and reduces the table to
-counts and sums.
+the number of slots at each position and the sum of their samples.
 
 Cost: the comparison is B * S * N = 4 M operations at 64 x 512 x 128, which takes less time than a launch.
 
