@@ -54,6 +54,7 @@ setup(
         "electra_dist.pretrained",
         "electra_dist.report",
         "electra_dist.run",
+        "electra_dist.speed",
         "electra_dist.store",
         "electra_dist.train",
         "electra_dist.train.health",

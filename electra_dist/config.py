@@ -307,7 +307,8 @@ class TrainConfig(Section):
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16",
         description="Number format of the forward and backward passes. Master weights, optimizer moments and "
-        "gradient sums are fp32 in both cases.",
+        "gradient sums are fp32 in both cases; only the sum over ranks is bf16 in runs of bf16 on CPUs with "
+        "zero_stage 1 to 3.",
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),
@@ -448,7 +449,8 @@ class OptimizerConfig(Section):
         default="auto",
         description="Code that runs the update. apex: NVIDIA apex. deepspeed: DeepSpeed's fused AdamW (not for "
         "lamb). foreach: this project's code on torch._foreach. auto: on a CPU foreach; on a GPU apex if it is "
-        "installed, otherwise deepspeed for adamw and foreach for lamb.",
+        "installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes foreach if deepspeed's cannot "
+        "be compiled, and with engine.offload_optimizer on a GPU; the log states the reason.",
     )
 
 
@@ -469,11 +471,18 @@ class EngineConfig(Section):
         description="Whether only the input of each layer is kept for the backward pass and the layer is computed "
         "again there. Saves memory, costs time.",
     )
-    attention: Literal["auto", "sdpa", "flex"] = Field(
+    attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
         default="auto",
         description="Attention code. sdpa: torch's scaled_dot_product_attention with a bias that separates the "
-        "examples of a row. flex: FlexAttention, which skips the pairs of tokens from different examples; needs a "
-        "GPU and model.attention_dropout: 0. auto: flex where it can run and passes a trial, otherwise sdpa.",
+        "examples of a row. flash: FlashAttention with dropout over each example alone; needs a GPU of compute "
+        "capability 8.0 and train.precision bf16 or fp16. flex: FlexAttention, which skips the pairs of tokens from "
+        "different examples; needs a GPU and model.attention_dropout: 0. auto: on a GPU flash with attention dropout, "
+        "otherwise flex or flash, each only where it passes a trial; sdpa in all other cases.",
+    )
+    deterministic: bool = Field(
+        default=True,
+        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same bits; "
+        "docs/exactness.md has the exceptions. Without effect on a CPU, where steps repeat in any case.",
     )
     compile: bool = Field(
         default=False,
@@ -702,6 +711,16 @@ class Config(Section):
                 "engine.attention: flex supports neither attention dropout nor the one-directional attention of "
                 "objective electric; set model.attention_dropout: 0 and another objective.name, or set "
                 "engine.attention: auto"
+            )
+        if self.engine.attention == "flash" and self.objective.name == "electric":
+            raise ValueError(
+                "engine.attention: flash does not support the one-directional attention of objective electric; set "
+                "engine.attention: auto or another objective.name"
+            )
+        if self.engine.attention == "flash" and self.train.precision == "fp32":
+            raise ValueError(
+                "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
+                "train.precision: bf16 or engine.attention: auto"
             )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(

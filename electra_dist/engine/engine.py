@@ -7,22 +7,31 @@ How each precision and ZeRO stage runs (tested with DeepSpeed 0.19.8):
   fp32   0: plain optimizer; 1, 2, 3: ZeRO over fp32.
   bf16   0: torch autocast over fp32 parameters, because DeepSpeed's own bf16 path at stage 0 accumulates in bf16;
          1: BF16_Optimizer with fp32 accumulation; 2, 3: ZeRO with bf16 parameters.
+
+What differs between devices in bf16 at stages 1 to 3: on a GPU ranks exchange gradients in fp32, so that the sum over
+ranks is fp32 as well. On a CPU DeepSpeed's default stays, which rounds gradients to bf16 before the exchange: a change
+would round differently from the runs that exist. In fp32, and at stage 0, both devices exchange fp32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
-from electra_dist.engine.optimizer import build_optimizer
+from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
+from electra_dist.model.attention import AttentionChoice
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
 # A longer list of rank counts in an error message is cut to its first and its last ones.
@@ -31,16 +40,18 @@ _FIRST_RANKS_SHOWN = 6
 _LAST_RANKS_SHOWN = 3
 
 
-def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float) -> dict[str, Any]:
+def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float, device_type: str) -> dict[str, Any]:
     """Return the DeepSpeed config (its JSON as a dict) of a run.
 
     It sets the global batch and the micro-batch, from which DeepSpeed derives the number of gradient accumulation
-    steps at the given number of ranks. Gradients are summed in fp32 at every ZeRO stage.
+    steps at the given number of ranks. Micro-batches are summed in fp32 at every ZeRO stage.
 
     Args:
         train: gives the global batch, the micro-batch and the precision.
         engine: gives the ZeRO stage and the offloading of the optimizer.
         clip_norm: bound of the global gradient norm.
+        device_type: "cuda" or "cpu". On "cuda" the ranks exchange the gradients of bf16 parameters in fp32 instead of
+            bf16, and at stage 1 each gradient is added to its fp32 sum and freed as soon as it exists.
     """
     stage = engine.zero_stage
     is_bf16 = train.precision == "bf16"
@@ -52,6 +63,8 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,  # DeepSpeed's own progress lines are never printed
+        # DeepSpeed's throughput timer waits for the GPU twice in every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {"stage": stage},
     }
     if is_bf16 and stage == 0:
@@ -60,6 +73,11 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float)
     elif is_bf16:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if device_type == "cuda":
+            config["communication_data_type"] = "fp32"
+            # Without it a gradient is first added to a zeroed bf16 buffer. The sums are the same bit for bit; the
+            # buffer and two operations per parameter and micro-batch are saved. Only stage 1 reads the key.
+            config["bf16"]["immediate_grad_update"] = True
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return config
@@ -94,6 +112,8 @@ class Engine:
     One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
     after each pair except the last one, and `step` after the last one.
 
+    The attribute `notes` holds lines for the run's log about choices that were made while it was built.
+
     The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
     has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
     function `accept` of the caller. A refused step changes neither weights nor moments, at any ZeRO stage.
@@ -112,9 +132,16 @@ class Engine:
             train: gives the batch sizes and the precision.
             engine: gives the ZeRO stage and the offloading of the optimizer.
             optimizer_config: gives the optimizer and the bound of the gradient norm.
+
+        Raises:
+            UserError: the config demands an implementation of the optimizer that this machine does not have.
         """
         self.device = local_device()
-        optimizer, self.optimizer_name = build_optimizer(module, optimizer_config, self.device.type)
+        self.notes: list[str] = []
+        implementation = self._agree_on_implementation(optimizer_config, engine)
+        optimizer, self.optimizer_name = build_optimizer(
+            module, optimizer_config, self.device.type, implementation=implementation.name
+        )
         # DeepSpeed will call `_update_if_allowed` where it would have called the optimizer.
         self._update = optimizer.step
         optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
@@ -123,13 +150,60 @@ class Engine:
         self._norm = math.nan  # of the gradients of the current step
         self.zero_stage = engine.zero_stage
         self.clip_norm = optimizer_config.clip_norm
-        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            config=deepspeed_config(train, engine, self.clip_norm),
-            dist_init_required=False,
-        )
+        with _without_memory_reports():
+            self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                config=deepspeed_config(train, engine, self.clip_norm, self.device.type),
+                dist_init_required=False,
+            )
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
+        if self._reduces_for_nothing():
+            self.deepspeed.enable_backward_allreduce = False
+
+    def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
+        """Choose the implementation of the optimizer; on GPUs all ranks agree on one. Collective on GPUs.
+
+        One rank whose machine cannot compile DeepSpeed's optimizer would otherwise round differently from the others.
+        If the ranks would choose differently, all of them take foreach, which runs everywhere. A choice that is not
+        the fastest one of its kind is noted for the log, with its reason.
+
+        Args:
+            config: gives the optimizer and its implementation.
+            engine: gives the ZeRO stage and whether the optimizer's state is in host memory.
+
+        Raises:
+            UserError: the config demands an implementation that this machine does not have.
+        """
+        updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
+        implementation = choose_implementation(config, self.device.type, updates_on_host)
+        if self.device.type == "cuda":
+            choices = gather(implementation)
+            names = {choice.name for choice in choices}
+            if len(names) > 1:
+                reasons = [choice.reason for choice in choices if choice.reason]
+                reasons.append("the machines of the ranks can run different ones")
+                implementation = Implementation("foreach", reasons[0])
+        if implementation.reason:
+            self.notes.append(f"optimizer: {implementation.name}, because {implementation.reason}")
+        return implementation
+
+    def _reduces_for_nothing(self) -> bool:
+        """Return whether DeepSpeed would exchange gradients although there is only one rank, without any effect.
+
+        That is so for BF16_Optimizer, if the exchange has the dtype of its fp32 sums: it then copies all sums to a new
+        buffer and back. An exchange in bf16 would round the sums, so it is kept. At the other stages DeepSpeed keeps
+        its books in the same function.
+        """
+        exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
+        is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
+        return dist.get_world_size() == 1 and is_bf16_stage_1 and exchanges_fp32
+
+    @property
+    def attention(self) -> AttentionChoice:
+        """Return the attention backend of the module; with "flash" every input of `forward` needs `bounds`."""
+        module: Objective = self.deepspeed.module
+        return module.attention
 
     def forward(self, given: StepInput) -> StepOutput:
         """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks.
@@ -179,7 +253,7 @@ class Engine:
         if self.zero_stage == 0:
             self._norm = float(self._unpartitioned_grad_norm())
         self.deepspeed.step()
-        if self.zero_stage > 0:
+        if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
@@ -194,10 +268,11 @@ class Engine:
         groups.
         """
         if self._applied is None:
-            norm = self._norm  # of this step at stage 0; `step` reads that of the other stages only afterwards
+            # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
+            # it afterwards would wait until a GPU has finished the update.
             if self.zero_stage > 0:
-                norm = float(self.optimizer._global_grad_norm)
-            self._applied = _is_finite_norm(norm) and self._accept()
+                self._norm = float(self.optimizer._global_grad_norm)
+            self._applied = _is_finite_norm(self._norm) and self._accept()
         if self._applied:
             self._update()
 
@@ -230,3 +305,21 @@ def _is_finite_norm(norm: float) -> bool:
     For gradients that are not finite DeepSpeed reports inf, NaN or -1.
     """
     return math.isfinite(norm) and norm >= 0
+
+
+@contextlib.contextmanager
+def _without_memory_reports() -> Iterator[None]:
+    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers.
+
+    The function that prints them also collects Python's garbage and resets the allocator's peak; neither is needed.
+    DeepSpeed has no setting for it, so its name is replaced in the modules that call it, until the block ends.
+    """
+    modules = (bf16_optimizer, stage_1_and_2, stage3)
+    originals = [module.see_memory_usage for module in modules]
+    for module in modules:
+        module.see_memory_usage = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals):
+            module.see_memory_usage = original

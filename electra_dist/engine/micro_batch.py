@@ -1,13 +1,15 @@
-"""Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring one and two rows.
+"""Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring two numbers of rows.
 
 Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The size is stored in the
 run folder for each kind of device and number of ranks. A restart on the same ones takes the same size, and so repeats
 the same sums bit for bit. Each rank measures for itself, and all ranks take the smallest of their results.
 
-How: one and two full rows go forward and backward through a copy of the towers without an optimizer. Every further row
-is assumed to take as much memory as the second one. On a GPU the measure is the allocator's peak, on a CPU the bytes
-that autograd keeps. A tenth of the free memory is not used, and the training state that DeepSpeed allocates later
-(`engine/state_layout.py`) is subtracted first.
+How: full rows go forward and backward through a copy of the towers without an optimizer, first few rows and then twice
+as many. Every further row is assumed to take as much as these. On a GPU the measure is the allocator's peak for 8 and
+16 rows: with 1 and 2 the peak comes at the end of the backward pass, where the gradients of all parameters hide what a
+row takes. If 16 rows do not fit, both numbers are halved. On a CPU the measure is the bytes that autograd keeps for 1
+and 2 rows, without gradients. A tenth of the free memory is not used, and the training state that DeepSpeed allocates
+later (`engine/state_layout.py`) is subtracted first.
 
 Limits: communication buffers must fit into that tenth. The largest micro-batch is the fastest on a GPU; on a CPU it
 mostly is not. Evaluation uses the same micro-batch and keeps less.
@@ -17,21 +19,29 @@ from __future__ import annotations
 
 import copy
 import json
-import os
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config
+from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
+from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
+_MOST_MEASURED_ROWS = 16  # on a GPU
 
 
 def with_micro_batch(config: Config, module: Objective, device: torch.device) -> Config:
@@ -76,8 +86,7 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
 def _largest(config: Config, module: Objective, device: torch.device) -> int:
     """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
 
-    Only divisors of the rows per rank and step (global batch / ranks) are considered. With the measured memory m(1) of
-    one row and m(2) of two rows, n rows are assumed to take m(1) + (n - 1) * (m(2) - m(1)).
+    Only divisors of the rows per rank and step (global batch / ranks) are considered.
 
     Args:
         config: gives the batch, the precision and the ZeRO stage.
@@ -90,41 +99,103 @@ def _largest(config: Config, module: Objective, device: torch.device) -> int:
     # Weights, gradients, master copy and moments, which DeepSpeed allocates later.
     state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, world_size) for part in PARTS)
     available_bytes = (1 - _UNUSED_FRACTION) * _free_bytes(device) - state_bytes
-    one_row_bytes, two_rows_bytes = _measure(config, module, device)
-    extra_row_bytes = two_rows_bytes - one_row_bytes
     rows_per_rank = config.train.global_batch // world_size
+    measure = _rows_to_bytes(config, module, device)
+    if device.type == "cpu":
+        memory = _memory_of_rows(measure, 2, math.inf)
+    else:
+        most_rows = min(_MOST_MEASURED_ROWS, rows_per_rank)
+        memory = _memory_of_rows(measure, most_rows, available_bytes)
     largest = 0
     for size in range(1, rows_per_rank + 1):
-        needed_bytes = one_row_bytes + (size - 1) * extra_row_bytes
-        if rows_per_rank % size == 0 and needed_bytes <= available_bytes:
+        if rows_per_rank % size == 0 and memory.bytes_of(size) <= available_bytes:
             largest = size
     return largest
 
 
-def _measure(config: Config, module: Objective, device: torch.device) -> tuple[int, int]:
-    """Return the bytes that a forward and backward pass of one row, and of two rows, add to the memory in use.
+@dataclass(frozen=True)
+class RowMemory:
+    """Memory of a forward and backward pass as a straight line through measured numbers of rows.
+
+    Attributes:
+        num_rows: The smaller number of rows that was measured.
+        num_bytes: Bytes that this number of rows takes.
+        extra_row_bytes: Bytes of every further row; infinite if more rows did not fit.
+    """
+
+    num_rows: int
+    num_bytes: float
+    extra_row_bytes: float
+
+    def bytes_of(self, num_rows: int) -> float:
+        """Return the bytes of a micro-batch; fewer rows than the measured ones are taken to need as much as those.
+
+        The line does not hold for fewer rows, because of the gradients, which exist for any number of rows.
+        """
+        if num_rows <= self.num_rows:
+            return self.num_bytes
+        return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
+
+
+def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
+    """Measure half of `most_rows` and then `most_rows`, and return the line through both.
+
+    Both numbers are halved as long as either does not fit. If only one row is left, every further row is taken to
+    need an infinite amount, and so is the first one if it does not fit.
+
+    Args:
+        measure: returns the bytes of a pass over a number of rows, or None if the device has too little memory for it.
+        most_rows: the larger number of rows to begin with.
+        available_bytes: memory that a micro-batch may take; it leaves room for the training state.
+    """
+    more_rows = most_rows
+    while more_rows > 1:
+        few_rows = more_rows // 2
+        few_bytes = measure(few_rows)
+        if few_bytes is not None and few_bytes <= available_bytes:
+            more_bytes = measure(more_rows)
+            if more_bytes is not None:
+                extra_row_bytes = (more_bytes - few_bytes) / (more_rows - few_rows)
+                return RowMemory(few_rows, few_bytes, extra_row_bytes)
+        more_rows = few_rows
+    one_row_bytes = measure(1)
+    return RowMemory(1, math.inf if one_row_bytes is None else one_row_bytes, math.inf)
+
+
+def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
+    """Return a function that measures the bytes that a forward and backward pass of a number of rows takes.
 
     A copy of the module runs on `device` in the dtype that its parameters have under the engine; the copy itself is
-    not counted on a GPU.
+    not counted on a GPU. The function returns None if a GPU has too little memory for that many rows.
 
     Args:
         config: gives the precision, the ZeRO stage, the row length and the seed.
         module: the objective on the host.
         device: where to measure.
     """
-    has_bf16_weights = config.train.precision == "bf16" and config.engine.zero_stage > 0
+    is_bf16 = config.train.precision == "bf16"
+    has_bf16_weights = is_bf16 and config.engine.zero_stage > 0
     dtype = torch.bfloat16 if has_bf16_weights else torch.float32
     trial_module = copy.deepcopy(module).to(device, dtype).train()
-    measure_pass = _peak_on_gpu if device.type == "cuda" else _kept_on_cpu
+    measure_pass = _kept_on_cpu if device.type == "cpu" else _peak_on_gpu
+    # The engine runs fp32 weights under autocast on any device. On a CPU the larger measure without it stays.
+    under_autocast = device.type == "cuda" and is_bf16 and not has_bf16_weights
 
-    one_row = _random_input(config, module, device, num_rows=1)
-    one_row_bytes = measure_pass(trial_module, one_row)
-    trial_module.zero_grad()
+    def measure(num_rows: int) -> int | None:
+        """Return the bytes of a pass over `num_rows` rows, or None if they do not fit."""
+        given = _random_input(config, module, device, num_rows)
+        precision: AbstractContextManager[Any] = nullcontext()
+        if under_autocast:
+            precision = torch.autocast(device.type, torch.bfloat16)
+        try:
+            with precision:
+                return measure_pass(trial_module, given)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            trial_module.zero_grad()
 
-    two_rows = _random_input(config, module, device, num_rows=2)
-    two_rows_bytes = measure_pass(trial_module, two_rows)
-    trial_module.zero_grad()
-    return one_row_bytes, two_rows_bytes
+    return measure
 
 
 def _random_input(config: Config, module: Objective, device: torch.device, num_rows: int) -> StepInput:
@@ -148,6 +219,11 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
     # Each of the two losses of an objective is a sum over tokens, multiplied by 1 / (number of its tokens).
     num_tokens_by_loss = loss_counts(ids_BS, special, module.objective).sum(0)
     first_scale, second_scale = 1.0 / num_tokens_by_loss
+    bounds = None
+    if module.attention.backend == "flash":
+        host_ids_BS = np.full(size_BS, first_ordinary_id)
+        host_ids_BS[:, 0] = special.cls  # begins the only example of a row
+        bounds = example_bounds(host_ids_BS, special).to(device)
     return StepInput(
         ids_BS=ids_BS,
         row_B=torch.arange(num_rows, device=device),
@@ -155,6 +231,7 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
         seed=config.seed,
         first_scale=first_scale,
         second_scale=second_scale,
+        bounds=bounds,
     )
 
 
@@ -202,13 +279,12 @@ def _free_bytes(device: torch.device) -> float:
     """Return the memory that this rank can still allocate, in bytes.
 
     On a GPU it is the free memory of the device; on a CPU it is an equal share of the host memory for each rank of
-    the node (the environment variable LOCAL_WORLD_SIZE; one rank without it).
+    the node.
     """
     if device.type == "cuda":
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
         return free_bytes
-    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return psutil.virtual_memory().available / ranks_on_node
+    return psutil.virtual_memory().available / ranks_on_this_node()
 
 
 def _device_name(device: torch.device) -> str:

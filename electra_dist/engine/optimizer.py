@@ -4,8 +4,10 @@ AdamW has no bias correction, a decoupled decay times lr, and no decay on LayerN
 implementations of this one update rule; `build_optimizer` takes the first that this machine has and returns its name:
 
 1. apex FusedAdam (NVIDIA's: it must bring the `amp_C` extension; the PyPI package named `apex` is another project),
-2. DeepSpeed FusedAdam (compiled once on the first use on a GPU),
-3. `ForeachAdamW` of `adamw.py`, which states the rule: torch._foreach, no compilation; CPUs run it.
+2. DeepSpeed FusedAdam (compiled once on the first use on a GPU, which needs nvcc and the CUDA headers),
+3. `ForeachAdamW` of `adamw.py`, which states the rule: torch._foreach, no compilation. CPUs run it, and so do GPUs if
+   DeepSpeed's cannot be compiled. With `engine.offload_optimizer` it is the only one, because DeepSpeed then passes
+   tensors in host memory to the optimizer.
 
 `optimizer.name: lamb` is `ForeachLamb` of `lamb.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
@@ -15,7 +17,7 @@ would silently take the norm of a piece for the norm of a parameter.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -94,7 +96,100 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
         )
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str) -> tuple[torch.optim.Optimizer, str]:
+class Implementation(NamedTuple):
+    """Choice of an implementation of the optimizer's update.
+
+    Attributes:
+        name: "apex", "deepspeed" or "foreach".
+        reason: Why a faster implementation was not chosen, as a clause for the log; empty for the usual choice.
+    """
+
+    name: str
+    reason: str = ""
+
+
+def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
+    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
+
+    On a CPU `auto` is foreach. On a GPU it is apex where that is installed; otherwise DeepSpeed's for AdamW, if it can
+    be compiled, and foreach for LAMB. A configured implementation is tried as well, so that a missing one is found
+    before the engine is built. The first trial of DeepSpeed's compiles it, which takes about a minute.
+
+    Args:
+        config: gives the optimizer and its implementation.
+        device_type: "cuda" or "cpu", the kind of device of this rank.
+        updates_on_host: whether the optimizer's state is in host memory although the device is a GPU
+            (`engine.offload_optimizer`). A fused optimizer cannot update it there.
+
+    Raises:
+        UserError: the configured implementation is not installed, cannot be compiled, or cannot update state in host
+            memory.
+    """
+    offloads = device_type == "cuda" and updates_on_host
+    if config.implementation == "auto":
+        if device_type != "cuda":
+            return Implementation("foreach")
+        if offloads:
+            return Implementation("foreach", "engine.offload_optimizer keeps its state in host memory")
+        return _fastest_on_gpu(config.name)
+    if config.implementation == "foreach":
+        return Implementation("foreach")
+    if offloads:
+        raise UserError(
+            f"optimizer.implementation {config.implementation} updates GPU memory only, but engine.offload_optimizer "
+            f"keeps the optimizer's state in host memory; set optimizer.implementation: auto"
+        )
+    problem = _problem_of(config.implementation)
+    if problem is not None:
+        raise UserError(
+            f"optimizer.implementation {config.implementation} cannot be used: {problem}; set "
+            f"optimizer.implementation: auto, or {_REMEDIES[config.implementation]}"
+        )
+    return Implementation(config.implementation)
+
+
+_REMEDIES = {
+    "apex": "install NVIDIA's apex from source with its CUDA extensions (the package of that name on PyPI is another)",
+    "deepspeed": "install the CUDA toolkit of torch's version, with nvcc and its headers",
+}
+
+
+def _fastest_on_gpu(optimizer_name: str) -> Implementation:
+    """Return the fastest implementation that a GPU machine has for "adamw" or "lamb"; foreach always works."""
+    reason = ""
+    if has_nvidia_apex():
+        problem = _problem_of("apex")
+        if problem is None:
+            return Implementation("apex")
+        reason = f"NVIDIA's apex cannot be used: {problem}"
+    if optimizer_name == "lamb":
+        return Implementation("foreach", reason)
+    problem = _problem_of("deepspeed")
+    if problem is None:
+        return Implementation("deepspeed", reason)
+    return Implementation("foreach", f"DeepSpeed's FusedAdam cannot be used: {problem}")
+
+
+def _problem_of(implementation: str) -> str | None:
+    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can.
+
+    It builds a FusedAdam for one number. That imports the extension; DeepSpeed's is compiled first where it was not
+    yet. A lack of nvcc, headers, ninja or cudart shows in errors of many classes, so all of them count.
+    """
+    if implementation == "apex" and not has_nvidia_apex():
+        return "NVIDIA's apex with its CUDA extension amp_C is not installed"
+    try:
+        fused_adam_class, _ = _import_fused_adam(implementation)
+        fused_adam_class([nn.Parameter(torch.zeros(1))], lr=0.0)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler or a loader raises, there is another optimizer
+        lines = str(error).strip().splitlines() or ["no message"]
+        return f"{type(error).__name__}: {lines[0]}"
+    return None
+
+
+def build_optimizer(
+    module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
+) -> tuple[torch.optim.Optimizer, str]:
     """Build AdamW or LAMB for a module, with the fastest implementation that the config and the machine allow.
 
     The optimizer is meant to be passed to `deepspeed.initialize`. Neither AdamW nor LAMB corrects the bias of its
@@ -104,16 +199,18 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str
         module: the objective, whose parameters are trained.
         config: gives the optimizer, its implementation and its settings.
         device_type: "cuda" or "cpu"; decides what `implementation: auto` means.
+        implementation: "apex", "deepspeed" or "foreach", if `choose_implementation` has chosen it already.
 
     Returns:
         The optimizer, and the name of its implementation for logs. Its learning rate is 0 until the caller sets it,
             which `Engine.step` does at every step.
 
     Raises:
-        ImportError: the config demands apex, which is not installed.
+        UserError: the config demands an implementation that this machine does not have.
     """
     groups = parameter_groups(module, config.weight_decay)
-    implementation = _choose_implementation(config, device_type)
+    if implementation is None:
+        implementation = choose_implementation(config, device_type).name
     betas = (config.beta1, config.beta2)
     settings = {"eps": config.eps, "weight_decay": config.weight_decay}
     if config.name == "lamb":
@@ -123,20 +220,6 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig, device_type: str
     fused_adam_class, name = _import_fused_adam(implementation)
     optimizer = fused_adam_class(groups, lr=0.0, betas=betas, bias_correction=False, adam_w_mode=True, **settings)
     return optimizer, name
-
-
-def _choose_implementation(config: OptimizerConfig, device_type: str) -> str:
-    """Return "apex", "deepspeed" or "foreach": the configured one, or for `auto` the fastest that this machine has.
-
-    On a CPU only foreach runs. On a GPU apex comes first; without it AdamW is DeepSpeed's, and LAMB is foreach.
-    """
-    if config.implementation != "auto":
-        return config.implementation
-    if device_type != "cuda":
-        return "foreach"
-    if has_nvidia_apex():
-        return "apex"
-    return "deepspeed" if config.name == "adamw" else "foreach"
 
 
 def _build_lamb(

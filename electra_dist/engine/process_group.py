@@ -25,6 +25,9 @@ def init_distributed() -> None:
     single rank, and is written to the environment. On a CPU the number of torch threads is set to this rank's share
     of the cores, unless OMP_NUM_THREADS is set. Collectives time out after PROCESS_GROUP_TIMEOUT.
 
+    On a machine with GPUs this rank's GPU becomes the current one before the ranks meet: the first collective of a run
+    would otherwise run on GPU 0 for all ranks of a node, and hang.
+
     Collective: it returns when all ranks have joined. Calling it again in the same process changes nothing.
     """
     for name, value in _SINGLE_RANK.items():
@@ -39,7 +42,19 @@ def init_distributed() -> None:
         # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
+    local_device()
     deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
+
+
+def ranks_on_this_node() -> int:
+    """Return the number of ranks that the launcher started on this node; 1 without a launcher.
+
+    DeepSpeed's launcher sets the environment variable LOCAL_SIZE, and torchrun sets LOCAL_WORLD_SIZE.
+    """
+    for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        if variable in os.environ:
+            return int(os.environ[variable])
+    return 1
 
 
 def _share_cores() -> None:

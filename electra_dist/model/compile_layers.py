@@ -3,7 +3,8 @@
 Guarantee: one compiled graph for each tower, for training and for evaluation, whatever its number of layers and the
 step, because everything that differs between layers and between steps is passed in tensors. There are no graph breaks
 (tests/objectives/test_compile.py counts them). The compiler treats the fused operations and the random draws keyed by
-(seed, step, row) as opaque operators, and fuses what is between them.
+(seed, step, row) as opaque operators, and fuses what is between them. The number of sequences that FlashAttention
+reads varies between micro-batches and is therefore a symbol of the graph.
 
 Cost: a minute or more at the first step (two cores, busy: 85 s). Later starts find the compiled code in the cache
 folder of the node. Their first step takes 25 s on the same machine, because layers are traced, but not compiled.
@@ -17,11 +18,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from electra_dist.model.encoder import Encoder
+from electra_dist.model.row_layout import ExampleBounds
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -44,5 +48,17 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
             os.environ[CACHE_VARIABLE] = str(cache.absolute())
     for encoder in module.modules():
         if isinstance(encoder, Encoder):
+            encoder.register_forward_pre_hook(_allow_any_number_of_sequences)
             for layer in encoder.layers:
                 layer.compile(backend=backend, dynamic=False)
+
+
+def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Mark the number of sequences in FlashAttention's bounds as one that may differ at the next call.
+
+    Without the mark every number would compile a graph of its own. It is a forward pre-hook of an `Encoder`, whose
+    second argument is the attention mask.
+    """
+    attention_mask = inputs[1]
+    if isinstance(attention_mask, ExampleBounds):
+        torch._dynamo.maybe_mark_dynamic(attention_mask.cu_seqlens, 0)

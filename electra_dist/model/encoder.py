@@ -28,7 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, attend
+from electra_dist.model.flash_attention import flash_attention
 from electra_dist.model.matrix_products import Linear
+from electra_dist.model.row_layout import ExampleBounds
 
 
 class DropoutKeys(NamedTuple):
@@ -218,17 +220,23 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden_BSH: states of the previous layer.
-            attention_mask: which keys a query sees, from `attention.same_example`.
+            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
             dropout_keys: keys of this layer.
         """
         B, S, H = hidden_BSH.shape
         head_width = H // self.num_heads
 
-        # One product gives query, key and value of all heads. Each of the three becomes [B, N, S, head_width].
-        qkv = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, head_width)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
+        # One product gives query, key and value of all heads. All three stay views of it, and their gradients are
+        # stacked into a tensor of its layout, which the product's backward pass reads without a further copy.
+        qkv_BS3ND = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, head_width)
         dropout = self.dropout if self.training else 0.0
+        if isinstance(attention_mask, ExampleBounds):
+            context_TND = flash_attention(
+                qkv_BS3ND.view(B * S, 3, self.num_heads, head_width), attention_mask, dropout
+            )
+            return self.out(context_TND.view(B, S, H))
+
+        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in qkv_BS3ND.unbind(2))
         keep_BNSS = None
         if dropout and hidden_BSH.device.type == "cpu":
             keep_BNSS = self._keyed_factors(B, S, dropout_keys)
@@ -273,7 +281,7 @@ class EncoderLayer(nn.Module):
 
         Args:
             hidden_BSH: states of the previous layer, or the (projected) embeddings.
-            attention_mask: which keys a query sees, from `attention.same_example`.
+            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
             dropout_keys: keys of this layer.
         """
         attended = self.attention(hidden_BSH, attention_mask, dropout_keys)
@@ -319,7 +327,8 @@ class Encoder(nn.Module):
 
         Args:
             embedded_BSE: output of `SharedEmbeddings`.
-            attention_mask: which keys a query sees, from `attention.same_example`; one mask serves all layers.
+            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`; one
+                mask serves all layers.
             dropout_keys: keys of this tower; `DropoutKeys.off` in evaluation mode.
         """
         hidden = embedded_BSE

@@ -3,10 +3,12 @@
 Guarantee: the structure follows from the ids alone, so a row needs no second array on disk or on the wire. A row holds
 examples `[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, one after another, then [PAD] to its end. Attention never crosses
 an example: `attention_bias` is -inf between two tokens of different examples. The pads of a row count as one more
-example, so a query on a pad attends to pads and yields numbers, not NaN.
+example, so a query on a pad attends to pads and yields numbers, not NaN. `example_bounds` expresses the same structure
+as the places where examples begin, which FlashAttention reads in place of a bias.
 
 Cost: a few cumulative sums over [B, S] and one [B, 1, S, S] bias per batch (16 MB at 32 x 512 in bf16), shared by
-all layers of both towers. Shapes are static, and nothing waits for the device.
+all layers of both towers. Shapes are static, and nothing waits for the device. `example_bounds` runs on the host, on
+ids that have not been moved to the device.
 
 Limits: rows must be as the corpus builder makes them; a [PAD] inside an example is not looked for.
 
@@ -16,9 +18,13 @@ Shapes: B rows, S tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+_LEAST_SEQUENCES_PER_ROW = 2  # room for one example and the pads in every row
 
 
 class SpecialIds(NamedTuple):
@@ -105,3 +111,54 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
     bias_BSS = torch.zeros(same_example_BSS.shape, dtype=dtype, device=same_example_BSS.device)
     bias_BSS.masked_fill_(~same_example_BSS, float("-inf"))
     return bias_BSS[:, None]  # the new dimension broadcasts over the attention heads
+
+
+class ExampleBounds(NamedTuple):
+    """Places where the examples of a batch begin, as FlashAttention's kernels for sequences of any length read them.
+
+    The rows are laid end to end, so a batch of B rows of S tokens is one line of T = B * S tokens, which the bounds
+    cut into sequences. Each example is a sequence, and so are the pads of a row.
+    """
+
+    cu_seqlens: torch.Tensor  # int32 [L + 1]: first token of each of L sequences in the line, then T; never decreases
+    longest: int  # upper bound of the tokens of a sequence: the row length
+
+    def to(self, device: torch.device) -> ExampleBounds:
+        """Return the bounds on a device; the host does not wait for the copy to a GPU.
+
+        Args:
+            device: the device of the token ids.
+        """
+        cu_seqlens = self.cu_seqlens
+        if device.type == "cuda":
+            cu_seqlens = cu_seqlens.pin_memory()  # from pageable memory the copy would wait for the queued work
+        return ExampleBounds(cu_seqlens.to(device, non_blocking=True), self.longest)
+
+
+def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
+    """Return where the examples of some rows begin, on the host; the pads of a row count as one example.
+
+    The number L of sequences is padded, so that batches of as many rows nearly always have tensors of one size, which
+    compiled code and CUDA graphs need. L is the number of rows times 2, or times the lowest higher power of two that
+    makes room for all examples. It is no fixed bound from the config, because rows may hold an example for every 5
+    tokens, and each sequence of the padding costs empty thread blocks and 128 tokens of workspace in every backward
+    pass of attention. The sequences of the padding are empty: they begin and end at T, behind the last token.
+
+    Args:
+        ids_BS: token ids of the original rows in host memory, of any integer dtype.
+        special: ids of the special tokens.
+    """
+    num_rows, row_length = ids_BS.shape
+    is_pad_BS = ids_BS == special.pad
+    begins_BS = ids_BS == special.cls
+    begins_BS[:, 0] = True  # no sequence crosses the border of two rows
+    begins_BS[:, 1:] |= is_pad_BS[:, 1:] & ~is_pad_BS[:, :-1]  # the first pad of a row
+    first_tokens = np.flatnonzero(begins_BS)
+
+    sequences_per_row = _LEAST_SEQUENCES_PER_ROW
+    while num_rows * sequences_per_row < len(first_tokens):
+        sequences_per_row *= 2
+    num_sequences = num_rows * sequences_per_row
+    cu_seqlens = np.full(num_sequences + 1, ids_BS.size, np.int32)
+    cu_seqlens[: len(first_tokens)] = first_tokens
+    return ExampleBounds(torch.from_numpy(cu_seqlens), longest=row_length)

@@ -17,7 +17,7 @@ Shapes: B rows, S tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch import nn
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import SDPA, AttentionMask, same_example
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
+from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
 
@@ -83,6 +83,9 @@ class StepInput:
     seed: int  # the run's seed
     first_scale: float | torch.Tensor  # scalar factor of the first loss's sum: 1 / (tokens that its mean is over)
     second_scale: float | torch.Tensor  # scalar factor of the second loss's sum, likewise
+    # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
+    # attention backend "flash" reads it.
+    bounds: ExampleBounds | None = field(default=None, kw_only=True)
 
 
 class StepOutput(NamedTuple):
@@ -195,10 +198,12 @@ class Objective(nn.Module, ABC):
         """Return the input together with the examples, positions and attention mask of its rows.
 
         The attention mask has the form that the attribute `attention` selects: a bias for "sdpa", in the dtype of the
-        parameters, or blocks for "flex".
+        parameters, blocks for "flex", or the bounds that the input brings for "flash".
+
+        Raises:
+            ValueError: the backend is "flash", and the input has no bounds.
         """
         layout = derive(step_input.ids_BS, self.special)
-        parameter_dtype = self.towers.embeddings.word.weight.dtype
         return Batch(
             ids_BS=step_input.ids_BS,
             row_B=step_input.row_B,
@@ -206,9 +211,30 @@ class Objective(nn.Module, ABC):
             seed=step_input.seed,
             first_scale=step_input.first_scale,
             second_scale=step_input.second_scale,
+            bounds=step_input.bounds,
             layout=layout,
-            attention_mask=same_example(layout, parameter_dtype, self.attention.backend),
+            attention_mask=self._attention_mask(step_input, layout),
         )
+
+    def _attention_mask(self, step_input: StepInput, layout: RowLayout) -> AttentionMask:
+        """Return the mask of the selected backend that lets tokens of one example attend to each other.
+
+        Args:
+            step_input: brings the bounds of the examples for the backend "flash".
+            layout: structure of its rows.
+
+        Raises:
+            ValueError: the backend is "flash", and the input has no bounds.
+        """
+        if self.attention.backend != "flash":
+            parameter_dtype = self.towers.embeddings.word.weight.dtype
+            return same_example(layout, parameter_dtype, self.attention.backend)
+        if step_input.bounds is None:
+            raise ValueError(
+                "attention backend flash needs StepInput.bounds; make them from the ids on the host with "
+                "row_layout.example_bounds(ids, special).to(device)"
+            )
+        return step_input.bounds
 
     def mask(self, batch: Batch) -> Masking:
         """Draw the masked positions of each row; return them with the masked rows that the generator reads.

@@ -18,7 +18,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_dist.analysis.roc_auc import Separation, separation
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
-from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.run.step_records import EvalRecord
 
@@ -119,6 +119,9 @@ class Evaluator:
                 batch_number = round_number * world_size + dist.get_rank()
                 first = batch_number * self.micro_batch
                 end = first + self.micro_batch
+                bounds = None
+                if engine.attention.backend == "flash":
+                    bounds = example_bounds(padded_RS[first:end], self.special).to(engine.device)
                 step_input = StepInput(
                     ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
                     row_B=torch.arange(first, end, device=engine.device),
@@ -126,6 +129,7 @@ class Evaluator:
                     seed=seed,
                     first_scale=1.0,  # plain sums, which are divided once all of them are added up
                     second_scale=1.0,
+                    bounds=bounds,
                 )
                 output = engine.forward(step_input)
                 sums.append(output.sums)

@@ -17,11 +17,12 @@ from electra_kernels.native import cpu_library
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.collectives import gather
 from electra_dist.config import Config
+from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from electra_dist.model.attention import AttentionChoice, choose_attention
+from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
@@ -60,6 +61,7 @@ def run(config: Config) -> int:
     begin = time.perf_counter()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     inputs = check_inputs(config, world_size)
+    set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
         return _run(config, inputs, import_s, begin)
@@ -94,7 +96,8 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    module = _build_module(config, inputs, special)
+    token_counts = _count_tokens(config, inputs) if config.objective.generator == "unigram" else None
+    module = build_module(config, special, token_counts)
     notes = _build_notes(config, module)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.train, open_targets(config))
@@ -107,6 +110,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
     monitor = RankMonitor(run_dir, config.cluster)
     engine = Engine(module, config.train, config.engine, config.optimizer)
+    notes += engine.notes
     skips = SkipList(run_dir, config.train.skip_steps)
     build_s: dict[str, float] | None = {"import": import_s, "build": time.perf_counter() - begin}
     exit_code: int | None = None
@@ -137,7 +141,7 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
         config: the resolved config of the run.
         module: the model with its loss, whose attention implementation is chosen already.
     """
-    notes = [f"attention: {module.attention.backend} ({module.attention.reason})"]
+    notes = [attention_note(module.attention, config, local_device().type)]
     if cpu_library.permute is None:
         notes.append(
             "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, "
@@ -170,7 +174,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
     )
 
 
-def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Objective:
+def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
     """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
 
     The objective is the module that holds generator and discriminator ("towers") and computes their loss; DeepSpeed
@@ -178,11 +182,10 @@ def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Obj
 
     Args:
         config: the resolved config of the run.
-        inputs: the opened corpora; if the generator is "unigram", which draws replacements by token frequency, the
-            tokens of the training corpus are counted.
         special: ids of the special tokens.
+        token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed by the generator
+            "unigram" alone, which draws replacements by token frequency.
     """
-    token_counts = _count_tokens(config, inputs) if config.objective.generator == "unigram" else None
     objective = build_objective(
         model=config.model,
         objective=config.objective,
@@ -191,7 +194,8 @@ def _build_module(config: Config, inputs: RunInputs, special: SpecialIds) -> Obj
         backend=config.kernels.backend,
         count_V=token_counts,
     )
-    objective.attention = _agree_on_attention(choose_attention(config, local_device().type))
+    # Ranks whose GPUs or packages differ may come to different results.
+    objective.attention = agree_on_attention(gather(choose_attention(config, local_device().type)))
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
@@ -217,21 +221,3 @@ def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
         run_dir=Path(config.run_dir),
         open_cache=lambda: corpus.open_cache(config.data, config.cache_folder),
     )
-
-
-def _agree_on_attention(choice: AttentionChoice) -> AttentionChoice:
-    """Agree on one attention implementation for all ranks: sdpa if any rank needs it. Collective.
-
-    A rank needs sdpa (torch's scaled_dot_product_attention) if FlexAttention failed its trial on the rank's GPU, for
-    example, or if the config chooses sdpa.
-
-    Args:
-        choice: the implementation that this rank would use by itself, and why.
-
-    Returns:
-        The choice of the lowest rank that needs sdpa, with its reason; this rank's own choice if none does.
-    """
-    for rank_choice in gather(choice):
-        if rank_choice.backend == "sdpa":
-            return rank_choice
-    return choice

@@ -33,7 +33,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
-from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
@@ -146,11 +146,11 @@ class TrainStep:
         sum_K: torch.Tensor | None = None
         for index in range(num_micro_batches):
             first = index * self._micro_batch
-            ids_of_micro_batch = ids_BS[first : first + self._micro_batch]
+            rows = slice(first, first + self._micro_batch)
             row0 = batch.row0 + first  # number within the global batch
             # Seeded by the row, so that a micro-batch drops the same units on whatever rank it runs.
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-            step_input = self._input(ids_of_micro_batch, row0, batch.step, scale_N2[index])
+            step_input = self._input(batch, ids_BS, rows, scale_N2[index])
             if index == 0:
                 with self._stopwatch:
                     output = engine.forward(step_input)
@@ -213,25 +213,30 @@ class TrainStep:
             flags=RankFlags(*flags),
         )
 
-    def _input(self, ids_BS: torch.Tensor, row0: int, step: int, scale_2: torch.Tensor) -> StepInput:
+    def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
         """Return the input of one forward pass: token ids, and what its random numbers are computed from.
 
         Masks and samples of a row depend on the seed, the step and the row's number in the global batch.
 
         Args:
-            ids_BS: int64 token ids on the device, of consecutive rows of the global batch.
-            row0: number of the first of these rows within the global batch.
-            step: number of the optimizer step.
+            batch: this rank's rows of the step, on the host.
+            ids_BS: int64 token ids of the batch on the device.
+            rows: the rows of the batch that the forward pass reads.
             scale_2: factors that turn the sums of the first and of the second loss into means, [2].
         """
+        device = self._engine.device
         first_scale, second_scale = scale_2
+        bounds = None
+        if self._engine.attention.backend == "flash":
+            bounds = example_bounds(batch.ids[rows], self._special).to(device)
         return StepInput(
-            ids_BS=ids_BS,
-            row_B=torch.arange(row0, row0 + len(ids_BS), device=self._engine.device),
-            step=step,
+            ids_BS=ids_BS[rows],
+            row_B=torch.arange(batch.row0 + rows.start, batch.row0 + rows.stop, device=device),
+            step=batch.step,
             seed=self._seed,
             first_scale=first_scale,
             second_scale=second_scale,
+            bounds=bounds,
         )
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
@@ -295,7 +300,7 @@ class TrainStep:
             for row in range(len(ids_BS)):
                 row0 = batch.row0 + row  # number within the global batch, which keys masks and samples
                 torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-                step_input = self._input(ids_BS[row : row + 1], row0, batch.step, scale_B2[row])
+                step_input = self._input(batch, ids_BS, slice(row, row + 1), scale_B2[row])
                 losses.append(float(self._engine.forward(step_input).loss))
         return losses
 

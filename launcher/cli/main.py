@@ -25,6 +25,7 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
     "compare": ("launcher.cli.compare", "compare"),
     "flops": ("launcher.cli.flops", "flops"),
     "plan": ("launcher.cli.plan", "plan"),
+    "speed": ("launcher.cli.speed", "speed"),
     "minimal-pairs": ("launcher.cli.finetune", "minimal_pairs"),
     "verify": ("launcher.cli.verify", "verify_command"),
     "config": ("launcher.cli.config", "config"),

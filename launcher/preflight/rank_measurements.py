@@ -79,6 +79,7 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
     """
     if len(ring) < 3:
         return None
+    _connect(device)
     sent = torch.zeros(_bytes(device) // _FLOAT_BYTES, device=device)
     received = torch.empty_like(sent)
     own_position = ring.index(rank)
@@ -93,6 +94,17 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
             swap = functools.partial(_swap, sent, received, peer=ring[peer_position])
             exchange_times.append(_best_s(swap, device))
     return min(exchange_times)
+
+
+def _connect(device: torch.device) -> None:
+    """Let all ranks take part in one all-reduce on `device`. Collective.
+
+    It must come before the first exchange between two ranks: NCCL opens a group's connections in the group's first
+    operation, in which all ranks must take part. In a ring with an odd number of ranks one of them pauses in each
+    turn, and the others would wait for it until the timeout.
+    """
+    dist.all_reduce(torch.zeros(1, device=device))
+    _synchronize(device)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:

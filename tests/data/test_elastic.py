@@ -31,6 +31,7 @@ from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import NUM_ROUNDS, RowOrder
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
+from electra_dist.model.attention import SDPA
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
@@ -91,6 +92,7 @@ class Recorder:
     """Fake of the engine that runs the objective's forward pass and records everything that it draws, row by row."""
 
     device = torch.device("cpu")
+    attention = SDPA
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         self.towers = FixedTowers()

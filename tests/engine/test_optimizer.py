@@ -1,15 +1,29 @@
-"""Building the optimizer: which parameters have weight decay, and how NVIDIA's apex is recognized."""
+"""Building the optimizer: which parameters have weight decay, and which implementation a machine can run."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 
+import deepspeed.ops.adam
 import pytest
 from torch import nn
 
+from electra_dist.config import OptimizerConfig
+from electra_dist.config_file import load_config
+from electra_dist.engine import engine as engine_module
 from electra_dist.engine import optimizer as module_under_test
-from electra_dist.engine.optimizer import has_nvidia_apex, parameter_groups
+from electra_dist.engine.engine import Engine
+from electra_dist.engine.optimizer import (
+    Implementation,
+    build_optimizer,
+    choose_implementation,
+    has_nvidia_apex,
+    parameter_groups,
+)
+from electra_dist.errors import UserError
 
 
 def test_embeddings_and_weights_have_decay_and_layer_norms_and_biases_have_none() -> None:
@@ -34,3 +48,108 @@ def test_another_package_named_apex_is_not_mistaken_for_nvidias(monkeypatch: pyt
 
     monkeypatch.setattr(module_under_test.importlib.util, "find_spec", only_the_name)
     assert not has_nvidia_apex()
+
+
+class WithoutNvcc:
+    """DeepSpeed's FusedAdam on a machine that cannot compile it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise FileNotFoundError("[Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'\nninja: stopped")
+
+
+class Compiled:
+    """DeepSpeed's FusedAdam on a machine that has compiled it."""
+
+    def __init__(self, groups: list, **_: object) -> None:
+        self.param_groups = groups
+
+
+REASON = (
+    "DeepSpeed's FusedAdam cannot be used: FileNotFoundError: "
+    "[Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'"
+)
+
+
+def test_a_gpu_machine_without_a_cuda_compiler_runs_the_optimizer_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", WithoutNvcc)
+    config = OptimizerConfig()
+    _, name = build_optimizer(nn.Linear(2, 2), config, "cuda")
+    assert name == "ForeachAdamW (electra-dist)"
+    assert choose_implementation(config, "cuda") == Implementation("foreach", REASON)
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
+    assert choose_implementation(config, "cuda") == Implementation("deepspeed")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_reason_for_another_optimizer_is_noted_for_the_log_and_all_ranks_take_it(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank could run DeepSpeed's optimizer, but another one of the two cannot."""
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
+    monkeypatch.setattr(engine_module, "gather", lambda own: [own, Implementation("foreach", REASON)])
+    config = load_config(tiny_config(), [])
+    engine = Engine.__new__(Engine)
+    engine.device = module_under_test.torch.device("cuda")
+    engine.notes = []
+    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "foreach"
+    assert engine.notes == [f"optimizer: foreach, because {REASON}"]
+    engine.notes = []
+    monkeypatch.setattr(engine_module, "gather", lambda own: [own, Implementation("apex")])
+    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "foreach"
+    assert engine.notes == ["optimizer: foreach, because the machines of the ranks can run different ones"]
+    engine.notes = []
+    monkeypatch.setattr(engine_module, "gather", lambda own: [own, own])
+    assert engine._agree_on_implementation(config.optimizer, config.engine).name == "deepspeed"
+    assert engine.notes == []
+
+
+@pytest.mark.parametrize("implementation", ["apex", "deepspeed"])
+def test_a_demanded_optimizer_that_is_missing_is_one_line_with_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", WithoutNvcc)
+    config = OptimizerConfig(implementation=implementation)  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match=r"cannot be used: .*; set optimizer.implementation: auto, or install"
+    ) as error:
+        build_optimizer(nn.Linear(2, 2), config, "cuda")
+    assert "\n" not in str(error.value)
+
+
+def test_an_apex_that_cannot_be_imported_is_noted_and_deepspeeds_optimizer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
+    monkeypatch.setattr(module_under_test, "has_nvidia_apex", lambda: True)
+    choice = choose_implementation(OptimizerConfig(), "cuda")
+    assert choice == Implementation(
+        "deepspeed", "NVIDIA's apex cannot be used: ModuleNotFoundError: No module named 'apex'"
+    )
+
+
+def test_an_offloaded_optimizer_gets_tensors_in_host_memory_and_so_is_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
+    choice = choose_implementation(OptimizerConfig(), "cuda", updates_on_host=True)
+    assert choice.name == "foreach" and "host memory" in choice.reason
+    assert choose_implementation(OptimizerConfig(), "cpu", updates_on_host=True) == Implementation("foreach")
+    with pytest.raises(UserError, match=r"engine.offload_optimizer .* set optimizer.implementation: auto"):
+        choose_implementation(OptimizerConfig(implementation="deepspeed"), "cuda", updates_on_host=True)
+
+
+def test_the_engine_offloads_only_where_deepspeed_does(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ZeRO stage 0 DeepSpeed ignores `offload_optimizer`, and the optimizer updates GPU memory."""
+    monkeypatch.setattr(deepspeed.ops.adam, "FusedAdam", Compiled)
+    monkeypatch.setattr(engine_module, "gather", lambda own: [own])
+    chosen = []
+    for stage in (0, 1, 2, 3):
+        settings = {"engine.zero_stage": stage, "engine.offload_optimizer": True}
+        config = load_config(tiny_config("run", **settings), [])
+        engine = Engine.__new__(Engine)
+        engine.device = module_under_test.torch.device("cuda")
+        engine.notes = []
+        chosen.append(engine._agree_on_implementation(config.optimizer, config.engine).name)
+    assert chosen == ["deepspeed", "foreach", "foreach", "foreach"]

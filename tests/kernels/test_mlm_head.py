@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from electra_kernels import mlm_head
 from electra_kernels.gumbel_noise import gumbel_from_bits
 from electra_kernels.keyed_random import Purpose, bits_grid
 from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample, row_pass_reference
@@ -12,6 +13,7 @@ from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB, PADDED, WIDTH = 90, 128, 12
 
@@ -208,3 +210,36 @@ def test_a_logit_that_is_no_number_makes_a_loss_that_is_none():
         assert found.loss_M[0].item() == pytest.approx(math.log(40))
         assert math.isnan(found.loss_M[1])
         assert ((found.sampled_M >= 0) & (found.sampled_M < 40)).all()
+
+
+class ProductRecorder(TorchDispatchMode):
+    """Records the dtypes of the operands of every matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "mm" in operator.overloadpacket.__name__:
+            tensors = [operand for operand in args if isinstance(operand, torch.Tensor)]
+            self.dtypes.update(factor.dtype for factor in tensors[-2:])
+        return operator(*args, **(kwargs or {}))
+
+
+def test_under_autocast_on_a_gpu_the_products_are_those_of_bf16_weights(monkeypatch):
+    # Tensors on "meta" stand for those of a GPU, whose autocast a machine without one cannot enter.
+    monkeypatch.setattr(mlm_head, "_can_add_low_precision_products", lambda device, dtype: True)
+    dtypes = {}
+    grads = {}
+    for weight_dtype, autocast in [(torch.float32, True), (torch.bfloat16, False), (torch.float32, False)]:
+        given = {name: tensor.detach().to("meta") for name, tensor in inputs(20, weight_dtype).items()}
+        given["weight_VD"].requires_grad_()
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _=None, answer=autocast: answer)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+        with ProductRecorder() as recorder:
+            head(given, backend="reference").loss_sum.backward()
+        dtypes[weight_dtype, autocast] = recorder.dtypes
+        grads[weight_dtype, autocast] = given["weight_VD"].grad.dtype
+    assert dtypes[torch.float32, True] == dtypes[torch.bfloat16, False] == {torch.bfloat16}
+    assert dtypes[torch.float32, False] == {torch.float32}
+    assert grads[torch.float32, True] == torch.float32

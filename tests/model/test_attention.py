@@ -1,8 +1,6 @@
-"""Every way of computing attention is the definition in float64, with its gradients; the choice says why."""
+"""Attention by a bias and by blocks is the definition in float64, with its gradients."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,17 +8,13 @@ from electra_kernels.compiled_dropout import keep_attention
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch.nn.attention.flex_attention import BlockMask
 
-from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.config_file import load_config
-from electra_dist.errors import UserError
-from electra_dist.model import attention
-from electra_dist.model.attention import AttentionChoice, attend, choose_attention, same_example
+from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.model.attention import AttentionChoice, attend, same_example
 from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 
 
 def packed_rows(rows: int, tokens: int) -> torch.Tensor:
@@ -113,50 +107,9 @@ def test_an_objective_has_the_same_loss_by_either(name: str) -> None:
     torch.testing.assert_close(found["flex"].rtd_logit_BS, found["sdpa"].rtd_logit_BS, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "device", "fault", "backend", "reason"),
-    [
-        ([], "cuda", "", "sdpa", "no dropout"),
-        (["model.attention_dropout=0"], "cuda", "", "flex", "skips"),
-        (["model.attention_dropout=0"], "cpu", "", "sdpa", "a CPU"),
-        (["model.attention_dropout=0"], "cuda", "ptxas is missing", "sdpa", "ptxas is missing"),
-        (["model.attention_dropout=0", "objective.name=electric"], "cuda", "", "sdpa", "two directions"),
-        (["model.attention_dropout=0", "engine.attention=sdpa"], "cuda", "", "sdpa", "engine.attention"),
-        (["model.attention_dropout=0", "engine.attention=flex"], "cuda", "", "flex", "engine.attention"),
-    ],
-)
-def test_the_choice_and_its_reason(
-    overrides: list[str], device: str, fault: str, backend: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_find_flex_fault", lambda *_: fault)
-    config: Config = load_config(LARGE, overrides)
-    choice = choose_attention(config, device)
-    assert choice.backend == backend and reason in choice.reason
-
-
-def test_the_trial_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "does not support backward on CPU" in attention._find_flex_fault("cpu", torch.float32)
-
-    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
-        index = torch.arange(query.shape[2])
-        rows = torch.arange(len(query))[:, None, None, None]
-        seen = block_mask.mask_mod(rows, torch.zeros_like(rows), index[None, None, :, None], index)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-
-    monkeypatch.setattr(attention, "_flex_function", lambda compiled: dense)
-    assert attention._find_flex_fault("cpu", torch.float32) == ""
-    monkeypatch.setattr(
-        attention, "_flex_function", lambda compiled: lambda q, k, v, block_mask: dense(q, k, 2 * v, block_mask)
-    )
-    assert attention._find_flex_fault("cpu", torch.float32).startswith("it differs by")
-
-
-def test_a_demand_for_a_gpu_is_refused_on_a_cpu() -> None:
-    with pytest.raises(UserError, match="flex needs a GPU"):
-        choose_attention(load_config(LARGE, ["engine.attention=flex", "model.attention_dropout=0"]), "cpu")
-
-
-@pytest.mark.parametrize("more", ["model.attention_dropout=0.1", "objective.name=electric"])
-def test_a_demand_that_cannot_be_met_is_refused(more: str) -> None:
-    with pytest.raises(UserError, match="flex supports neither attention dropout nor"):
-        load_config(LARGE, ["engine.attention=flex", "model.attention_dropout=0", more])
+def test_dropout_is_never_dropped_silently() -> None:
+    """With `python -O` as well, which leaves assertions out."""
+    layout = derive(packed_rows(2, 128), SPECIAL)
+    query, key, value = torch.randn(3, 2, 2, 128, 16)
+    with pytest.raises(ValueError, match="FlexAttention cannot drop"):
+        attend(query, key, value, same_example(layout, torch.float32, "flex"), dropout=0.1)

@@ -1,10 +1,106 @@
-"""The row whose loss is an outlier in a step is found."""
+"""The row whose loss is an outlier in a step is found; inputs for FlashAttention have the bounds of their examples."""
 
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
+from typing import Any
 
-from electra_dist.train.step import outlier
+import numpy as np
+import pytest
+import torch
+
+from electra_dist.config import ObjectiveConfig
+from electra_dist.data.loader import RowBatch
+from electra_dist.data.row_receipt import Receipt
+from electra_dist.model.attention import SDPA, AttentionChoice
+from electra_dist.model.row_layout import SpecialIds, example_bounds
+from electra_dist.objectives.base import StepInput, Sums
+from electra_dist.train.evaluator import Evaluator
+from electra_dist.train.step import TrainStep, outlier
+
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+FLASH = AttentionChoice("flash", "test")
+
+
+class Recorder:
+    """Fake of the engine that records the input and the random state of every forward pass, and computes nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, attention: AttentionChoice) -> None:
+        self.attention = attention
+        self.inputs: list[StepInput] = []
+        self.draws: list[float] = []
+
+    def forward(self, given: StepInput) -> Any:
+        self.inputs.append(given)
+        self.draws.append(torch.rand(()).item())
+        zeros_BS = torch.zeros(given.ids_BS.shape)
+        sums = torch.zeros(len(Sums._fields), dtype=torch.float64)
+        return SimpleNamespace(
+            loss=torch.zeros(()), sums=sums, rtd_logit_BS=zeros_BS, label_BS=zeros_BS, is_real_BS=zeros_BS > 0
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        pass
+
+    def step_micro_batch(self) -> None:
+        pass
+
+    def step(self, learning_rate: float, accept: Any) -> tuple[float, bool]:
+        return 0.0, accept()
+
+
+def packed_ids(num_rows: int) -> np.ndarray:
+    """Rows of 16 tokens, each with one to four examples and pads."""
+    ids = np.full((num_rows, 16), 9, np.uint16)
+    for number, row in enumerate(ids):
+        row[: 4 * (1 + number % 4) : 4] = SPECIAL.cls
+        row[16 - number % 3 :] = SPECIAL.pad
+    return ids
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+
+@pytest.mark.parametrize("attention", [FLASH, SDPA])
+def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
+    attention: AttentionChoice, one_rank: None
+) -> None:
+    ids = packed_ids(12)
+    batch = RowBatch(step=3, row0=24, ids=ids, row_ids=np.arange(12), receipt=Receipt())
+    draws = []
+    for _ in range(2):
+        engine = Recorder(attention)
+        step: Any = TrainStep(engine, ObjectiveConfig(), SPECIAL, seed=5, micro_batch=4)  # type: ignore[arg-type]
+        step(batch, 1e-4)
+        step.row_losses(batch)
+        draws.append(engine.draws)
+    spans = [slice(0, 4), slice(4, 8), slice(8, 12), *(slice(row, row + 1) for row in range(12))]
+    for given, rows in zip(engine.inputs, spans, strict=True):
+        assert given.row_B.tolist() == list(range(24 + rows.start, 24 + rows.stop))
+        assert torch.equal(given.ids_BS, torch.from_numpy(ids[rows].astype(np.int64)))
+        if attention is SDPA:
+            assert given.bounds is None
+        else:
+            assert given.bounds is not None and given.bounds.longest == 16
+            assert torch.equal(given.bounds.cu_seqlens, example_bounds(ids[rows], SPECIAL).cu_seqlens)
+    assert draws[0] == draws[1]  # what dropout draws from torch's generator repeats with the step
+    assert len(set(draws[0][:3])) == 3
+
+
+def test_an_evaluation_has_the_bounds_of_its_rows_and_of_its_padding(one_rank: None) -> None:
+    ids = packed_ids(6)
+    engine: Any = Recorder(FLASH)
+    evaluator: Any = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
+    evaluator._score(engine, ids)
+    padded = np.concatenate([ids, np.full((2, 16), SPECIAL.pad, np.uint16)])
+    for given, rows in zip(engine.inputs, (slice(0, 4), slice(4, 8)), strict=True):
+        assert torch.equal(given.bounds.cu_seqlens, example_bounds(padded[rows], SPECIAL).cu_seqlens)
 
 
 def test_outlier_is_the_row_with_an_extreme_or_nan_loss_and_none_among_ordinary_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.preflight import rank_measurements
-from launcher.preflight.rank_measurements import partner, peers
+from launcher.preflight.rank_measurements import exchange, partner, peers
 
 
 @given(st.integers(3, 40))
@@ -37,3 +38,32 @@ def test_the_speed_of_a_product_is_its_operations_divided_by_its_time(monkeypatc
     monkeypatch.setattr(rank_measurements.torch, "mm", lambda a, b, out: time.sleep(0.004))
     tflops = rank_measurements.matmul_tflops(torch.device("cpu"), 1000, 0.1)  # 2e9 operations in a little over 4 ms
     assert 0.25 < tflops <= 0.5
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_all_ranks_of_a_ring_take_part_in_the_first_operation_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """NCCL opens a group's connections in its first operation, and waits until every rank has joined that one.
+
+    The calls of each rank are recorded; tensors on "meta" stand for those on a GPU, and those on the CPU go over gloo.
+    """
+    first_operations = []
+    for rank in range(count):
+        on_gpu: list[tuple[str, int]] = []
+
+        def all_reduce(tensor: torch.Tensor, calls: list = on_gpu) -> None:
+            if tensor.device.type == "meta":
+                calls.append(("all_reduce", tensor.numel()))
+
+        def batch(operations: list, calls: list = on_gpu) -> list:
+            calls.append(("batch_isend_irecv", operations[0].peer))
+            return []
+
+        monkeypatch.setattr(rank_measurements.dist, "all_reduce", all_reduce)
+        monkeypatch.setattr(rank_measurements.dist, "batch_isend_irecv", batch)
+        monkeypatch.setattr(rank_measurements.dist, "P2POp", lambda _, tensor, peer: SimpleNamespace(peer=peer))
+        assert exchange(list(range(count)), rank, torch.device("meta")) is not None
+        assert sum(name == "batch_isend_irecv" for name, _ in on_gpu) == 2 * 6  # with two neighbours, six tries each
+        first_operations.append(on_gpu[0])
+    assert first_operations == [("all_reduce", 1)] * count

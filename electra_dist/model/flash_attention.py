@@ -1,0 +1,210 @@
+"""Computes attention inside examples of any length with torch's own FlashAttention kernels, dropout included.
+
+Guarantee: the probability of dropout that the caller asks for reaches the kernel, which draws from torch's generator;
+the backward pass reads the state of the draw that the forward pass returned. In torch's deterministic mode the
+backward pass adds in a fixed order.
+
+How: query, key and value are views into the product that makes them, [T, 3, N, D], so nothing is copied before the
+kernel. Its three gradients are copied into one tensor of the same shape by one `stack`; torch's operator has no
+argument for the tensors that receive them. In eager mode an autograd function calls the operator. Under torch.compile
+two custom operators do, because the backward pass has to switch a mode of torch while it runs.
+
+Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
+`attention_choice.py` checks this. The operator is private in torch, and is called with the arguments that versions
+2.11 to 2.13 have in common.
+
+Shapes: T = B * S tokens of all rows, N heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from electra_dist.model.row_layout import ExampleBounds
+
+# The operators, which tests replace by their definition in plain PyTorch.
+_forward_operator = torch.ops.aten._flash_attention_forward
+_backward_operator = torch.ops.aten._flash_attention_backward
+
+
+class _Saved(NamedTuple):
+    """Results of the forward pass: the output, and what the backward pass needs beside it."""
+
+    out_TND: torch.Tensor
+    logsumexp_NT: torch.Tensor  # fp32 logarithms of the sums that the softmax divides by
+    rng_state: torch.Tensor  # state of the random numbers that dropout drew
+    rng_unused: torch.Tensor  # second part of that state in other builds of torch
+
+
+def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(D)) v inside each sequence that the bounds delimit, [T, N, D] contiguous.
+
+    Args:
+        qkv_T3ND: queries, keys and values of all rows laid end to end, bf16 or fp16 on a GPU (or on `meta`).
+        bounds: where the sequences begin, on the same device.
+        dropout: probability of dropping an attention probability, drawn from torch's generator.
+    """
+    if torch.compiler.is_compiling():
+        out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)[0]
+        return out_TND
+    eager_out_TND: torch.Tensor = _FlashAttention.apply(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)
+    return eager_out_TND
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+    ) -> torch.Tensor:
+        """Return the attention output, [T, N, D]; keep the state of the dropout for the backward pass."""
+        saved = _run_forward(qkv_T3ND, cu_seqlens, longest, dropout)
+        ctx.save_for_backward(qkv_T3ND, cu_seqlens, *saved)
+        ctx.longest = longest
+        ctx.dropout = dropout
+        return saved.out_TND
+
+    @staticmethod
+    def backward(ctx: Any, grad_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of queries, keys and values in one tensor, and None for the other three arguments."""
+        qkv_T3ND, cu_seqlens, *saved = ctx.saved_tensors
+        grad_T3ND = _run_backward(grad_TND, qkv_T3ND, cu_seqlens, _Saved(*saved), ctx.longest, ctx.dropout)
+        return grad_T3ND, None, None, None
+
+
+def _run_forward(qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float) -> _Saved:
+    """Call torch's forward operator; the arguments are those of `flash_attention`.
+
+    Queries and keys are cut into the same sequences, whose bounds `cu_seqlens` has, of at most `longest` tokens.
+    """
+    query, key, value = qkv_T3ND.unbind(1)
+    is_causal = False
+    return_debug_mask = False
+    out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, dropout, is_causal, return_debug_mask
+    )
+    return _Saved(out, logsumexp, rng_state, rng_unused)
+
+
+def _run_backward(
+    grad_TND: torch.Tensor,
+    qkv_T3ND: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: _Saved,
+    longest: int,
+    dropout: float,
+) -> torch.Tensor:
+    """Call torch's backward operator; return the gradients of queries, keys and values, [T, 3, N, D] contiguous.
+
+    Args:
+        grad_TND: gradient of the attention output.
+        qkv_T3ND: queries, keys and values.
+        cu_seqlens: int32 bounds of the sequences.
+        saved: results of the forward pass.
+        longest: upper bound of the tokens of a sequence.
+        dropout: probability of the forward pass.
+    """
+    query, key, value = qkv_T3ND.unbind(1)
+    is_causal = False
+    with _in_fixed_order():
+        grads_TND = _backward_operator(
+            grad_TND,
+            query,
+            key,
+            value,
+            saved.out_TND,
+            saved.logsumexp_NT,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            dropout,
+            is_causal,
+            saved.rng_state,
+            saved.rng_unused,
+        )
+    return torch.stack(tuple(grads_TND), 1)
+
+
+@contextlib.contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Context manager in which FlashAttention's backward pass adds in a fixed order, if torch's mode asks for that.
+
+    The run sets torch's deterministic mode so that it only warns of operations without a deterministic version. With
+    that setting torch takes FlashAttention's atomic additions and warns (aten/src/ATen/native/transformers/cuda/
+    attention_backward.cu). So the mode is made strict while the one operator runs.
+    """
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (torch.are_deterministic_algorithms_enabled() and only_warns):
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@torch.library.custom_op("electra::flash_attention", mutates_args=())
+def _compiled_forward(
+    qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the fields of `_Saved` as a custom operator; the arguments are those of `_run_forward`."""
+    saved = _run_forward(qkv_T3ND, cu_seqlens, longest, dropout)
+    return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
+
+
+@_compiled_forward.register_fake
+def _forward_shapes(
+    qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors like the results of `_compiled_forward`; torch.compile traces with them."""
+    num_tokens, _, num_heads, head_width = qkv_T3ND.shape
+    out_TND = qkv_T3ND.new_empty(num_tokens, num_heads, head_width)
+    logsumexp_NT = qkv_T3ND.new_empty(num_heads, num_tokens, dtype=torch.float32)
+    rng_state = qkv_T3ND.new_empty(2, dtype=torch.uint64)
+    rng_unused = qkv_T3ND.new_empty((), dtype=torch.uint64)
+    return out_TND, logsumexp_NT, rng_state, rng_unused
+
+
+@torch.library.custom_op("electra::flash_attention_backward", mutates_args=())
+def _compiled_backward(
+    grad_TND: torch.Tensor,
+    qkv_T3ND: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    out_TND: torch.Tensor,
+    logsumexp_NT: torch.Tensor,
+    rng_state: torch.Tensor,
+    rng_unused: torch.Tensor,
+    longest: int,
+    dropout: float,
+) -> torch.Tensor:
+    """Return `_run_backward`'s gradient as a custom operator; the fields of `_Saved` are separate arguments."""
+    saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
+    return _run_backward(grad_TND, qkv_T3ND, cu_seqlens, saved, longest, dropout)
+
+
+@_compiled_backward.register_fake
+def _backward_shape(grad_TND: torch.Tensor, qkv_T3ND: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Return an empty tensor like `_compiled_backward`'s result; torch.compile traces with it."""
+    return torch.empty_like(qkv_T3ND, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Save what the backward pass needs; torch calls it after `_compiled_forward`."""
+    qkv_T3ND, cu_seqlens, ctx.longest, ctx.dropout = inputs
+    ctx.save_for_backward(qkv_T3ND, cu_seqlens, *output)
+
+
+def _autograd_backward(ctx: Any, grad_TND: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of queries, keys and values, and None for the other arguments of `_compiled_forward`."""
+    grad_T3ND = _compiled_backward(grad_TND.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.dropout)
+    return grad_T3ND, None, None, None
+
+
+_compiled_forward.register_autograd(_autograd_backward, setup_context=_setup_context)

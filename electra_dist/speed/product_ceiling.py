@@ -1,0 +1,65 @@
+"""Measures how long the matrix products of a step take alone: the floor of the step's time on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+ProductShape = tuple[tuple[int, ...], tuple[int, ...]]  # shapes of the two factors
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1}  # operator -> number of its first factor
+_REPEATS = 3
+
+
+def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent]) -> Counter[ProductShape]:
+    """Return the shapes of the factors of all matrix products among profiler events, with how often each occurred.
+
+    Args:
+        events: events of a profile that was recorded with `record_shapes=True`.
+    """
+    shapes: Counter[ProductShape] = Counter()
+    for event in events:
+        first = _PRODUCTS.get(event.name)
+        if first is None:
+            continue
+        factors: list[list[int]] = event.input_shapes[first : first + 2]  # type: ignore[assignment]
+        shapes[tuple(factors[0]), tuple(factors[1])] += 1
+    return shapes
+
+
+def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds that the matrix products take one after another with nothing between them.
+
+    Each distinct pair of shapes is computed `_REPEATS` times after one product to warm up, and its fastest time is
+    multiplied by how often it occurs in the step.
+
+    Args:
+        shapes: result of `product_shapes`.
+        device: where the step ran.
+        dtype: dtype of the factors in the step.
+    """
+    total_s = 0.0
+    for (left_shape, right_shape), count in shapes.items():
+        left = torch.randn(left_shape, device=device, dtype=dtype)
+        right = torch.randn(right_shape, device=device, dtype=dtype)
+        torch.matmul(left, right)
+        times = [_time_product(left, right) for _ in range(_REPEATS)]
+        total_s += count * min(times)
+    return total_s
+
+
+def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the seconds of one matrix product, waiting for the device before and after it."""
+    _wait_for(left.device)
+    begin = time.perf_counter()
+    torch.matmul(left, right)
+    _wait_for(left.device)
+    return time.perf_counter() - begin
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has finished its queued work; a CPU has none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,273 @@
+"""Runs training steps of a config on this machine and measures where their time goes.
+
+Guarantee: the run folder of the config is not touched, and no weight is kept. The step is the one that a run makes:
+the same objective, attention, kernels, DeepSpeed engine and optimizer, on one rank and with random initial weights.
+
+How: the seconds of a step come from steps without a profiler. A further step under torch's profiler gives each part's
+share: time on the GPU, or on a CPU the time of each operator without those that it calls. The shares are of the whole
+step; what no operator accounts for is the host's own time (Python and DeepSpeed).
+
+Limits: one rank, so communication is that of a single process. A step has at most `MOST_MICRO_BATCHES` micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from electra_dist.config import Config
+from electra_dist.engine.deterministic_mode import set_deterministic_mode
+from electra_dist.engine.engine import Engine
+from electra_dist.engine.learning_rate import learning_rate
+from electra_dist.engine.process_group import init_distributed, local_device
+from electra_dist.speed.operator_kinds import part_of
+from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
+from electra_dist.speed.step_rows import BatchSource, open_rows
+from electra_dist.train.pretrain_rank import build_module
+from electra_dist.train.step import TrainStep
+
+MOST_MICRO_BATCHES = 4
+HOST = "host: Python and DeepSpeed"
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Share of one part of a training step."""
+
+    name: str  # one of `operator_kinds.PARTS`, or HOST
+    ms: float
+    share: float  # of the step
+    ceiling_ms: float | None = None  # measured time of the same work alone; known for matrix products
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Where the time of a training step goes on this machine. Times are medians over the timed steps."""
+
+    device: str
+    rows: str  # "corpus" or "made up", if the corpus cannot be read
+    micro_batch: int
+    micro_batches: int  # of the timed step
+    step_ms: float  # with the wait for rows
+    tokens_per_s: float  # positions of rows, pads included
+    wait_share: float  # of the step: waiting for rows
+    padding_share: float  # pads as a fraction of the positions
+    operators_per_micro_batch: int  # that the host starts, forward and backward
+    device_ms: float | None  # time that the GPU is busy; None on a CPU
+    attention_backend: str
+    attention_reason: str
+    attention_dropout: float  # probability that is in effect
+    optimizer: str
+    parts: tuple[Part, ...]  # the longest first
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON tree, for `electra-dist speed --json`."""
+        return {
+            "device": self.device,
+            "rows": self.rows,
+            "micro_batch": self.micro_batch,
+            "micro_batches": self.micro_batches,
+            "step_ms": self.step_ms,
+            "tokens_per_s": self.tokens_per_s,
+            "wait_share": self.wait_share,
+            "padding_share": self.padding_share,
+            "operators_per_micro_batch": self.operators_per_micro_batch,
+            "device_ms": self.device_ms,
+            "attention": {
+                "backend": self.attention_backend,
+                "dropout": self.attention_dropout,
+                "reason": self.attention_reason,
+            },
+            "optimizer": self.optimizer,
+            "parts": [
+                {"name": part.name, "ms": part.ms, "share": part.share, "ceiling_ms": part.ceiling_ms}
+                for part in self.parts
+            ],
+        }
+
+
+def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
+    """Run training steps of a config on this machine and return where their time goes.
+
+    Args:
+        config: the resolved config of a run. Its micro-batch is used; the global batch is cut to at most
+            `MOST_MICRO_BATCHES` micro-batches.
+        num_steps: steps to time, after two that warm up; one more runs under the profiler.
+
+    Raises:
+        UserError: the config cannot run on this machine.
+    """
+    set_deterministic_mode(config.engine.deterministic)
+    init_distributed()
+    device = local_device()
+    config = _shortened(config)
+    with contextlib.ExitStack() as stack:
+        rows = open_rows(config, stack)
+        even_counts = np.ones(config.model.vocab_size, np.int64)  # the frequencies do not change the time
+        module = build_module(config, rows.special, even_counts)
+        attention = module.attention
+        engine = Engine(module, config.train, config.engine, config.optimizer)
+        stack.callback(engine.close)
+        train_step = TrainStep(engine, config.objective, rows.special, config.seed, config.train.micro_batch)
+        runner = _StepRunner(config, train_step, rows.batches, rows.special.pad)
+        for _ in range(_WARM_UP_STEPS):
+            runner.run_step()
+        step_s, wait_s = runner.time_steps(num_steps)
+        num_operators = runner.count_operators()
+        profiled = runner.profile_step(device)
+    num_rows = config.train.global_batch
+    return StepProfile(
+        device=_device_name(device),
+        rows=rows.name,
+        micro_batch=config.train.micro_batch,
+        micro_batches=config.train.micro_batches(1),
+        step_ms=1e3 * step_s,
+        tokens_per_s=num_rows * config.data.seq_len / step_s,
+        wait_share=wait_s / step_s,
+        padding_share=runner.padding_share(),
+        operators_per_micro_batch=num_operators // config.train.micro_batches(1),
+        device_ms=1e3 * profiled.device_s if device.type == "cuda" else None,
+        attention_backend=attention.backend,
+        attention_reason=attention.reason,
+        attention_dropout=config.model.attention_dropout,
+        optimizer=engine.optimizer_name,
+        parts=_parts(profiled, step_s),
+    )
+
+
+def _shortened(config: Config) -> Config:
+    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank."""
+    num_micro_batches = min(MOST_MICRO_BATCHES, max(1, config.train.global_batch // config.train.micro_batch))
+    train = config.train.model_copy(update={"global_batch": num_micro_batches * config.train.micro_batch})
+    return config.model_copy(update={"train": train})
+
+
+@dataclass(frozen=True)
+class _Profiled:
+    """Result of one step under the profiler, in seconds."""
+
+    part_s: dict[str, float]  # time of each part, and of HOST
+    products_alone_s: float  # the step's matrix products with nothing between them
+    device_s: float  # sum over all operators: time on the GPU, or on a CPU the time of the operators
+
+
+class _StepRunner:
+    """Runs training steps on the batches of a source, and measures them in different ways."""
+
+    def __init__(self, config: Config, train_step: TrainStep, batches: BatchSource, pad_id: int) -> None:
+        """Store what a step needs; nothing runs yet.
+
+        Args:
+            config: gives the learning rate.
+            train_step: runs a step on an engine.
+            batches: yields the batches.
+            pad_id: id of `[PAD]`, to count the pads.
+        """
+        self._config = config
+        self._train_step = train_step
+        self._batches = batches
+        self._pad_id = pad_id
+        self._num_steps = 0
+        self._num_pads = 0
+        self._num_positions = 0
+
+    def run_step(self) -> None:
+        """Run the next step, with its update."""
+        batch = self._batches.next()
+        self._num_pads += int((batch.ids == self._pad_id).sum())
+        self._num_positions += batch.ids.size
+        lr = learning_rate(self._num_steps, self._config.train.num_steps, self._config.optimizer)
+        self._train_step(batch, lr)
+        self._num_steps += 1
+
+    def padding_share(self) -> float:
+        """Return the pads of all steps so far as a fraction of their positions."""
+        return self._num_pads / self._num_positions
+
+    def time_steps(self, num_steps: int) -> tuple[float, float]:
+        """Return the median seconds of a step, and the mean seconds of a step that were spent waiting for rows.
+
+        A step ends when its results have been read from the device, so its time includes the device's work.
+        """
+        waited_before_s = self._batches.wait_s
+        times = []
+        for _ in range(num_steps):
+            begin = time.perf_counter()
+            self.run_step()
+            times.append(time.perf_counter() - begin)
+        wait_s = (self._batches.wait_s - waited_before_s) / num_steps
+        return statistics.median(times), wait_s
+
+    def count_operators(self) -> int:
+        """Run one step and return how many torch operators the host started, with those of the update."""
+        with _OperatorCounter() as counter:
+            self.run_step()
+        return counter.num_operators
+
+    def profile_step(self, device: torch.device) -> _Profiled:
+        """Run one step under torch's profiler, and sum the time of its operators for each part of the step."""
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities, record_shapes=True) as profiler:
+            begin = time.perf_counter()
+            self.run_step()
+            step_s = time.perf_counter() - begin
+        part_s: dict[str, float] = defaultdict(float)
+        for event in profiler.key_averages():
+            microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+            part_s[part_of(event.key)] += microseconds / 1e6
+        device_s = sum(part_s.values())
+        part_s[HOST] = max(0.0, step_s - device_s)
+        dtype = torch.bfloat16 if self._config.train.precision == "bf16" else torch.float32
+        shapes = product_shapes(profiler.events() or ())
+        return _Profiled(part_s, products_alone_s(shapes, device, dtype), device_s)
+
+
+class _OperatorCounter(TorchDispatchMode):
+    """Context in which every torch operator that reaches a device is counted, in forward and backward passes."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        super().__init__()
+        self.num_operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operator and run it."""
+        self.num_operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
+    """Return the parts of a step, the longest first, scaled so that they add up to the time without a profiler.
+
+    Args:
+        profiled: the step under the profiler, which slows it down.
+        step_s: seconds of the step without a profiler.
+    """
+    profiled_s = sum(profiled.part_s.values())
+    parts = []
+    for name, seconds in sorted(profiled.part_s.items(), key=lambda part: part[1], reverse=True):
+        if seconds == 0:
+            continue
+        share = seconds / profiled_s
+        ceiling_ms = 1e3 * profiled.products_alone_s if name == "matrix products" else None
+        parts.append(Part(name=name, ms=1e3 * share * step_s, share=share, ceiling_ms=ceiling_ms))
+    return tuple(parts)
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or "CPU, N threads"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"

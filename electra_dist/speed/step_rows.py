@@ -1,0 +1,89 @@
+"""Rows for a measurement of training steps: those of the config's corpus, or made-up ones if there is no corpus."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from electra_dist.config import Config
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.loader import RowBatch, RowLoader
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_receipt import Receipt
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.errors import StoreMissing
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.open_store import open_store
+
+_MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+
+
+class BatchSource(Protocol):
+    """What yields the batches of a measurement, one for each step."""
+
+    wait_s: float  # seconds that `next` has waited in total
+
+    def next(self) -> RowBatch:
+        """Return the batch of the next step."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Source of the rows of a measurement, with the ids of the special tokens in them."""
+
+    name: str  # "corpus" or "made up"
+    special: SpecialIds
+    batches: BatchSource
+
+
+class MadeUpBatches:
+    """Source of batches of random rows: each row is one example, `[CLS]`, ordinary tokens, `[SEP]`, without pads."""
+
+    wait_s = 0.0
+
+    def __init__(self, config: Config) -> None:
+        """Store the sizes of a batch: `train.global_batch` rows of `data.seq_len` ids below `model.vocab_size`."""
+        self._config = config
+        self._draw = np.random.default_rng(config.seed)
+        self._step = 0
+
+    def next(self) -> RowBatch:
+        """Return a new batch of random rows, int32 ids; its row numbers are not those of any corpus."""
+        shape = (self._config.train.global_batch, self._config.data.seq_len)
+        first_ordinary_id = max(_MADE_UP_IDS) + 1
+        ids = self._draw.integers(first_ordinary_id, self._config.model.vocab_size, shape, dtype=np.int32)
+        ids[:, 0] = _MADE_UP_IDS.cls
+        ids[:, -1] = _MADE_UP_IDS.sep
+        row_ids = np.arange(shape[0], dtype=np.int64)
+        batch = RowBatch(step=self._step, row0=0, ids=ids, row_ids=row_ids, receipt=Receipt())
+        self._step += 1
+        return batch
+
+
+def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
+    """Open the rows of the config's corpus as a run reads them, or make rows up if there is no corpus.
+
+    Args:
+        config: gives the corpus, the row order and the rows per step.
+        stack: closes the loader and the shards.
+
+    Raises:
+        UserError: the corpus exists and cannot be used.
+    """
+    try:
+        store = open_store(config.data.corpus, config.data.endpoint_url)
+        manifest = read_manifest(store)
+    except StoreMissing:
+        return StepRows("made up", _MADE_UP_IDS, MadeUpBatches(config))
+    cache = stack.enter_context(
+        contextlib.closing(ShardCache(store, manifest, config.cache_folder, config.data.fetch_threads))
+    )
+    order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
+    loader = RowLoader(
+        cache=cache, order=order, global_batch=config.train.global_batch, rank=0, world_size=1, start_step=0
+    )
+    stack.enter_context(contextlib.closing(loader))
+    return StepRows("corpus", SpecialIds.from_tokens(manifest.tokenizer.special), loader)

@@ -1,0 +1,24 @@
+"""How many masked rows the head processes at a time on a GPU."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from electra_kernels.mlm_head import _without_small_rest
+
+
+def test_the_masked_rows_of_electra_large_are_one_chunk() -> None:
+    masked_rows_of_32_rows = 32 * 130
+
+    assert _without_small_rest(masked_rows_of_32_rows, chunk=4096) == 4160
+
+
+@given(num_rows=st.integers(1, 100_000), chunk=st.integers(8, 5000))
+def test_chunks_cover_all_rows_and_none_is_a_small_rest(num_rows: int, chunk: int) -> None:
+    size = _without_small_rest(num_rows, chunk)
+
+    assert chunk <= size < 2 * chunk
+    rest = num_rows % size
+    is_small_rest = num_rows > size and 0 < rest < chunk // 8
+    assert not is_small_rest or rest >= size - num_rows // size

@@ -1,0 +1,237 @@
+"""The attention backend follows from config, device and a trial; dropout is in effect, and the log has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import flash_definition
+from torch.nn.attention.flex_attention import BlockMask
+
+from electra_dist.config_file import load_config
+from electra_dist.engine import deterministic_mode
+from electra_dist.errors import UserError
+from electra_dist.model import attention, attention_choice, flash_attention
+from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.attention_choice import (
+    agree_on_attention,
+    attention_note,
+    choose_attention,
+    find_fault,
+    find_trial_fault,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LARGE = CONFIGS / "large_25pct_mask.yaml"
+NO_DROPOUT = "model.attention_dropout=0"
+ELECTRIC = "objective.name=electric"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
+    """A function that pretends a GPU whose trials have the given faults, and returns the trials that are made."""
+
+    def pretend(flash: str = "", flex: str = "", capability: tuple[int, int] = (9, 0)) -> list[tuple[Any, ...]]:
+        trials: list[tuple[Any, ...]] = []
+
+        def trial(backend: str, *rest: Any) -> str:
+            trials.append((backend, *rest))
+            return {"flash": flash, "flex": flex}[backend]
+
+        monkeypatch.setattr(attention_choice, "find_trial_fault", trial)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: name)
+        return trials
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults", "backend", "reason"),
+    [
+        ([], {}, "flash", "have dropout"),
+        ([], {"flash": "no kernel image"}, "sdpa", "width 64: no kernel image"),
+        ([], {"capability": (7, 0)}, "sdpa", "compute capability 7.0"),
+        (["train.precision=fp32"], {}, "sdpa", "train.precision is fp32"),
+        (["model.generator.num_heads=64"], {}, "sdpa", "head of width 4 "),
+        ([NO_DROPOUT], {}, "flex", "skips"),
+        ([NO_DROPOUT], {"flex": "ptxas is missing"}, "flash", "ptxas is missing"),
+        ([NO_DROPOUT], {"flex": "ptxas is missing", "flash": "no kernel"}, "sdpa", "no kernel"),
+        ([NO_DROPOUT, "train.precision=fp32"], {"flex": "ptxas"}, "sdpa", "train.precision is fp32"),
+        ([ELECTRIC], {}, "sdpa", "two directions"),
+        (["engine.attention=sdpa"], {}, "sdpa", "set by engine.attention"),
+        (["engine.attention=flash"], {}, "flash", "set by engine.attention"),
+        ([NO_DROPOUT, "engine.attention=flash"], {}, "flash", "set by engine.attention"),
+        ([NO_DROPOUT, "engine.attention=flex"], {}, "flex", "set by engine.attention"),
+    ],
+)
+def test_the_choice_on_a_gpu_and_its_reason(
+    overrides: list[str], faults: dict[str, Any], backend: str, reason: str, gpu: Any
+) -> None:
+    gpu(**faults)
+    choice = choose_attention(load_config(LARGE, overrides), "cuda")
+    assert choice.backend == backend and reason in choice.reason
+
+
+@pytest.mark.parametrize("overrides", [[], [NO_DROPOUT], [ELECTRIC]])
+def test_a_cpu_takes_sdpa_without_a_trial(overrides: list[str], gpu: Any) -> None:
+    trials = gpu()
+    assert choose_attention(load_config(LARGE, overrides), "cpu").backend == "sdpa"
+    assert not trials
+
+
+def test_each_width_of_a_head_is_tried_with_the_dropout_and_dtype_of_the_run(gpu: Any) -> None:
+    trials = gpu()
+    overrides = ["model.generator.num_heads=8", "model.attention_dropout=0.2"]
+    choose_attention(load_config(LARGE, overrides), "cuda")
+    assert trials == [("flash", "cuda", torch.bfloat16, width, 0.2) for width in (32, 64)]
+
+
+def test_flex_is_no_candidate_for_dropout_and_needs_triton(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = gpu()
+    assert "it has no dropout" in find_fault("flex", load_config(LARGE), "cuda")
+    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
+    assert "triton" in find_fault("flex", load_config(LARGE, [NO_DROPOUT]), "cuda")
+    assert not trials
+
+
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_a_demand_that_the_device_cannot_meet_ends_the_run(backend: str, gpu: Any) -> None:
+    gpu(flash="no kernel image", flex="no kernel image")
+    config = load_config(LARGE, [f"engine.attention={backend}", NO_DROPOUT])
+    with pytest.raises(UserError, match=f"{backend} needs a GPU"):
+        choose_attention(config, "cpu")
+    with pytest.raises(UserError, match=f"{backend} cannot be used on this GPU: .*no kernel image"):
+        choose_attention(config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.attention=flex", "model.attention_dropout=0.1"], "flex supports neither attention dropout nor"),
+        (["engine.attention=flex", NO_DROPOUT, ELECTRIC], "flex supports neither attention dropout nor"),
+        (["engine.attention=flash", ELECTRIC], "flash does not support the one-directional attention"),
+        (["engine.attention=flash", "train.precision=fp32"], "flash computes in bf16 or fp16 only"),
+    ],
+)
+def test_a_demand_that_no_device_can_meet_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(LARGE, overrides)
+
+
+def dense_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
+    """FlexAttention by plain operations, which have a backward pass on a CPU."""
+    index = torch.arange(query.shape[2])
+    rows = torch.arange(len(query))[:, None, None, None]
+    seen = block_mask.mask_mod(rows, torch.zeros_like(rows), index[None, None, :, None], index)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+def nan_gradients(query: torch.Tensor, *rest: Any, **mask: Any) -> torch.Tensor:
+    """The right output, whose gradient of the query is NaN."""
+    query.register_hook(lambda grad: grad * torch.nan)
+    return dense_flex(query, *rest, **mask)
+
+
+def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(function: Any) -> str:
+        monkeypatch.setattr(attention, "_flex_function", lambda compiled: function)
+        return find_trial_fault("flex", "cpu", torch.float32, 64, 0.0)
+
+    assert "does not support backward on CPU" in find_trial_fault("flex", "cpu", torch.float32, 64, 0.0)
+    assert fault(dense_flex) == ""
+    assert fault(lambda q, k, v, block_mask: dense_flex(q, k, 2 * v, block_mask)).startswith("it differs by")
+    assert fault(lambda q, k, v, block_mask: dense_flex(q, k, v, block_mask) * torch.nan) == (
+        "it differs by nan from sdpa, more than 0.05"
+    )
+    assert fault(nan_gradients) == "it differs by nan from sdpa, more than 0.05"
+
+
+def test_the_trial_of_flash_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(forward: Any = flash_definition.forward, backward: Any = flash_definition.backward) -> str:
+        monkeypatch.setattr(flash_attention, "_forward_operator", forward)
+        monkeypatch.setattr(flash_attention, "_backward_operator", backward)
+        return find_trial_fault("flash", "cpu", torch.float32, 32, 0.1)
+
+    def without_dropout(*args: Any) -> Any:
+        return flash_definition.forward(*args[:7], 0.0, *args[8:])
+
+    def without_scale(*args: Any) -> Any:
+        out, *rest = flash_definition.forward(*args)
+        return out * (1 - args[7]), *rest
+
+    whole_rows = [torch.tensor([0, 256, 512], dtype=torch.int32)] * 2
+
+    def across_examples(*args: Any) -> Any:
+        return flash_definition.forward(*args[:3], *whole_rows, *args[5:])
+
+    def back_across_examples(*args: Any) -> Any:
+        return flash_definition.backward(*args[:6], *whole_rows, *args[8:])
+
+    def wrong_gradient(*args: Any) -> Any:
+        dq, dk, dv = flash_definition.backward(*args)
+        return dq, dk, dv * torch.nan
+
+    assert fault() == ""
+    assert "dropout of 0.1 is not in effect" in fault(without_dropout)
+    assert "dropout of 0.1 is not in effect" in fault(without_scale)
+    assert fault(across_examples, back_across_examples).startswith("it differs by")
+    assert fault(backward=wrong_gradient) == "it differs by nan from sdpa, more than 0.05"
+    assert "CPU" in fault(torch.ops.aten._flash_attention_forward)
+
+
+def test_ranks_that_differ_take_sdpa() -> None:
+    flash, flex = AttentionChoice("flash", "one"), AttentionChoice("flex", "two")
+    sdpa = AttentionChoice("sdpa", "rank 2 has no kernel")
+    assert agree_on_attention([flash, flash]) == flash
+    assert agree_on_attention([flash, flash, sdpa]) == sdpa
+    mixed = agree_on_attention([flex, flex, flash])
+    assert mixed.backend == "sdpa" and "rank 2 flash (one)" in mixed.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "overrides", "end"),
+    [
+        ("flash", "cuda", [], "dropout 0.1, gradients deterministic"),
+        ("flash", "cuda", ["engine.deterministic=false"], "dropout 0.1, gradients not deterministic, because"),
+        ("flex", "cuda", [NO_DROPOUT], "dropout 0, gradients deterministic"),
+        ("sdpa", "cuda", [], "dropout 0.1, gradients not deterministic, because"),
+        ("sdpa", "cpu", ["engine.deterministic=false"], "dropout 0.1, gradients deterministic"),
+    ],
+)
+def test_the_log_has_backend_reason_dropout_and_determinism(
+    backend: str, device: str, overrides: list[str], end: str
+) -> None:
+    note = attention_note(AttentionChoice(backend, "the reason"), load_config(LARGE, overrides), device)
+    assert note.startswith(f"attention: {backend} (the reason), {end}")
+
+
+@pytest.mark.parametrize(("enabled", "has_gpu"), [(True, True), (False, True), (True, False)])
+def test_the_deterministic_mode_is_for_gpus_and_fills_no_memory(
+    enabled: bool, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv(deterministic_mode.CUBLAS_VARIABLE, "unset by the test")
+    monkeypatch.delenv(deterministic_mode.CUBLAS_VARIABLE)
+    is_on = enabled and has_gpu
+    try:
+        deterministic_mode.set_deterministic_mode(enabled)
+        assert torch.are_deterministic_algorithms_enabled() == is_on
+        assert torch.utils.deterministic.fill_uninitialized_memory == (not is_on)
+        assert deterministic_mode.os.environ.get(deterministic_mode.CUBLAS_VARIABLE) == (":4096:8" if is_on else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_new_keys_are_no_part_of_the_identity() -> None:
+    overrides = ["engine.deterministic=false", "engine.attention=flash"]
+    assert load_config(LARGE, overrides).identity() == load_config(LARGE).identity()
+
+
+def test_large_fast_differs_from_the_paper_in_attention_dropout_alone() -> None:
+    same = ["run_dir=x", NO_DROPOUT]
+    assert load_config(CONFIGS / "large_fast.yaml", ["run_dir=x"]) == load_config(LARGE, same)
