@@ -26,7 +26,7 @@ from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
