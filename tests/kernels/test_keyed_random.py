@@ -1,7 +1,8 @@
 """Random bits against published answers, and torch, NumPy and slices against each other, bit for bit."""
 
 import itertools
-import multiprocessing
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -110,23 +111,33 @@ def test_derived_seeds_differ_and_fit_63_bits():
         assert 0 <= seed < 2**63
 
 
+_GRIDS_BY_THREADS_AND_BY_A_FORK = """
+import multiprocessing
+import torch
+from electra_kernels.keyed_random import Purpose, bits_grid
+
+arguments = (7, Purpose.DROPOUT, 3, torch.arange(40), 5000, 8)
+torch.set_num_threads(1)
+by_one_thread = bits_grid(*arguments)
+torch.set_num_threads(2)
+by_two_threads = bits_grid(*arguments)
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    by_fork = pool.apply_async(bits_grid, arguments).get(timeout=60)
+assert torch.equal(by_one_thread, by_two_threads)
+assert torch.equal(by_one_thread, by_fork)
+"""
+
+
 def test_one_thread_two_threads_and_a_forked_process_make_the_same_grid() -> None:
-    """A fork does not inherit threads, so one that waits for its parent's would hang: hence the timeout."""
-    arguments = (7, Purpose.DROPOUT, 3, torch.arange(40), 5000, 8)
-    threads_before = torch.get_num_threads()
+    """A fork does not inherit threads, so one that waits for its parent's would hang: hence the timeout.
 
-    try:
-        torch.set_num_threads(1)
-        by_one_thread = bits_grid(*arguments)
-        torch.set_num_threads(2)
-        by_two_threads = bits_grid(*arguments)
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            by_fork = pool.apply_async(bits_grid, arguments).get(timeout=60)
-    finally:
-        torch.set_num_threads(threads_before)
+    It runs in a process of its own, because torch's OpenMP may hang in the fork of a process in which autograd has run.
+    """
+    command = [sys.executable, "-c", _GRIDS_BY_THREADS_AND_BY_A_FORK]
 
-    assert torch.equal(by_one_thread, by_two_threads)
-    assert torch.equal(by_one_thread, by_fork)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(cpu_library.fill_bits is None, reason="the package was built without a C compiler")
