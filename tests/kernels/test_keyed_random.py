@@ -131,7 +131,7 @@ assert torch.equal(by_one_thread, by_fork)
 def test_one_thread_two_threads_and_a_forked_process_make_the_same_grid() -> None:
     """A fork does not inherit threads, so one that waits for its parent's would hang: hence the timeout.
 
-    It runs in a process of its own, because torch's OpenMP may hang in the fork of a process in which autograd has run.
+    It runs in a process of its own, because torch's OpenMP may hang in the fork of a process where autograd ran.
     """
     command = [sys.executable, "-c", _GRIDS_BY_THREADS_AND_BY_A_FORK]
 
