@@ -272,9 +272,10 @@ def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
 
 
 def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
-    """Return one start of the ranks (the launch of their processes), from its events in the ledger.
+    """Summarise the ledger's events of one start of the ranks (one launch of their processes) in a `RunStart`.
 
-    The process began earlier than its first event by the seconds of the setup (import, build, restore).
+    The first event is written after the setup (import, build, restore), so the processes began earlier than its time
+    by the seconds of the setup that it records.
 
     Args:
         start_event: its event "start" or "resume", which is written after the setup.
@@ -315,16 +316,19 @@ def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> l
 
 
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
-    """Return the seconds that a start of the ranks spent on each activity, from its first step to its newest progress.
+    """Return the seconds that one start of the ranks (one launch of their processes) spent on each activity.
 
-    The newest progress event records them as `spent_s`. If it has no `spent_s`, as in an older ledger, they are
-    estimated: pauses for checkpoints are taken from the events, and all other time since the start event counts as
-    steps. The result is empty if no event records progress.
+    The activities are steps, pauses for checkpoints ("stall"), evaluations and so on.
+
+    If the newest event has the field `spent_s`, which counts the seconds by activity since that start, the field is
+    returned. Older ledgers lack the field, and the seconds are then estimated from all events of the start. "stall" is
+    the sum of the pauses for checkpoints that they record, and "step" is all other time between the start event and
+    the newest one. If there is no event after the start event, the result is empty.
 
     Args:
-        start_event: its event "start" or "resume".
-        progress: its later events that record how many steps are done, such as checkpoints, oldest first; may be
-            empty.
+        start_event: the ledger's event "start" or "resume", written when the ranks were started.
+        progress: the later events of the same start that record how many steps are done, such as "checkpoint", oldest
+            first; may be empty.
     """
     newest = progress[-1] if progress else start_event
     if "spent_s" in newest:
@@ -392,13 +396,19 @@ def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began
     """
     queue_s = 0.0
     boot_s = 0.0
-    waiting_since = previous_end  # a job that was submitted earlier did not delay the run before that time
+    busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already
     for job in begins:
-        started = _seconds(job.get("started")) or _time(job)
-        submitted = _seconds(job.get("submitted")) or started
-        queue_s += max(0.0, started - max(waiting_since, submitted))
+        recorded = _time(job)  # the job's script writes the record as its first act, so the job has its nodes by then
+        started = _seconds(job.get("started"))
+        if not started:  # Slurm did not report the time
+            started = recorded
+        submitted = _seconds(job.get("submitted"))
+        if not submitted:  # Slurm did not report the time, so no waiting is counted
+            submitted = started
+        waiting_since = max(submitted, busy_until)
+        queue_s += max(0.0, started - waiting_since)
         boot_s = max(0.0, process_began - started)  # replaced by each later job: only the last started the process
-        waiting_since = _time(job)
+        busy_until = recorded  # the run held the nodes of this job, so the wait for the next one began later
     return queue_s, boot_s
 
 

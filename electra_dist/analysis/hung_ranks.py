@@ -100,14 +100,16 @@ def hung(
     *,
     started: float = 0.0,
     ranks: Iterable[int] = (),
-    everyone: Callable[[], Iterable[Beat]] = tuple,
+    read_all_beats: Callable[[], Iterable[Beat]] = tuple,
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
-    The other hung ranks usually wait for the culprit in a collective. A rank that entered the phase "step" after a
-    checkpoint or an evaluation may wait in its first collective for ranks that are still in that phase, for example
-    for rank 0 while it writes a checkpoint. As long as one of them is, the limit of that phase applies to the waiting
-    rank, too.
+    A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
+    itself is in (`HangLimits.of`), with one exception. A rank in its first step after a checkpoint or an evaluation
+    may wait in a collective for another rank that is still in that phase, for example for rank 0 while it writes a
+    checkpoint. The waiting rank then gets the longer of both limits: its own and that of the rank it waits for.
+
+    The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
 
     Args:
         heartbeats: newest heartbeat of each rank to judge.
@@ -115,39 +117,43 @@ def hung(
         limits: the longest silence that each phase allows.
         started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
-        everyone: reads the heartbeats of the ranks of all nodes; called only if a rank exceeds its limit in the first
-            step after a change of phase. The default returns none.
+        read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
+            It is called only if a rank exceeds its own limit in the first step after a change of phase. The default
+            returns none, so the exception above does not apply.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    silences = [_silence(beat, now, limits, everyone) for beat in beat_of_rank.values()]
+    # `_silence` applies the exception for ranks that wait for others.
+    silences = [_silence(beat, now, limits, read_all_beats) for beat in beat_of_rank.values()]
     for rank in ranks:
         if rank not in beat_of_rank:
-            silences.append(
-                Hung(rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s)
+            missing_rank = Hung(
+                rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s
             )
+            silences.append(missing_rank)
     hung_ranks = [silence for silence in silences if silence.quiet_s > silence.limit_s]
     return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
 
 
-def _silence(beat: Beat, now: float, limits: HangLimits, everyone: Callable[[], Iterable[Beat]]) -> Hung:
+def _silence(beat: Beat, now: float, limits: HangLimits, read_all_beats: Callable[[], Iterable[Beat]]) -> Hung:
     """Return how long a rank has been silent, and its limit, whether or not the limit is exceeded.
 
-    If the rank exceeds its limit in the first step after a change of phase, it may wait for other ranks in a
-    collective. The silence is then counted from the newest change of phase of any rank. If ranks are still in a
-    checkpoint or an evaluation, the limit is raised to that of their phase.
+    Usually the silence is counted from the rank's newest heartbeat, and the limit is that of its own phase. If the
+    rank exceeds this limit in its first step after a change of phase, it may be waiting for other ranks in a
+    collective. Its silence is then counted from the newest change of phase of any rank, if that is later. If some
+    ranks are still in a checkpoint or an evaluation, the longest of their limits and its own applies.
 
     Args:
         beat: the newest heartbeat of the rank.
         now: Unix time in seconds.
         limits: the longest silence that each phase allows.
-        everyone: reads the heartbeats of the ranks of all nodes.
+        read_all_beats: reads the newest heartbeats of the ranks of all nodes.
     """
     silent_since = beat.time
     limit_s = limits.of(beat)
     exceeds_own_limit = now - silent_since > limit_s
     if exceeds_own_limit and _is_first_of_step_phase(beat):
         # It may wait for ranks in a checkpoint or evaluation. Heartbeats of an earlier attempt do not count.
-        all_beats = [other for other in everyone() if other.attempt == beat.attempt]
+        all_beats = [other for other in read_all_beats() if other.attempt == beat.attempt]
         busy_beats = [other for other in all_beats if other.phase in ("checkpoint", "eval")]
         silent_since = max([silent_since, *(other.phase_since for other in all_beats)])
         limit_s = max([limit_s, *(limits.of(other) for other in busy_beats)])

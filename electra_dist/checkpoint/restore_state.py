@@ -191,10 +191,10 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
 
 
 def check_belongs(found: RunState, expected: RunState) -> None:
-    """Raise if another run wrote the checkpoint, or if it skipped other steps than the run skips now.
+    """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ.
 
-    A skipped step makes no update; the config (`train.skip_steps`) and skipped_steps.json in the run folder name them.
-    Steps that the run skips after the checkpoint's step are not compared.
+    A skipped step makes no update of the weights. The config (`train.skip_steps`) and skipped_steps.json in the run
+    folder list them. The lists must agree for all steps before that of the checkpoint; later steps are not compared.
 
     Args:
         found: state of the checkpoint.
@@ -205,13 +205,16 @@ def check_belongs(found: RunState, expected: RunState) -> None:
     """
     for field, description in _FIELDS_OF_A_RUN.items():
         if getattr(found, field) != getattr(expected, field):
-            raise TornCheckpoint(f"the checkpoint comes from a run of {description}")
+            raise TornCheckpoint(
+                f"this run cannot resume from the checkpoint, because a run with {description} wrote it; set run_dir "
+                f"and checkpoint.targets to folders that only this run uses"
+            )
     # Steps that the run will skip after the checkpoint do not matter to it.
     expected_skips = tuple(step for step in expected.skipped if step < found.step)
     if found.skipped != expected_skips:
         raise TornCheckpoint(
-            "the checkpoint skips other steps than the run does now (train.skip_steps, and skipped_steps.json in "
-            "the run folder)"
+            "this run skips other steps now than the run that wrote the checkpoint did up to its step; restore "
+            "train.skip_steps in the config and skipped_steps.json in the run folder"
         )
 
 
@@ -238,7 +241,8 @@ def _read_own_part(
     Args:
         target: the store that holds the checkpoint.
         folder: the checkpoint's folder in the store.
-        fragments: ranges of parameters that are filled; partly overwritten if there is a fault.
+        fragments: views of the ranges of parameters that this rank holds; they are filled in place, and are partly
+            overwritten if there is a fault.
         expected: state of the run, with which that of the checkpoint is compared.
 
     Returns:
@@ -265,7 +269,7 @@ def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
 
 
 def _note_without_replacement(line: str) -> str:
-    """Return the log line about a damaged checkpoint when no good one is left and training starts at step 0.
+    """Return the log line about a damaged checkpoint if no good checkpoint is left, so that training starts at step 0.
 
     It also names the command that restores the checkpoint, if the user has a copy of it elsewhere.
 

@@ -13,8 +13,9 @@ from pydantic import Field, field_validator, model_validator
 from electra_dist.config import NonNegative, ObjectiveConfig, Positive, Section
 
 OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].annotation)
-# Keys that the comparison sets for every run, or that all runs take from the base, so that the runs differ in their
-# objective only. An entry's `set` may not change them.
+# Keys that an entry's `set` may not change. The comparison sets run_dir, seed and train.num_steps for every run, and
+# the entry's `objective` sets objective.name. All runs take the others from the base, so that they differ in the
+# objective only.
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
 RANDOM = "random"  # name of the baseline: the initial weights, before the first step
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -65,20 +66,23 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the changes of an objective unchanged if they touch no key that the comparison itself controls.
+        """Return the config changes of one objective unchanged if none of their keys is reserved (`RESERVED`).
 
-        These keys (`RESERVED`) must be equal in all runs, or are set by the comparison, as the seed and the number of
-        steps.
+        The reserved keys are of three kinds. data, checkpoint and train.skip_steps must be equal in all runs; run_dir,
+        seed and train.num_steps are set by the comparison; objective.name is set by the entry's `objective`.
 
         Raises:
-            ValueError: a key is one of them, such as `data`, or is below one, such as `data.seq_len`.
+            ValueError: a key is reserved, such as `data`, or is below a reserved one, such as `data.seq_len`.
         """
         for key in value:
             for reserved_key in RESERVED:
                 is_reserved = key == reserved_key or key.startswith(f"{reserved_key}.")
                 if is_reserved:
                     raise ValueError(
-                        f"`{key}` must be the same in all runs; move it to the base config, or leave it out"
+                        f"`{key}` cannot be changed for one objective; remove it from `set`. Change data, checkpoint "
+                        f"and train.skip_steps in the base config, for all runs. The comparison sets run_dir, takes "
+                        f"seed from `seeds` and train.num_steps from `steps` or `flops`, and objective.name is the "
+                        f"entry's `objective`"
                     )
         return value
 

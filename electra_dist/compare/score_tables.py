@@ -189,7 +189,10 @@ def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    """Return the names of the table's columns, each of which at least one row has, with the average last."""
+    """Return the names of the table's score columns: each task with a score in at least one row, then the average.
+
+    The tasks are in the order in which they first occur in the rows. The average is left out if no row has one.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
     if AVERAGE in names:
         names.remove(AVERAGE)

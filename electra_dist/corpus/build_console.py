@@ -62,13 +62,14 @@ class BuildConsole:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def resume_at(self, bytes_done: int) -> None:
-        """Restart the clock of a resumed build once it has read past the input that finished shards were built from.
+        """Begin to measure the speed at this position of the input. Called at most once, and only in a resumed build.
 
-        The remaining time is then estimated from the bytes that follow, because a resumed build only reads the earlier
-        bytes and makes no rows from them, which is faster.
+        A resumed build first reads the input of the shards that an earlier build finished. It makes no rows from it,
+        which is faster than building. The caller calls this when that input has been read, so that the speed and the
+        remaining time are computed from the bytes that follow.
 
         Args:
-            bytes_done: input bytes read so far.
+            bytes_done: input bytes read so far, all of which belong to finished shards.
         """
         self._resumed_bytes = bytes_done
         self._started = time.monotonic()

@@ -153,7 +153,9 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
     is_pad = rows == vocabulary.special["[PAD]"]
     fault = _fault_of_rows(rows, is_pad, vocabulary)
     if fault is not None:
-        raise ManifestMismatch(f"{name}: {fault}; give the --vocab of these rows, or write this shard again")
+        raise ManifestMismatch(
+            f"{name}: {fault}; set --vocab to the vocabulary that made its ids, or write the shard again"
+        )
     return ShardEntry(
         name=name,
         rows=len(rows),

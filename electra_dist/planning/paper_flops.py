@@ -35,9 +35,11 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Sizes of one transformer, and its forward FLOPs per token, by the paper's method and by that of MFU.
+    """Sizes of one transformer, and its forward FLOPs per token by two methods of counting.
 
-    MFU is model FLOPs utilisation. A field of 0 stands for the default that the comment of the field names.
+    `paper` counts as the ELECTRA paper's script flops_computation.py does, with small operations such as GELU and
+    dropout. `matmul` counts matrix products only, as for MFU (model FLOPs utilisation). A field of 0 stands for the
+    default that the comment of the field names.
     """
 
     hidden: int  # width of the states
@@ -79,17 +81,19 @@ class Network:
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
-        """Return the forward FLOPs of a token as the paper's script, flops_computation.py, counts them.
+        """Return the forward FLOPs of a token as the ELECTRA paper's authors counted them in flops_computation.py.
 
         These are the matrix products, and also biases, activations, softmax, dropout, residual sums and LayerNorm.
         """
         return self.layers * self._paper_layer() + self._paper_embeddings() + self._paper_head()
 
     def _paper_layer(self) -> int:
-        """Return the forward FLOPs of one layer per token, with the terms of the script's get_block_flops.
+        """Return the forward FLOPs of one transformer layer per token, as the paper's authors counted them.
 
-        A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its row. The script's
-        omissions are repeated: its LayerNorm after the attention lacks the factor `hidden`.
+        The terms are those of the function get_block_flops in their script, google-research/electra's
+        flops_computation.py. A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its
+        row. The script counts the LayerNorm after the attention without the factor `hidden`; this is repeated, so
+        that the result equals that of the script.
         """
         hidden = self.hidden
         seq_len = self.seq_len
@@ -109,9 +113,11 @@ class Network:
         return one_attention * self._num_attentions + expand + contract
 
     def _paper_embeddings(self) -> int:
-        """Return the forward FLOPs of the embeddings per token, with the terms of the script's get_embedding_flops.
+        """Return the forward FLOPs of the embeddings per token, as the paper's authors counted them.
 
-        Each look-up (token, position, segment) counts as a product of its table with a one-hot vector.
+        The terms are those of the function get_embedding_flops in their script, google-research/electra's
+        flops_computation.py. Each look-up (token, position, segment) counts as a product of its table with a one-hot
+        vector.
         """
         hidden = self.hidden
         width = self._embedding_width
@@ -125,7 +131,7 @@ class Network:
         return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token, as the paper's script counts them.
+        """Return the forward FLOPs of the head per token, as the paper's script flops_computation.py counts them.
 
         A head that predicts tokens counts at a share `output_share` of the positions. A head that detects replaced
         tokens counts at all positions.
@@ -166,7 +172,7 @@ class Network:
 class PaperFlops:
     """One model of the paper's table of FLOPs: its networks, the rows it trains on, and the printed figure.
 
-    A model for which the paper's script has only profiled FLOPs has no networks.
+    For ELMo and XLNet the paper's script (flops_computation.py) has only profiled FLOPs; they have no networks.
     """
 
     name: str
@@ -176,7 +182,7 @@ class PaperFlops:
     profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Return the model's training FLOPs by the paper's method: 2 x the forward FLOPs of all rows.
+        """Return the model's training FLOPs as the ELECTRA paper counts them: 2 x the forward FLOPs of all rows.
 
         The factor is 2 because the paper counts the backward pass as much as the forward pass.
         """

@@ -160,7 +160,10 @@ def _model(config: Config, budget: Budget) -> PlanSection:
 
 
 def _shape(tower: TowerConfig) -> str:
-    """Return the sizes of a tower as text, for example "12 layers x 256, 4 heads, feed-forward 1024"."""
+    """Return the sizes of a tower, the discriminator or the generator, as text.
+
+    For example, "12 layers x 256, 4 heads, feed-forward 1024".
+    """
     return (
         f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
         f"feed-forward {tower.intermediate_size}"
@@ -225,7 +228,11 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of FLOPs and, except in fp32, of throughput and time on the GPUs of the section `plan`."""
+    """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours.
+
+    Throughput and time are predicted for the GPUs that the config section `plan` names. If the run trains in fp32,
+    the table has FLOPs only and a note says so, because the peak speeds of GPUs are known for 16 bits only.
+    """
     flops = budget.flops
     compute = budget.compute
     generator_share = flops.generator / flops.total

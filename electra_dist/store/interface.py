@@ -44,8 +44,8 @@ class Store(ABC):
         """Return all bytes of an object.
 
         Args:
-            must_exist: The caller knows that the object exists, for example because a manifest lists it. If S3 answers
-                "not found", the request is then retried a few times before the error is raised.
+            must_exist: Whether the caller knows that the object exists, for example because a manifest lists it. If
+                so, and S3 answers "not found", the request is retried a few times before StoreExhausted is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
@@ -59,7 +59,8 @@ class Store(ABC):
         The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`.
 
         Args:
-            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+            must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
+                is retried a few times before StoreExhausted is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
@@ -85,7 +86,8 @@ class Store(ABC):
         The file appears under its name only when it is complete and synced to the disk; an existing file is replaced.
 
         Args:
-            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
+            must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
+                is retried a few times before StoreExhausted is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
@@ -156,7 +158,7 @@ def check_key(key: str) -> str:
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
     if has_bad_part or has_bad_character:
         raise StoreError(
-            f"key {key!r} is not a relative path without '..', backslashes and control characters; correct or rebuild "
-            f"the file that names this key"
+            f"key {key!r} is not a relative path inside the store: it must not be empty or absolute, nor have empty, "
+            f"'.' or '..' parts, backslashes or control characters; correct or rebuild the file that names this key"
         )
     return key

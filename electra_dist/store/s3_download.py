@@ -45,8 +45,8 @@ class Download:
 
         Args:
             sink: Empty, seekable file for the bytes.
-            progress: Called after each piece received that reaches beyond all bytes received so far, also beyond those
-                received before a `restart`.
+            progress: Called after each chunk (at most 128 KiB) that makes the file longer than it has ever been. After
+                a `restart`, which empties the file, it is not called again until the file exceeds its former length.
             span: The part of the object to download; None for all of it.
         """
         self._sink = sink
@@ -64,19 +64,20 @@ class Download:
 
     @property
     def ends_before_span(self) -> bool:
-        """Return how the answer "no byte in this range" (HTTP 416) to the next request is to be understood.
+        """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is left.
 
-        True: a span was asked for and no byte of it received, so the object ends before the span, and the download is
-        done. False: the object must have been replaced by a shorter one, so the download must begin again.
+        It is True if a span was asked for and no byte of it was received. The object then ends before the span, and
+        the download ends with no bytes. It is False if bytes were received already: the object must then have been
+        replaced by a shorter one, and the caller must call `restart`.
         """
         return self._has_span and self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
         """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
 
-        `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` names the version (ETag) of
-        the object that they are of, so that the service refuses the request (HTTP 412) if the object was replaced. The
-        first request for a whole object needs no arguments.
+        `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` is the ETag of the object
+        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced. The
+        result is empty for the first request for a whole object.
         """
         num_received = self._sink.tell()
         if num_received == 0 and not self._has_span:

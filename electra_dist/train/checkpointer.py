@@ -35,7 +35,7 @@ from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.train.loss_guard import Guard
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
 
 

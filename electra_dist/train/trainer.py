@@ -35,7 +35,7 @@ from electra_dist.train.input_checks import OpenCorpus, RunInputs
 from electra_dist.train.loss_guard import Guard, first_to_skip
 from electra_dist.train.reporter import Ending, Reporter
 from electra_dist.train.save_schedule import SaveSchedule
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, outlier
 from electra_dist.train.time_accounting import Clock
 

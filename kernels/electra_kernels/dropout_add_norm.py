@@ -96,13 +96,14 @@ def dropout_add_norm_reference(
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    A site is a place in the model that applies dropout. Site i uses the random numbers i * S * H to (i + 1) * S * H -
-    1 of a row, so no two sites share a random number.
+    A site is a place in the model that applies dropout; `dropout.site` is its number. Seed, step and row determine a
+    sequence of random numbers for each row. Site i uses the S * H numbers of it that begin at index i * S * H, one for
+    each element, so no two sites with the same seed and step share a random number.
 
     Args:
         shape: [B, S, H] (rows, tokens, hidden), with S * H a multiple of 4.
         row_B: int64 row numbers within the global batch.
-        dropout: Probability and key.
+        dropout: Probability of dropping an element, and the seed, step and site that decide which ones are dropped.
 
     Returns:
         fp32 [B, S, H], on the device of `row_B`.

@@ -9,8 +9,8 @@ def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0) -> torch.Tenso
     """Return the sum over the P programs of a kernel, added in fp64 and rounded once to fp32; two GPU launches.
 
     Each program (thread block) handles some of the tokens, its strip. Entry p of the axis of programs holds the
-    parameter's gradient summed over the strip of program p. There are no atomic additions, so the order of additions, and with it
-    the result, is the same in every run. The sums for two parameters with P = H = 1024 read 8 MB.
+    parameter's gradient summed over the strip of program p. There are no atomic additions, so the order of additions,
+    and with it the result, is the same in every run. The sums for two parameters with P = H = 1024 read 8 MB.
 
     Args:
         partials: fp32 with an axis of length P, for example [P, H], or [2, P, H] for two parameters at once.

@@ -39,8 +39,8 @@ T = TypeVar("T")
 class Planned:
     """Planned fault of a drill: its kind, and the moment at which it is inflicted.
 
-    The moment is `delay` after the run has reached `step` or, with `in_save`, after it has then begun to write a
-    checkpoint.
+    Without `in_save`, that is `delay` step times after the run has reached `step`. With `in_save`, it is `delay` step
+    times after the run, having reached `step`, has begun to write its next checkpoint.
     """
 
     kind: str  # a key of FAULTS
@@ -105,9 +105,9 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
     """Return `count` kinds of faults in random order, every kind about equally often.
 
-    A fault is harmless if the ranks run on without a restart. The only such kind kills DeepSpeed's launcher process,
-    which each start of the ranks has once: a second such fault would find nothing to kill. So between any two harmless
-    faults there is always one that restarts the ranks.
+    A fault is harmless if the ranks run on without a restart. The only kind of this sort kills DeepSpeed's launcher
+    process, which is created once whenever the ranks are started. A second fault of this kind would find nothing to
+    kill until the ranks are restarted. So between any two harmless faults there is always one that restarts the ranks.
 
     Args:
         kinds: keys of FAULTS to choose from.
@@ -115,7 +115,7 @@ def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> lis
         draw: source of the random order.
 
     Raises:
-        UserError: there are too many harmless faults to put another fault between any two.
+        UserError: there are too many harmless faults to put a fault that restarts the ranks between any two.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -124,8 +124,9 @@ def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> lis
     num_gaps = len(order) + 1  # before, between and after the other faults
     if len(harmless) > num_gaps:
         raise UserError(
-            f"--faults {','.join(kinds)}: the fault {harmless[0]} can hit each start of the ranks only once; "
-            f"add a kind that ends a start, such as kill"
+            f"--faults {','.join(kinds)}: {len(harmless)} faults of kind {harmless[0]} are too many: each kills "
+            f"DeepSpeed's launcher process, and there is no new one until another fault has made the ranks restart; "
+            f"add a kind that restarts the ranks, such as kill"
         )
     draw.shuffle(order)
     gaps = draw.sample(range(num_gaps), len(harmless))  # all different, so no two harmless faults meet
@@ -248,8 +249,9 @@ class Drill:
     def _ready(self, planned: Planned) -> Beat | None:
         """Return rank 0's heartbeat if the planned fault may come now, otherwise None.
 
-        The planned step must be reached, a checkpoint must have been saved since the last fault, and every heartbeat
-        must contain a step time: a hang is noticed by comparison with it.
+        The planned step must be reached, a checkpoint must have been saved since the last fault, and the heartbeat of
+        every rank must contain its step time. A rank without a step time has a much longer limit of silence, so that a
+        hang would be noticed late.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:
@@ -263,14 +265,16 @@ class Drill:
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
-        """Return rank 0's heartbeat if the run has made a new step since a fault, otherwise None.
+        """Return rank 0's heartbeat if the run has completed a step since a fault, otherwise None.
+
+        Without `restarts`, the step must be later than that of the heartbeat `before`. With `restarts`, the ranks must
+        have been started again, and the step must be later than the checkpoint from which they resumed. It may then be
+        a step that had been done before the fault and is repeated.
 
         Args:
             before: rank 0's heartbeat at the fault.
             begin: Unix time of the fault.
-            restarts: whether the fault makes a new start of the ranks necessary. If so, a step counts as new if it is
-                of a new start and after the checkpoint from which that start resumed, even if an earlier start had
-                done it already.
+            restarts: whether the ranks must be started again after this kind of fault.
         """
         beat = self._beat()
         if beat is None or beat.time < begin:
@@ -362,7 +366,8 @@ def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool
         hit: the result so far, with the exit code.
         fault: how the run must react.
         num_starts: how often the ranks were started since the fault.
-        was_set_aside: whether a start has found a damaged checkpoint and renamed it, so that it is not tried again.
+        was_set_aside: whether the restarted ranks have found a damaged checkpoint and set it aside: they renamed its
+            manifest, so that no later start tries it again.
     """
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:
@@ -381,7 +386,7 @@ class Stuck(Exception):
 
 
 def _resumed_step(ledger: Sequence[Record]) -> int:
-    """Return the step from which the newest start of the run went on; 0 for a start without a checkpoint.
+    """Return the step from which the ranks continued when they were started last; 0 if they had no checkpoint.
 
     The ledger is the list of events in ledger.jsonl. It must contain an event "start" or "resume".
     """

@@ -1,4 +1,4 @@
-"""Draw the result of a fault drill: the losses of both runs with every fault marked, and the cost of each fault."""
+"""Draw the result of a fault drill: the losses of both runs with each fault marked, and the cost of each fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERRUPTED_COLOR = "#2563eb"
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
-    """Write a PNG of two diagrams over the optimizer steps: losses of both runs, and seconds lost by each fault.
+    """Write a PNG of three diagrams over the steps: losses of both runs, their difference, and seconds lost by faults.
 
     Args:
         reference: folder of the uninterrupted run.
@@ -28,10 +28,11 @@ def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], ou
         out: the PNG file; it is replaced if it exists.
     """
     with matplotlib.rc_context(print_style()):
-        figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+        figure = Figure(figsize=(7.6, 5.0), layout="constrained")
         FigureCanvasAgg(figure)
-        losses, costs = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        losses, difference, costs = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 2))
         _draw_losses(losses, reference, interrupted, hits)
+        _draw_difference(difference, reference, interrupted)
         _draw_costs(costs, hits)
         figure.savefig(out, dpi=160)
 
@@ -46,6 +47,19 @@ def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[
         axes.axvline(hit.step, color="#dc2626", linewidth=0.6, linestyle=":")
     axes.set_title(f"Training loss; a dotted line marks each of the {len(hits)} faults")
     axes.legend(loc="upper right", frameon=False)
+
+
+def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
+    """Draw, for each step that both runs logged, the loss of the interrupted run minus that of the other one."""
+    expected = dict(zip(*_losses(reference)))
+    found = dict(zip(*_losses(interrupted)))
+    steps = sorted(expected.keys() & found.keys())
+    differences = [found[step] - expected[step] for step in steps]
+    largest = max(map(abs, differences), default=0.0)
+    axes.plot(steps, differences, color=_INTERRUPTED_COLOR, linewidth=1)
+    axes.set_title(f"Difference of the two losses; the largest is {largest:g}")
+    if largest == 0:
+        axes.set_ylim(-1e-6, 1e-6)
 
 
 def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:

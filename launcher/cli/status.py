@@ -265,7 +265,7 @@ def _hung_rank_lines(seen: Facts) -> list[str]:
     """
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
     beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
-    hung_ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), everyone=lambda: beats)
+    hung_ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), read_all_beats=lambda: beats)
     return [
         f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
         for rank in hung_ranks[:_HUNG_RANKS_SHOWN]

@@ -26,7 +26,7 @@ from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
@@ -118,21 +118,31 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
     use_of_rows = _use_of_rows(last.step * expected.global_batch, expected.order.rows_per_epoch)
     if skipped_steps:
         use_of_rows += ", less those of the skipped steps"
-    out.print(f"good: {last.receipt.rows:,} rows, {use_of_rows}; receipt {last.receipt.hex}")
+    out.print(f"good: trained on {last.receipt.rows:,} rows: {use_of_rows}; receipt {last.receipt.hex}")
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
-    """Return how often each row of the corpus was used, "each of 640 exactly 3 times, 80 of them once more".
+    """Return in words how often each row of the corpus was used: "80 of the 640 rows ... 4 times, ...".
 
     Args:
         num_positions: steps times rows per step; a row that was used in several epochs counts each time.
         rows_per_epoch: number of rows of the corpus, each of which is used once per epoch.
     """
-    num_epochs, num_extra_rows = divmod(num_positions, rows_per_epoch)
-    use = f"each of {rows_per_epoch:,} exactly {num_epochs} times"
-    if num_extra_rows:
-        use += f", {num_extra_rows:,} of them once more"
-    return use
+    num_epochs, num_further_rows = divmod(num_positions, rows_per_epoch)
+    if num_further_rows == 0:
+        return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
+    num_other_rows = rows_per_epoch - num_further_rows
+    return (
+        f"{num_further_rows:,} of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs + 1)}, the other "
+        f"{num_other_rows:,} {_times(num_epochs)}"
+    )
+
+
+def _times(count: int) -> str:
+    """Return how often something happened in words: "not yet" for 0, "once" for 1, otherwise "N times"."""
+    if count == 0:
+        return "not yet"
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:

@@ -192,18 +192,28 @@ export PYTHONUNBUFFERED=1
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerText:
-    """Pieces of shell text that make the commands of the script run in the container; empty without a container."""
+    """Pieces of shell text that make the script's Python programs run in the container; empty without a container.
 
-    srun_options: str = ""  # for the `srun` that starts the ranks; begins with a blank
-    ranks_prefix: str = ""  # in front of the command that starts the ranks of a node; ends with a blank
+    The batch script itself runs outside the container, on the first node. It starts two kinds of programs in it:
+    `launcher.supervise` on every node, which starts the ranks, and `launcher.slurm.job` on the first node, which
+    records the job and decides what follows its end.
+    """
+
+    srun_options: str = ""  # for the `srun` that starts a task on every node; begins with a blank
+    ranks_prefix: str = ""  # in front of `python -m launcher.supervise`, on every node; ends with a blank
     ours_prefix: str = ""  # in front of `python -m launcher.slurm.job`, on the first node; ends with a blank
 
 
 def _container_text(request: SubmitRequest) -> _ContainerText:
-    """Return the texts that start the container of a request, quoted for the shell.
+    """Return the pieces of shell text that run the script's Python programs in the container, quoted for the shell.
 
-    With pyxis, options of srun start the container, so launcher.slurm.job needs an srun of its own. With apptainer,
-    `apptainer exec` in front of each command starts it. The run folder and the working folder are mounted.
+    Two programs run in the container: `launcher.supervise` (starts and watches the ranks) on every node, and
+    `launcher.slurm.job` (records the begin and the end of the job) on the first node. With apptainer, `apptainer exec`
+    in front of each command starts the container.
+
+    With pyxis, options of srun start it. `launcher.supervise` is started by srun in any case, so the options are added
+    to that srun. The script runs `launcher.slurm.job` directly, so a separate srun for one task on the first node is
+    put in front of it. The run folder and the working folder are always mounted.
     """
     container = request.container
     if container is None:
@@ -225,11 +235,14 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """Return the part of the script that each node runs, and the definitions of two shell functions.
+    """Return the part of the script that every node runs, followed by the definitions of two shell functions.
 
-    srun starts the script once on each node with the argument `node`: it then starts the node's supervisor, passes
-    signals on to it, and writes its exit code into the state folder. The functions are `start_step`, which starts this
-    on all nodes, and `ours`, which runs `launcher.slurm.job` on the first node, in the container if there is one.
+    Slurm runs the script on the first node, without an argument. There, the function `start_step` calls srun, which
+    runs the script once more on every node, with the argument `node`. With this argument, the script only starts the
+    node's supervisor, which starts the ranks, passes signals on to it, and writes its exit code into the state folder.
+
+    The function `ours` runs `python -m launcher.slurm.job` with its arguments on the first node, in the container if
+    there is one. The part of the script that runs once per job calls both functions.
     """
     container = _container_text(request)
     srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
@@ -273,10 +286,13 @@ def _supervise_command(request: SubmitRequest) -> str:
 def _job_part(request: SubmitRequest) -> str:
     """Return the part of the script that runs once per job, on its first node.
 
-    It records the begin of the job, starts a task on each node, waits for them, and carries out what
-    `launcher.slurm.job end` decides. In a chain (several jobs that are submitted together and run one after another)
-    the next job already waits in the queue: only after a crash is the script submitted once more, to replace the lost
-    job. Without a chain, the job is requeued after a stop on purpose and after a crash.
+    It records the begin of the job with `launcher.slurm.job begin`, starts a task on each node, which starts the
+    node's ranks, and waits until all tasks have ended. Then it carries out what `launcher.slurm.job end` decides.
+
+    If the decision is that the run goes on, the text depends on the request. In a chain (several jobs that are
+    submitted together and run one after another), the next job already waits in the queue. So nothing is done after a
+    stop on purpose, such as at the time limit, or because of an unhealthy node. After a crash, the script is submitted
+    once more, to replace the lost job. Without a chain, the job is requeued in all these cases.
     """
     if request.chain:
         on_stop = ":"  # the shell's command that does nothing

@@ -33,10 +33,10 @@ from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous
-from launcher.supervise.start_monitor import ReceivedSignals, StartMonitor
 from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
 from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
+from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
 _PREFLIGHT_S = 600.0  # time limit of the preflight checks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node

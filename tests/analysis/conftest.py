@@ -1,4 +1,4 @@
-"""Records of a small imaginary run."""
+"""Fixtures of the analysis tests: `step_record` and `eval_record` make example records of a run."""
 
 from support.run_records import eval_record, step_record
 

@@ -1,4 +1,8 @@
-"""Goodput against a simulated run whose every second is known; the line that a start prints."""
+"""Goodput of a simulated run in which the true seconds of every activity are known.
+
+`Simulation.job(steps, ending)` simulates one job: `run.truth` holds the true seconds by activity, `run.ledger` and
+`run.jobs` the records that a real run would write. It saves a checkpoint every 10 steps; a `kill` records no event.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +14,67 @@ from support.simulated_run import BOOT, BUILD, DATA, IMPORT, NOTICE, QUEUE, REST
 from electra_dist.analysis.goodput import goodput, start_line
 from electra_dist.analysis.optimal_save_interval import interruptions, measured_stall_s
 
+NUM_STEPS = st.integers(12, 60)
 ENDINGS = st.sampled_from(["kill", "crash", "stop"])
 
 
-@given(st.lists(st.tuples(st.integers(12, 60), ENDINGS), max_size=6), st.integers(12, 60))
-def test_every_second_of_a_simulated_run_goes_where_it_went(course: list[tuple[int, str]], last: int):
+@given(st.lists(st.tuples(NUM_STEPS, ENDINGS), max_size=6), NUM_STEPS)
+def test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity(
+    interrupted_jobs: list[tuple[int, str]], steps_of_last_job: int
+):
     run = Simulation()
     begin = run.now
-    for steps, ending in course:
+    for steps, ending in interrupted_jobs:
         run.job(steps, ending)
-    run.job(last, "stop")
+    run.job(steps_of_last_job, "stop")
+
     account = goodput(run.ledger, run.jobs)
-    parts = account.parts()
+
     assert account.wall == pytest.approx(run.now - begin, abs=1e-3)
-    for name, seconds in parts.items():
-        assert seconds == pytest.approx(run.truth.get(name, 0.0), abs=1e-2), name
-    assert account.fraction == pytest.approx(run.truth["useful"] / (account.wall - run.truth["queue"]), abs=1e-6)
-    assert interruptions(run.ledger) == sum(ending != "stop" for _, ending in course)
-    assert account.starts == len(course) + 1
+    for activity, seconds in account.parts().items():
+        assert seconds == pytest.approx(run.truth.get(activity, 0.0), abs=1e-2), activity
+    true_fraction = run.truth["useful"] / (account.wall - run.truth["queue"])
+    assert account.fraction == pytest.approx(true_fraction, abs=1e-6)
+    assert account.starts == len(interrupted_jobs) + 1
+    num_interruptions = sum(ending != "stop" for _, ending in interrupted_jobs)
+    assert interruptions(run.ledger) == num_interruptions
 
 
-def test_without_jobs_the_gap_between_starts_is_down_time():
+def test_without_job_records_the_gap_between_two_starts_is_down_time():
+    """Without Slurm's records nobody knows which part of the gap was the queue and which the boot of the job."""
     run = Simulation()
     run.job(25, "kill")
     run.job(25, "stop")
+
     account = goodput(run.ledger)
-    assert account.queue == account.boot == 0.0
+
+    assert account.queue == 0.0
+    assert account.boot == 0.0
     assert account.down == pytest.approx(run.truth["down"] + QUEUE + BOOT, abs=1e-2)
 
 
-def test_a_ledger_without_times_spent_still_gives_an_account():
+def test_a_ledger_without_recorded_seconds_still_gives_an_account():
+    """Older ledgers lack `spent_s` and `setup_s`: the account then begins at the first event, after the setup.
+
+    Compilation and waits for rows cannot be distinguished from steps, so the useful seconds may be too many.
+    """
     run = Simulation()
+    begin = run.now
     run.job(20, "kill")
     run.job(20, "stop")
-    old = [{k: v for k, v in event.items() if k not in ("spent_s", "setup_s")} for event in run.ledger]
-    account = goodput(old)
-    assert account.wall == pytest.approx(run.now - 1.7e9 - QUEUE - BOOT - IMPORT - BUILD - RESTORE, abs=1e-2)
+    old_ledger = []
+    for event in run.ledger:
+        old_event = dict(event)
+        old_event.pop("spent_s", None)
+        old_event.pop("setup_s", None)
+        old_ledger.append(old_event)
+
+    account = goodput(old_ledger)
+
+    first_event = begin + QUEUE + BOOT + IMPORT + BUILD + RESTORE
+    assert account.wall == pytest.approx(run.now - first_event, abs=1e-2)
     assert account.stall == pytest.approx(run.truth["stall"])
-    assert account.useful >= run.truth["useful"]  # compilation and waits for rows look like steps
+    assert account.useful >= run.truth["useful"]
 
 
 def test_an_empty_ledger_has_no_goodput():
@@ -55,25 +82,40 @@ def test_an_empty_ledger_has_no_goodput():
     assert measured_stall_s([]) is None
 
 
-def test_what_an_attempt_that_was_given_up_wrote_late_does_not_count():
+def test_an_event_that_an_abandoned_attempt_writes_late_does_not_count():
+    """Attempt 1 has three events: its start and two checkpoints. It writes a crash after attempt 2 has begun."""
     run = Simulation()
     run.job(20, "kill")
     run.job(20, "stop")
-    events = [dict(event, attempt=1) for event in run.ledger[:3]] + [
-        dict(event, attempt=2) for event in run.ledger[3:]
-    ]
-    late = {**events[1], "time": events[-1]["time"], "event": "crash", "step": 9999}
-    assert goodput([*events, late]).useful == goodput(events).useful
+    first_attempt = [{**event, "attempt": 1} for event in run.ledger[:3]]
+    second_attempt = [{**event, "attempt": 2} for event in run.ledger[3:]]
+    ledger = [*first_attempt, *second_attempt]
+    late_event = {**first_attempt[1], "time": ledger[-1]["time"], "event": "crash", "step": 9999}
+
+    account = goodput([*ledger, late_event])
+
+    assert account.useful == goodput(ledger).useful
 
 
-def test_the_line_of_a_start_after_a_kill():
+def test_the_line_of_a_start_after_a_kill_shows_the_restored_step_its_age_and_the_steps_lost():
+    """The first job saves at steps 10 and 20 and is killed at 25, so the second resumes at 20 and repeats 5 steps."""
     run = Simulation()
     run.job(25, "kill")
     run.job(12, "kill")
-    restart = len(run.ledger) - 1 - next(i for i, e in enumerate(reversed(run.ledger)) if e["event"] == "resume")
-    told = goodput(run.ledger[: restart + 1], run.jobs).fraction
-    assert told is not None
-    age_s = STEP * 5 + DATA * 5 + NOTICE + QUEUE + BOOT + IMPORT + BUILD + RESTORE
-    expected = f"restored step 20, age 1m{round(age_s) - 60:02d}s, 5 steps lost, goodput {100 * told:.1f} %"
-    assert start_line(run.ledger[: restart + 1], run.jobs) == expected
-    assert start_line(run.ledger[:1]) == "start at step 0"
+    events = [event["event"] for event in run.ledger]
+    num_events_to_resume = events.index("resume") + 1
+    ledger_at_resume = run.ledger[:num_events_to_resume]
+    ledger_at_first_start = run.ledger[:1]
+
+    line = start_line(ledger_at_resume, run.jobs)
+    line_of_first_start = start_line(ledger_at_first_start)
+
+    lost_s = 5 * (STEP + DATA)
+    age_s = lost_s + NOTICE + QUEUE + BOOT + IMPORT + BUILD + RESTORE  # since the save of step 20
+    seconds_above_a_minute = round(age_s) - 60
+    fraction = goodput(ledger_at_resume, run.jobs).fraction
+    assert fraction is not None
+    assert line == (
+        f"restored step 20, age 1m{seconds_above_a_minute:02d}s, 5 steps lost, goodput {100 * fraction:.1f} %"
+    )
+    assert line_of_first_start == "start at step 0"

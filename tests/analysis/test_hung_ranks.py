@@ -1,4 +1,4 @@
-"""Which ranks hang: each phase by its own limit, the likely culprit first, nobody who only waits for a save."""
+"""Detection of hung ranks by their heartbeats: limits of phases, the likely culprit first, no false alarm at saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from electra_dist.run.heartbeat import Beat
 LIMITS = HangLimits(setup_s=100.0, step_factor=5.0, step_floor_s=10.0, checkpoint_s=60.0, eval_s=40.0)
 
 
-def beat(**changes: object) -> Beat:
+def heartbeat(**changes: object) -> Beat:
+    """Return a heartbeat of rank 0 in step 100, sent at time 1000, in the phase "step" since time 900."""
     fields: dict = {
         "pid": 1,
         "host": "n1",
@@ -22,51 +23,87 @@ def beat(**changes: object) -> Beat:
         "phase_since": 900.0,
         "step_s": 4.0,
     }
-    return Beat(**{**fields, **changes})
+    fields.update(changes)
+    return Beat(**fields)
 
 
 @pytest.mark.parametrize(
     ("phase", "step_s", "limit_s"),
     [
         ("setup", None, 100.0),
-        ("step", None, 100.0),  # the first steps compile: they have the limit of the setup
-        ("step", 4.0, 20.0),
-        ("step", 0.1, 10.0),
+        ("step", None, 100.0),  # The first steps compile, and their time is unknown: the limit of the setup applies.
+        ("step", 4.0, 20.0),  # 5 times the step time
+        ("step", 0.1, 10.0),  # the least limit of a step
         ("checkpoint", 4.0, 60.0),
         ("eval", 4.0, 40.0),
     ],
 )
-def test_each_phase_is_hung_just_after_its_own_limit(phase: str, step_s: float | None, limit_s: float):
-    one = beat(phase=phase, step_s=step_s)
-    assert hung([one], 1000.0 + limit_s, LIMITS) == []
-    (found,) = hung([one], 1000.5 + limit_s, LIMITS)
-    assert found == Hung(rank=0, host="n1", phase=phase, step=100, quiet_s=limit_s + 0.5, limit_s=limit_s)  # type: ignore[arg-type]
+def test_a_rank_is_hung_once_its_silence_exceeds_the_limit_of_its_phase(
+    phase: str, step_s: float | None, limit_s: float
+):
+    sent_at = 1000.0
+    beat = heartbeat(phase=phase, step_s=step_s, time=sent_at)
+
+    hung_at_limit = hung([beat], sent_at + limit_s, LIMITS)
+    hung_after_limit = hung([beat], sent_at + limit_s + 0.5, LIMITS)
+
+    assert hung_at_limit == []
+    assert hung_after_limit == [
+        Hung(rank=0, host="n1", phase=phase, step=100, quiet_s=limit_s + 0.5, limit_s=limit_s)  # type: ignore[arg-type]
+    ]
 
 
-def test_the_first_step_after_a_save_waits_for_who_still_saves_and_for_nobody_else():
-    first = beat(rank=1, step_s=0.1, phase_since=1000.0)
-    saving = beat(rank=0, phase="checkpoint", step_s=0.1, time=990.0, phase_since=990.0)
-    assert hung([first], 1059.0, LIMITS, everyone=lambda: [first, saving]) == []
-    assert [h.limit_s for h in hung([first], 1061.0, LIMITS, everyone=lambda: [first, saving])] == [60.0]
-    late = beat(rank=0, step_s=0.1, time=1030.0, phase_since=1030.0)  # its save took until then
-    assert hung([first], 1039.0, LIMITS, everyone=lambda: [first, late]) == []
-    assert [h.limit_s for h in hung([first], 1041.0, LIMITS, everyone=lambda: [first, late])] == [10.0]
-    another = beat(rank=0, attempt=2, phase="checkpoint", step_s=0.1)
-    assert hung([first], 1011.0, LIMITS, everyone=lambda: [first, another]) != []
+def test_a_rank_in_its_first_step_after_a_save_may_wait_for_ranks_that_still_save():
+    """The waiting rank entered the phase "step" at 1000 with a limit of 10 s; a save may take 60 s.
+
+    Heartbeats of another attempt of the run do not extend the limit.
+    """
+    waiting = heartbeat(rank=1, step_s=0.1, time=1000.0, phase_since=1000.0)
+
+    # Rank 0 still saves: the limit of a save applies, 60 s.
+    saving = heartbeat(rank=0, phase="checkpoint", step_s=0.1, time=990.0, phase_since=990.0)
+    assert hung([waiting], 1059.0, LIMITS, read_all_beats=lambda: [waiting, saving]) == []
+    hung_ranks = hung([waiting], 1061.0, LIMITS, read_all_beats=lambda: [waiting, saving])
+    assert [rank.limit_s for rank in hung_ranks] == [60.0]
+
+    # Rank 0 finished its save at 1030: the 10 s of a step begin then.
+    saved_late = heartbeat(rank=0, step_s=0.1, time=1030.0, phase_since=1030.0)
+    assert hung([waiting], 1039.0, LIMITS, read_all_beats=lambda: [waiting, saved_late]) == []
+    hung_ranks = hung([waiting], 1041.0, LIMITS, read_all_beats=lambda: [waiting, saved_late])
+    assert [rank.limit_s for rank in hung_ranks] == [10.0]
+
+    # A rank of another attempt saves: the limit stays 10 s.
+    of_other_attempt = heartbeat(rank=0, attempt=2, phase="checkpoint", step_s=0.1)
+    assert hung([waiting], 1011.0, LIMITS, read_all_beats=lambda: [waiting, of_other_attempt]) != []
 
 
 def test_a_rank_that_is_done_is_never_hung():
-    assert hung([beat(phase="done")], 1e12, LIMITS) == []
+    assert hung([heartbeat(phase="done")], 1e12, LIMITS) == []
 
 
-def test_the_rank_that_is_a_step_behind_is_named_before_those_that_wait_for_it():
-    beats = [beat(rank=0), beat(rank=1, step=99, time=1001.0), beat(rank=2, time=998.0)]
-    assert [h.rank for h in hung(beats, 1100.0, LIMITS)] == [1, 2, 0]
+def test_a_rank_that_is_a_step_behind_is_listed_before_the_ranks_that_wait_for_it():
+    """Among ranks of the same step, the one that has been silent for longer comes first."""
+    shortly_silent = heartbeat(rank=0, time=1000.0)
+    one_step_behind = heartbeat(rank=1, step=99, time=1001.0)
+    longest_silent = heartbeat(rank=2, time=998.0)
+
+    hung_ranks = hung([shortly_silent, one_step_behind, longest_silent], 1100.0, LIMITS)
+
+    assert [rank.rank for rank in hung_ranks] == [1, 2, 0]
 
 
-def test_beats_of_an_earlier_start_do_not_count_and_a_rank_that_never_beat_is_in_setup():
-    old, new = beat(rank=0, time=400.0), beat(rank=1, time=1000.0)
-    assert hung([old, new], 1005.0, LIMITS, started=990.0) == []
-    assert hung([old, new], 1010.0, LIMITS, started=990.0, ranks=[0, 1, 2]) == []
-    found = hung([old, new], 1015.0, HangLimits(setup_s=20.0), started=990.0, ranks=[0, 1, 2])
-    assert [(h.rank, h.phase, h.quiet_s, h.host) for h in found] == [(0, "setup", 25.0, ""), (2, "setup", 25.0, "")]
+def test_heartbeats_before_the_start_are_ignored_and_ranks_without_a_newer_one_count_as_in_setup():
+    started = 990.0
+    before_start = heartbeat(rank=0, time=400.0)
+    after_start = heartbeat(rank=1, time=1000.0)
+    beats = [before_start, after_start]
+
+    assert hung(beats, 1005.0, LIMITS, started=started) == []
+    assert hung(beats, 1010.0, LIMITS, started=started, ranks=[0, 1, 2]) == []
+    hung_ranks = hung(beats, 1015.0, HangLimits(setup_s=20.0), started=started, ranks=[0, 1, 2])
+
+    assert [rank.rank for rank in hung_ranks] == [0, 2]
+    for rank in hung_ranks:
+        assert rank.phase == "setup"
+        assert rank.quiet_s == 25.0  # since the start
+        assert rank.host == ""

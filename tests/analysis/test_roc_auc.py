@@ -1,4 +1,4 @@
-"""AUC, precision and recall against scikit-learn and against the definition."""
+"""AUC, accuracy, precision and recall of detector scores, against scikit-learn and against the definition of AUC."""
 
 from __future__ import annotations
 
@@ -15,34 +15,54 @@ from electra_dist.analysis.roc_auc import roc_auc, separation
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=60))
-def test_auc_is_the_probability_of_ranking_a_pair_rightly_ties_counting_half(pairs: list[tuple[int, bool]]):
-    scores, labels = (np.array(column) for column in zip(*pairs))
-    positive, negative = scores[labels], scores[~labels]
-    if not len(positive) or not len(negative):
-        assert math.isnan(roc_auc(scores, labels))
+def test_auc_is_the_share_of_pairs_that_are_ranked_right_with_ties_counted_half(
+    scored_labels: list[tuple[int, bool]],
+):
+    """A pair is a positive and a negative. The definition is computed over all pairs; without a pair AUC is NaN."""
+    scores = np.array([score for score, _ in scored_labels])
+    labels = np.array([label for _, label in scored_labels])
+    positive_scores = scores[labels]
+    negative_scores = scores[~labels]
+
+    auc = roc_auc(scores, labels)
+
+    if len(positive_scores) == 0 or len(negative_scores) == 0:
+        assert math.isnan(auc)
         return
-    pair = positive[:, None] - negative[None, :]
-    assert roc_auc(scores, labels) == pytest.approx((pair > 0).mean() + 0.5 * (pair == 0).mean(), abs=1e-12)
+    differences = positive_scores[:, None] - negative_scores[None, :]  # of every pair
+    share_right = (differences > 0).mean()
+    share_tied = (differences == 0).mean()
+    assert auc == pytest.approx(share_right + 0.5 * share_tied, abs=1e-12)
 
 
 @pytest.mark.parametrize(("decimals", "positive_share"), [(None, 0.07), (1, 0.5), (0, 0.001), (3, 0.999)])
-def test_equal_to_scikit_learn(decimals: int | None, positive_share: float):
+def test_all_measures_equal_those_of_scikit_learn(decimals: int | None, positive_share: float):
+    """Logits rounded to few decimals have many ties. A logit above 0 predicts the positive class."""
     rng = np.random.default_rng(3)
     labels = rng.random(20_000) < positive_share
     logits = rng.normal(size=labels.size) + labels - 0.5
-    logits = (logits if decimals is None else logits.round(decimals)).astype(np.float32)
+    if decimals is not None:
+        logits = logits.round(decimals)
+    logits = logits.astype(np.float32)
+    predictions = logits > 0
+
     ours = separation(logits, labels)
-    called = logits > 0
+
     assert ours.auc == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
-    assert ours.accuracy == pytest.approx(accuracy_score(labels, called))
-    assert ours.precision == pytest.approx(precision_score(labels, called))
-    assert ours.recall == pytest.approx(recall_score(labels, called))
+    assert ours.accuracy == pytest.approx(accuracy_score(labels, predictions))
+    assert ours.precision == pytest.approx(precision_score(labels, predictions))
+    assert ours.recall == pytest.approx(recall_score(labels, predictions))
 
 
-def test_degenerate_inputs():
-    silent = separation([-1.0, -2.0, -3.0], [True, False, False])
-    assert (silent.precision, silent.recall, silent.auc) == (0.0, 0.0, 1.0)
+def test_measures_are_defined_without_a_positive_prediction_and_at_infinite_and_nan_scores():
+    """Precision is 0 if nothing is predicted positive. A NaN among the scores makes AUC NaN; no token is an error."""
+    without_positive_prediction = separation([-1.0, -2.0, -3.0], [True, False, False])
+    assert without_positive_prediction.precision == 0.0
+    assert without_positive_prediction.recall == 0.0
+    assert without_positive_prediction.auc == 1.0
+
     assert math.isnan(roc_auc([0.0, math.nan], [0, 1]))
     assert roc_auc([-math.inf, math.inf], [0, 1]) == 1.0
+
     with pytest.raises(ValueError, match="no labelled token"):
         separation([], [])

@@ -24,9 +24,9 @@ def main() -> int:
     node, first = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"] == "0"
     config = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     run, num_steps = Path(config["run_dir"]), config["train"]["num_steps"]
-    told: list[int] = []
+    received: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
     events = read_ledger(run)
     step = max((e["step"] for e in events if e["event"] == "checkpoint"), default=0)
     ledger = Ledger(run) if first else None
@@ -44,9 +44,9 @@ def main() -> int:
         step += 1
         if ledger:
             ledger.append("checkpoint", step)
-        if told:
+        if received:
             if ledger:
-                ledger.append("stop", step, why=signal.Signals(told[0]).name)
+                ledger.append("stop", step, why=signal.Signals(received[0]).name)
             return 75
     if ledger:
         ledger.append("done", step)

@@ -53,11 +53,11 @@ def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_u
     run = submit(slurm, tiny_config("cut", **LONG), *options)
 
     wait_for(lambda: run.events("stop"), 90, run.log)
-    told = time.time()
+    asked_to_stop_at = time.time()
     print(f"time limit: {run.events('stop')[0]}")
     for job in run.jobs[1:]:
         slurm.slurm("scontrol", "update", f"JobId={job}", "TimeLimit=20")
-    print(f"stop to the first step of the next link: {first_step_after(run, told):.1f} s")
+    print(f"stop to the first step of the next link: {first_step_after(run, asked_to_stop_at):.1f} s")
     run.wait_for_checkpoint(run.events("resume")[-1]["step"] + 50)
 
     slurm.crash("n2")

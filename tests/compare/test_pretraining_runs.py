@@ -1,8 +1,11 @@
-"""Who starts a run, who waits for it, and what is said of one that fails."""
+"""A comparison's run is started only if it is neither finished nor training, and a failed run is explained.
+
+No process is started: the checkpoints, the processes and the supervisor that `pretrain` sees are replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,41 +19,74 @@ from electra_dist.config_file import load_section
 
 @pytest.fixture
 def cell(make_comparison: Callable[..., Path]) -> Cell:
+    """A run of 8 steps whose checkpoints after 4 and 8 steps are scored."""
     file = make_comparison()
     return make_plan(load_section(file, CompareConfig), file).cells[0]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, saved: list[set[int]], at_work: list[list[int]]) -> list[str]:
-    """What each look at the checkpoints and at the processes finds; returns the list of starts to come."""
+def fake_supervisor(
+    monkeypatch: pytest.MonkeyPatch, saved_steps: list[set[int]], running_pids: list[list[int]]
+) -> list[str]:
+    """Replace what `pretrain` sees of a run, and let every started run end with exit code 1.
+
+    Args:
+        monkeypatch: pytest's fixture.
+        saved_steps: steps of the complete checkpoints, at the first, second, ... time that `pretrain` reads them.
+        running_pids: ids of the run's processes, at the first, second, ... time that `pretrain` looks for them.
+
+    Returns:
+        A list, empty at first, to which every start of a run appends the name of the run.
+    """
     started: list[str] = []
-    saved_now: Iterator[set[int]] = iter(saved)
-    at_work_now = iter(at_work)
-    monkeypatch.setattr(pretraining_runs, "saved_steps", lambda cell: next(saved_now))
-    monkeypatch.setattr(pretraining_runs, "marked_pids", lambda mark: next(at_work_now))
-    monkeypatch.setattr(pretraining_runs, "_supervise", lambda cell, ranks, look: (started.append(cell.name), 1)[1])
+    next_saved_steps = iter(saved_steps)
+    next_running_pids = iter(running_pids)
+
+    def supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
+        started.append(cell.name)
+        return 1
+
+    monkeypatch.setattr(pretraining_runs, "saved_steps", lambda cell: next(next_saved_steps))
+    monkeypatch.setattr(pretraining_runs, "marked_pids", lambda mark: next(next_running_pids))
+    monkeypatch.setattr(pretraining_runs, "_supervise", supervise)
     return started
 
 
-def test_a_finished_run_is_not_started(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = pretend(monkeypatch, [{4, 8}], [])
-    assert pretrain(cell, 1, lambda: None) == "" and started == []
+def test_a_run_with_a_checkpoint_of_its_last_step_is_not_started_again(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = fake_supervisor(monkeypatch, saved_steps=[{4, 8}], running_pids=[])
+
+    failure = pretrain(cell, 1, lambda: None)
+
+    assert failure == ""
+    assert started == []
 
 
-def test_a_run_that_somebody_left_at_work_is_waited_for(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_still_trains_is_waited_for_and_not_started_twice(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[int] = []
-    started = pretend(monkeypatch, [set(), {4}, {4, 8}], [[123], [123]])
-    assert pretrain(cell, 1, lambda: pauses.append(1)) == ""
-    assert started == [] and len(pauses) == 2
+    started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}, {4, 8}], running_pids=[[123], [123]])
+
+    failure = pretrain(cell, 1, lambda: pauses.append(1))
+
+    assert failure == ""
+    assert started == []
+    assert len(pauses) == 2
 
 
-def test_a_run_that_ends_early_is_started_once_and_named_with_its_last_error(
+def test_a_run_that_ends_early_is_started_once_and_its_last_error_is_reported(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Path(f"{cell.config.run_dir}.log")
     log.parent.mkdir(parents=True)
     log.write_text("a line\nerror: the disk is full\nsupervise: end, exit code 1\n")
-    started = pretend(monkeypatch, [set(), {4}], [[], []])
-    expected = "the run ended with exit code 1: error: the disk is full; "
-    expected += f"read {log}, correct the cause and repeat the command"
-    assert pretrain(cell, 1, lambda: None) == expected
+    started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []])
+
+    failure = pretrain(cell, 1, lambda: None)
+
+    assert failure == (
+        "the run ended with exit code 1: error: the disk is full; "
+        f"read {log}, correct the cause and repeat the command"
+    )
     assert started == [cell.name]

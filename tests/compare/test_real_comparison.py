@@ -1,4 +1,4 @@
-"""A real comparison, as a user types it: stopped in the middle of a run, typed again, and again."""
+"""A real comparison, started as a user starts it, with SIGTERM in the middle of a run and two more starts."""
 
 from __future__ import annotations
 
@@ -17,45 +17,80 @@ from launcher.cli.main import app
 
 pytestmark = pytest.mark.multiproc
 
+EXIT_STOPPED = 75  # exit code of a command that was stopped on purpose and can be run again
 
-def command(file: Path) -> list[str]:
+
+def compare_command(file: Path) -> list[str]:
+    """Return the command `electra-dist compare FILE`, for a process of its own."""
     return [sys.executable, "-c", "from launcher.cli.main import main; main()", "compare", str(file)]
 
 
-def test_stopped_in_a_run_and_typed_again(make_comparison: Callable[..., Path], tmp_path: Path) -> None:
-    file, out = make_comparison(steps=60, objectives=["all_tokens_mlm", "mlm"], parallel=2), tmp_path / "out"
+def write_times(files: list[Path]) -> dict[Path, int]:
+    """Return the time of the last write of each file, in nanoseconds."""
+    return {file: file.stat().st_mtime_ns for file in files}
+
+
+def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothing(
+    make_comparison: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Two objectives train at a time; no step and no score that the stopped command has finished is made again."""
+    file = make_comparison(steps=60, objectives=["all_tokens_mlm", "mlm"], parallel=2)
+    out = tmp_path / "out"
     first_run = out / "runs" / "all_tokens_mlm-seed1"
-    process = subprocess.Popen(command(file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    # First start: SIGTERM after at least three steps of the first run.
+    process = subprocess.Popen(compare_command(file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         wait_until(lambda: len(step_records(first_run)) >= 3, process, timeout_s=120)
         process.send_signal(signal.SIGTERM)
-        text = process.communicate(timeout=120)[0].decode()
+        output = process.communicate(timeout=120)[0].decode()
     finally:
         process.kill()
-    assert process.returncode == 75, text
-    assert "run the same command again" in text
-    baseline = {path: path.stat().st_mtime_ns for path in out.glob("scores/random-seed1/*.json")}
-    assert len(baseline) == 2
+    assert process.returncode == EXIT_STOPPED, output
+    assert "run the same command again" in output
+    baseline_scores = list(out.glob("scores/random-seed1/*.json"))
+    baseline_times = write_times(baseline_scores)
+    assert len(baseline_scores) == 2  # the initial weights are scored first, on two tasks
 
-    done = subprocess.run(command(file), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Second start: it finishes the comparison.
+    finished = subprocess.run(compare_command(file), capture_output=True, text=True, timeout=200)
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    results = json.loads((out / "compare.json").read_text())
     for run in ("all_tokens_mlm-seed1", "mlm-seed1"):
-        tree = json.loads((out / "compare.json").read_text())
-        num_steps = next(each["steps"] for each in tree["runs"] if each["run"].endswith(f"/{run}"))
-        assert [record["step"] for record in step_records(out / "runs" / run)] == list(range(1, num_steps + 1))
-        kept = sorted((out / "runs" / run / "checkpoints").glob("step-*/manifest.json"))
-        assert len(kept) == 2  # those that are scored
-    events = [json.loads(line)["event"] for line in (first_run / "ledger.jsonl").read_text().splitlines()]
-    assert "stop" in events and "resume" in events and events[-1] == "done"
-    assert {path: path.stat().st_mtime_ns for path in baseline} == baseline
-    scores = {(s["entry"], s["step"], s["task"]): s["score"] for s in tree["scores"]}
-    assert len(scores) == 2 + 2 * 2 * 2
-    assert len({value for (_, _, task), value in scores.items() if task == "words"}) > 1
+        num_steps = next(entry["steps"] for entry in results["runs"] if entry["run"].endswith(f"/{run}"))
+        trained_steps = [record["step"] for record in step_records(out / "runs" / run)]
+        assert trained_steps == list(range(1, num_steps + 1))
+        kept_checkpoints = list((out / "runs" / run / "checkpoints").glob("step-*/manifest.json"))
+        assert len(kept_checkpoints) == 2  # those that are scored
 
-    files = {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if "scores" in path.parts or "runs" in path.parts
-    }
-    again = CliRunner().invoke(app, ["compare", str(file)])
-    assert again.exit_code == 0, again.output
-    changed = [path for path in files if path.stat().st_mtime_ns != files[path] and path.suffix != ".yaml"]
-    assert [path for path in changed if path.is_file()] == []
+    ledger_lines = (first_run / "ledger.jsonl").read_text().splitlines()
+    events = [json.loads(line)["event"] for line in ledger_lines]
+    assert "stop" in events
+    assert "resume" in events
+    assert events[-1] == "done"
+    assert write_times(baseline_scores) == baseline_times
+
+    score_of = {(score["entry"], score["step"], score["task"]): score["score"] for score in results["scores"]}
+    num_baseline_scores = 2  # two tasks
+    num_checkpoint_scores = 2 * 2 * 2  # objectives, checkpoints, tasks
+    assert len(score_of) == num_baseline_scores + num_checkpoint_scores
+    words_scores = {score for (_, _, task), score in score_of.items() if task == "words"}
+    assert len(words_scores) > 1  # the checkpoints do not all have the score of the initial weights
+
+    # Third start: nothing is left to do, so only the YAML files are written again.
+    run_and_score_files = []
+    for path in out.rglob("*"):
+        if "scores" in path.parts or "runs" in path.parts:
+            run_and_score_files.append(path)
+    times_before = write_times(run_and_score_files)
+
+    third = CliRunner().invoke(app, ["compare", str(file)])
+
+    assert third.exit_code == 0, third.output
+    rewritten = []
+    for path in run_and_score_files:
+        is_rewritten = path.stat().st_mtime_ns != times_before[path]
+        if is_rewritten and path.is_file() and path.suffix != ".yaml":
+            rewritten.append(path)
+    assert rewritten == []

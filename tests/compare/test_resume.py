@@ -1,4 +1,7 @@
-"""Interrupted anywhere, a comparison does nothing twice and ends in the same results. Pretraining is pretended."""
+"""An interrupted comparison repeats no run and no score, and ends in the results of an uninterrupted one.
+
+Pretraining is replaced (`FakePretraining`); scoring is real.
+"""
 
 from __future__ import annotations
 
@@ -22,158 +25,203 @@ from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 MakeComparison = Callable[..., Path]
 
 
-class Pretence:
-    """Runs that finish at once, with the initial weights of another seed for each step; what was done is listed."""
+class FakePretraining:
+    """Pretraining runs that finish at once; the checkpoint of a step has the initial weights of another seed.
+
+    Every run and every score is an event. `events` lists them in the order in which they began.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[str] = []
-        self.saved: dict[str, set[int]] = {}
-        self.broken: dict[str, int] = {}  # run -> how many of its checkpoints it reaches before it fails
-        self.interrupt_at = -1
-        score = TaskMeasure.score
+        self.events: list[str] = []  # "RUN" for a run, "CHECKPOINT TASK" for a score
+        self.saved: dict[str, set[int]] = {}  # name of a run -> steps of its checkpoints
+        self.failing: dict[str, int] = {}  # name of a run -> number of checkpoints that it saves before it fails
+        self.interrupt_at = -1  # number of events after which the next one raises KeyboardInterrupt; -1: never
+        real_score = TaskMeasure.score
 
-        def scored(measure: TaskMeasure, encoder: Pretrained, progress: Any) -> Any:
-            self._event(f"{encoder.name} {measure.name}")
-            return score(measure, encoder, progress)
+        def score(measure: TaskMeasure, encoder: Pretrained, progress: Any) -> Any:
+            self._record(f"{encoder.name} {measure.name}")
+            return real_score(measure, encoder, progress)
 
         monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
         monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
         monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
-        monkeypatch.setattr(TaskMeasure, "score", scored)
+        monkeypatch.setattr(TaskMeasure, "score", score)
 
-    def _event(self, what: str) -> None:
-        if len(self.done) == self.interrupt_at:
+    def _record(self, event: str) -> None:
+        if len(self.events) == self.interrupt_at:
             self.interrupt_at = -1
             raise KeyboardInterrupt
-        self.done.append(what)
+        self.events.append(event)
 
     def pretrain(self, cell: Cell, ranks: int, pause: Any) -> str:
+        """Save the checkpoints of a run, and return "" or the reason why it failed."""
         if cell.marks[-1] in self.saved.get(cell.name, set()):
             return ""
-        self._event(cell.name)
-        reached = self.broken.pop(cell.name, len(cell.marks))
-        self.saved[cell.name] = set(cell.marks[:reached])
-        return "" if reached == len(cell.marks) else "the run ended with exit code 1: no space; read a log"
+        self._record(cell.name)
+        num_saved = self.failing.pop(cell.name, len(cell.marks))
+        self.saved[cell.name] = set(cell.marks[:num_saved])
+        if num_saved == len(cell.marks):
+            return ""
+        return "the run ended with exit code 1: no space; read a log"
 
     def load(self, spec: str, vocab: Path, step: int | None) -> Pretrained:
-        file = Path(spec.removeprefix("random:") if step is None else f"{spec}.yaml")
-        text = file.read_text()
-        if step is not None:
-            file = vocab.parent / "moved.yaml"
-            file.write_text(text.replace("seed: 1", f"seed: {100 + step}"))
-        encoder = load_pretrained(f"random:{file}", vocab=vocab)
-        return Pretrained(**{**vars(encoder), "name": f"{Path(spec).stem} at {step or 0}"})
+        """Return the initial weights (`step` is None), or those of seed 100 + `step` in place of a checkpoint."""
+        if step is None:
+            config_file = Path(spec.removeprefix("random:"))
+        else:
+            run_config = Path(f"{spec}.yaml").read_text()
+            config_file = vocab.parent / "moved.yaml"
+            config_file.write_text(run_config.replace("seed: 1", f"seed: {100 + step}"))
+        encoder = load_pretrained(f"random:{config_file}", vocab=vocab)
+        fields = {**vars(encoder), "name": f"{Path(spec).stem} at {step or 0}"}
+        return Pretrained(**fields)
 
 
 def results(folder: Path) -> dict[str, Any]:
+    """Return compare.json of the output folder, without the durations, which differ between two comparisons."""
     tree: dict[str, Any] = json.loads((folder / "compare.json").read_text())
-    for each in tree["scores"]:
-        del each["seconds"]
+    for score in tree["scores"]:
+        del score["seconds"]
     return tree
 
 
 def compare(file: Path) -> bool:
-    return Comparison(load_section(file, CompareConfig), file, None).run(lambda *_: None, lambda _: None)
+    """Make or continue the comparison of `file`; return whether all of it succeeded."""
+
+    def ignore_progress(activity: str, parts_done: int, num_parts: int) -> None:
+        pass
+
+    def ignore_note(text: str) -> None:
+        pass
+
+    return Comparison(load_section(file, CompareConfig), file, None).run(ignore_progress, ignore_note)
 
 
-def test_cut_between_runs_and_between_scores(
+def test_interrupts_between_runs_and_between_scores_change_neither_the_work_nor_the_results(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_comparison()
+    out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        uncut = Pretence(patch)
+        uninterrupted = FakePretraining(patch)
         assert compare(file)
-    expected, everything = results(tmp_path / "out"), list(uncut.done)
-    assert len(everything) == 2 + 2 * (1 + 2 * 2)  # a baseline, then runs, checkpoints, tasks
-    (tmp_path / "out").rename(tmp_path / "uncut")
-    pretence = Pretence(monkeypatch)
-    for moment in (1, 2, 4, 7, 9):
-        pretence.interrupt_at = moment
+    expected_results = results(out)
+    expected_events = list(uninterrupted.events)
+    num_baseline_scores = 2  # two tasks
+    num_events_of_a_run = 1 + 2 * 2  # the run, and a score for each of two checkpoints and two tasks
+    assert len(expected_events) == num_baseline_scores + 2 * num_events_of_a_run
+    out.rename(tmp_path / "uninterrupted")
+
+    pretraining = FakePretraining(monkeypatch)
+    for num_events in (1, 2, 4, 7, 9):
+        pretraining.interrupt_at = num_events
         with pytest.raises(KeyboardInterrupt):
             compare(file)
     assert compare(file)
-    assert pretence.done == everything  # in the same order, none twice
-    assert results(tmp_path / "out") == expected
-    assert compare(file) and pretence.done == everything
-    assert {s["entry"] for s in expected["scores"]} == {"random", "rtd", "mlm"}
-    assert (tmp_path / "out" / "compare.png").exists()
+
+    assert pretraining.events == expected_events  # in the same order, none twice
+    assert results(out) == expected_results
+    assert compare(file)
+    assert pretraining.events == expected_events  # a finished comparison has nothing left to do
+    assert {score["entry"] for score in expected_results["scores"]} == {"random", "rtd", "mlm"}
+    assert (out / "compare.png").exists()
 
 
-def test_a_run_that_fails_is_named_its_checkpoints_scored_and_it_is_tried_again(
+def test_a_failed_run_is_reported_its_checkpoints_are_scored_and_the_next_start_repeats_it(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, pretence = make_comparison(), Pretence(monkeypatch)
-    pretence.broken["rtd-seed1"] = 1
+    file = make_comparison()
+    out = tmp_path / "out"
+    pretraining = FakePretraining(monkeypatch)
+    pretraining.failing["rtd-seed1"] = 1  # of two checkpoints
+
     assert not compare(file)
-    failed = [failure for failure in results(tmp_path / "out")["failures"] if "exit code" in failure["what"]]
-    assert [(f["entry"], f["seed"]) for f in failed] == [("rtd", 1)]
-    assert "* rtd seed 1: the run ended with exit code 1: no space" in (tmp_path / "out" / "compare.md").read_text()
-    rows = [(row["entry"], row["step"]) for row in results(tmp_path / "out")["table"]]
-    assert [entry for entry, _ in rows] == ["random", "rtd", "mlm", "mlm"]  # rtd's second checkpoint is missing
+
+    failed = [failure for failure in results(out)["failures"] if "exit code" in failure["what"]]
+    assert [(failure["entry"], failure["seed"]) for failure in failed] == [("rtd", 1)]
+    assert "* rtd seed 1: the run ended with exit code 1: no space" in (out / "compare.md").read_text()
+    # A row per checkpoint: the second one of rtd is missing.
+    assert [row["entry"] for row in results(out)["table"]] == ["random", "rtd", "mlm", "mlm"]
+
     assert compare(file)
-    assert pretence.done.count("rtd-seed1") == 2
-    assert [row["entry"] for row in results(tmp_path / "out")["table"]] == ["random", "rtd", "rtd", "mlm", "mlm"]
+
+    assert pretraining.events.count("rtd-seed1") == 2
+    assert [row["entry"] for row in results(out)["table"]] == ["random", "rtd", "rtd", "mlm", "mlm"]
 
 
-def test_a_score_of_other_settings_is_another_score(
+def test_a_task_with_changed_settings_is_scored_again_without_training_again(
     make_comparison: MakeComparison, words_task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretence = Pretence(monkeypatch)
+    pretraining = FakePretraining(monkeypatch)
     task: dict[str, Any] = {"data": str(words_task), "text_a": "text", "label": "answer", "set": {"max_length": 16}}
     compare(make_comparison(tasks={"words": task}))
-    before = len(pretence.done)
+    num_events_before = len(pretraining.events)
+
     compare(make_comparison(tasks={"words": {**task, "max_train": 50}}))
-    scored = [what.split()[-1] for what in pretence.done[before:]]
-    assert scored == ["words"] * 5  # everything is scored again, nothing is trained again
+
+    new_events = pretraining.events[num_events_before:]
+    # The initial weights and two checkpoints of two objectives are scored; an event of a run would not end in "words".
+    assert [event.split()[-1] for event in new_events] == ["words"] * 5
 
 
-def test_one_task_in_two_ways_and_what_takes_long_only_at_the_ends(
+def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_weights_only(
     make_comparison: MakeComparison, words_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        checkpoint_scores.GLUE, "words", TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
-    )
-    pretence = Pretence(monkeypatch)
-    task: dict[str, Any] = {"task": "words", "data": str(words_task), "set": {"max_length": 16}}
-    tuned = {**task, "how": "finetune", "at": "ends", "set": {"max_length": 16, "epochs": 1}}
-    assert compare(make_comparison(tasks={"words": {**task, "task": None}, "words-tuned": tuned}))
+    """One task has two entries; `words-tuned` has `at: ends`, so the checkpoints after half of the steps lack it."""
+    words_spec = TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
+    monkeypatch.setitem(checkpoint_scores.GLUE, "words", words_spec)
+    pretraining = FakePretraining(monkeypatch)
+    common: dict[str, Any] = {"data": str(words_task)}
+    probed = {**common, "task": None, "set": {"max_length": 16}}
+    tuned = {**common, "task": "words", "how": "finetune", "at": "ends", "set": {"max_length": 16, "epochs": 1}}
+
+    assert compare(make_comparison(tasks={"words": probed, "words-tuned": tuned}))
+
     tree = results(tmp_path / "out")
-    at = {
-        name: [(s["entry"], s["step"]) for s in tree["scores"] if s["task"] == name]
-        for name in tree["config"]["tasks"]
-    }
-    assert at["words-tuned"] == [each for each in at["words"] if each not in [("rtd", 4), ("mlm", at["words"][3][1])]]
-    assert len(at["words"]) == 5
-    assert "average" not in tree["table"][0]["columns"]  # of one task that is scored everywhere
-    assert pretence.done.count("rtd-seed1 at 8 words-tuned") == 1
+    checkpoints_of: dict[str, list[tuple[str, int]]] = {task: [] for task in tree["config"]["tasks"]}
+    for score in tree["scores"]:
+        checkpoints_of[score["task"]].append((score["entry"], score["step"]))
+    probed_checkpoints = checkpoints_of["words"]
+    assert len(probed_checkpoints) == 5  # the initial weights, two checkpoints of rtd, two of mlm
+    first_of_mlm = probed_checkpoints[3]
+    half_way = [("rtd", 4), ("mlm", first_of_mlm[1])]
+    assert checkpoints_of["words-tuned"] == [point for point in probed_checkpoints if point not in half_way]
+    assert "average" not in tree["table"][0]["columns"]  # only one task is scored at all checkpoints
+    assert pretraining.events.count("rtd-seed1 at 8 words-tuned") == 1
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_no_more_runs_at_a_time_than_told_and_an_interrupt_ends_them_all(
+def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them(
     make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch, parallel: int
 ) -> None:
+    """Runs of seeds 1 and 2 end after three pauses, those of seed 3 only with the interrupt."""
     file = make_comparison(seeds=[1, 2, 3])
     cells = make_plan(load_section(file, CompareConfig), file).cells
-    at_work: set[str] = set()
-    seen: list[set[str]] = []
+    training: set[str] = set()  # names of the runs that train now
+    training_at_starts: list[set[str]] = []  # the same at the start of each run, with the run itself
 
-    def endless(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
-        at_work.add(cell.name)
-        seen.append(set(at_work))
+    def train(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
+        training.add(cell.name)
+        training_at_starts.append(set(training))
+        num_pauses = 3 if cell.seed < 3 else 10**9
         try:
-            for _ in range(3 if cell.seed < 3 else 10**9):
+            for _ in range(num_pauses):
                 pause()
         finally:
-            at_work.remove(cell.name)
+            training.remove(cell.name)
         return ""
 
-    def looked(what: str, done: int, total: int) -> None:
-        if len(at_work) == parallel and any("seed3" in name for name in at_work):
+    def interrupt_in_seed_3(activity: str, parts_done: int, num_parts: int) -> None:
+        is_in_seed_3 = any("seed3" in name for name in training)
+        if is_in_seed_3 and len(training) == parallel:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", endless)
+    monkeypatch.setattr(pretraining_runs, "pretrain", train)
     monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
+
     with pytest.raises(KeyboardInterrupt), Pretrainings(cells, 1, parallel) as runs:  # noqa: PT012
         for cell in cells:
-            runs.result(cell, looked)
-    assert max(map(len, seen)) == parallel and not at_work
+            runs.result(cell, interrupt_in_seed_3)
+
+    assert max(len(names) for names in training_at_starts) == parallel
+    assert not training

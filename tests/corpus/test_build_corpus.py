@@ -1,4 +1,9 @@
-"""A build: the same bytes whoever works on it, every document accounted for, refusals of one line."""
+"""The corpus builder: equal bytes for any number of workers, every document counted, errors of one line.
+
+Fixtures: `prose(num_documents, seed)` returns random documents, `jsonl_file(texts, name)` writes them to a JSON-lines
+file, `inputs` is two such files, and `build_request(inputs, output, ...)` returns a request for rows of 64 ids in
+shards of about 40 kB.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ import pytest
 import webdataset
 from support.s3_server import S3Server
 
-from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_corpus import _Build, build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
@@ -25,109 +30,178 @@ from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]
-Jsonl = Callable[..., Path]
-Request = Callable[..., BuildRequest]
+JsonlFile = Callable[..., Path]
+RequestFactory = Callable[..., BuildRequest]
 
 
 def all_rows(folder: Path, manifest: CorpusManifest) -> np.ndarray:
-    blocks = []
+    """Return the rows of all shards of a corpus, [rows, seq_len], in the order of the manifest."""
+    rows_of_shards = []
     for entry in manifest.shards:
         shard = Shard(folder / entry.name, manifest.seq_len, manifest.numpy_dtype)
-        blocks.append(shard.rows(np.arange(shard.num_rows)))
+        rows_of_shards.append(shard.rows(np.arange(shard.num_rows)))
         shard.close()
-    return np.concatenate(blocks)
+    return np.concatenate(rows_of_shards)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder by its relative path."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def word_counts(rows: np.ndarray, vocabulary: Vocabulary) -> Counter[int]:
-    special = {vocabulary.special[token] for token in ("[PAD]", "[CLS]", "[SEP]")}
-    return Counter(number for number in rows.ravel().tolist() if number not in special)
+def modification_times(paths: list[Path]) -> dict[Path, int]:
+    """Return the modification time of each path, in nanoseconds."""
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def token_counts(texts: list[str], vocabulary: Vocabulary) -> Counter[int]:
+    """Return how often each id occurs when the texts are tokenized on their own, without the builder."""
+    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    counts: Counter[int] = Counter()
+    for text in texts:
+        for line_ids in tokenizer.encode([text]):
+            counts.update(line_ids)
+    return counts
+
+
+def text_token_counts(rows: np.ndarray, vocabulary: Vocabulary) -> Counter[int]:
+    """Return how often each id occurs in the rows, without [PAD], [CLS] and [SEP]."""
+    added_ids = {vocabulary.special[token] for token in ("[PAD]", "[CLS]", "[SEP]")}
+    return Counter(token_id for token_id in rows.ravel().tolist() if token_id not in added_ids)
+
+
+def examples_of_rows(rows: np.ndarray, vocabulary: Vocabulary) -> list[list[int]]:
+    """Return the examples in the rows: each begins at a [CLS], and [PAD] is left out."""
+    examples = []
+    for row in rows:
+        tokens = row[row != vocabulary.special["[PAD]"]]
+        starts = np.flatnonzero(tokens == vocabulary.special["[CLS]"])
+        examples += [example.tolist() for example in np.split(tokens, starts[1:])]
+    return examples
 
 
 @pytest.fixture
-def inputs(prose: Prose, jsonl: Jsonl) -> list[Path]:
-    return [jsonl(prose(120, 1), "a.jsonl"), jsonl(prose(150, 2), "b.jsonl")]
+def inputs(prose: Prose, jsonl_file: JsonlFile) -> list[Path]:
+    """Two JSON-lines files with 120 and 150 documents."""
+    return [jsonl_file(prose(120, 1), "a.jsonl"), jsonl_file(prose(150, 2), "b.jsonl")]
 
 
 @pytest.mark.parametrize("packing", ["rows", "none"])
 def test_rows_hold_every_token_of_every_document(
-    make_request: Request, inputs: list[Path], vocabulary: Vocabulary, prose: Prose, packing: str
+    build_request: RequestFactory, jsonl_file: JsonlFile, vocabulary: Vocabulary, prose: Prose, packing: str
 ) -> None:
-    request = make_request(inputs, packing=packing)
+    """The independent truth is the tokenizer, called on the texts; the manifest must count the same tokens."""
+    texts_a = prose(120, 1)
+    texts_b = prose(150, 2)
+    request = build_request([jsonl_file(texts_a, "a.jsonl"), jsonl_file(texts_b, "b.jsonl")], packing=packing)
+
     manifest = build_corpus(request).manifest
+
     rows = all_rows(Path(request.output), manifest)
-    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
-    expected = Counter(n for text in prose(120, 1) + prose(150, 2) for line in tokenizer.encode([text]) for n in line)
-    assert word_counts(rows, vocabulary) == expected
+    expected_counts = token_counts(texts_a + texts_b, vocabulary)
+    assert text_token_counts(rows, vocabulary) == expected_counts
+
     is_pad = rows == vocabulary.special["[PAD]"]
-    assert not (is_pad[:, :-1] & ~is_pad[:, 1:]).any()
-    starts = rows == vocabulary.special["[CLS]"]
-    assert starts[:, 0].all()
+    pad_before_token = is_pad[:, :-1] & ~is_pad[:, 1:]
+    assert not pad_before_token.any()
+    is_cls = rows == vocabulary.special["[CLS]"]
+    assert is_cls[:, 0].all(), "a row does not begin with [CLS]"
+
     totals = manifest.totals
-    assert totals["text_tokens"] == sum(expected.values())
-    assert totals["examples"] == starts.sum()
-    assert totals["rows"] == manifest.num_rows == len(rows)
-    assert totals["tokens"] == manifest.num_tokens == (~is_pad).sum()
+    num_tokens = (~is_pad).sum()
+    assert totals["text_tokens"] == sum(expected_counts.values())
+    assert totals["examples"] == is_cls.sum()
+    assert totals["rows"] == len(rows)
+    assert manifest.num_rows == len(rows)
+    assert totals["tokens"] == num_tokens
+    assert manifest.num_tokens == num_tokens
     if packing == "none":
-        assert (starts.sum(1) == 1).all()
+        examples_per_row = is_cls.sum(1)
+        assert (examples_per_row == 1).all()
         assert totals["rows"] == totals["examples"]
 
 
-def test_packing_conserves_examples(make_request: Request, inputs: list[Path], vocabulary: Vocabulary) -> None:
-    found = []
-    for packing in ("rows", "none"):
-        request = make_request(inputs, packing, packing=packing)
-        rows = all_rows(Path(request.output), build_corpus(request).manifest)
-        real = [row[row != vocabulary.special["[PAD]"]] for row in rows]
-        parts = [np.split(row, np.flatnonzero(row == vocabulary.special["[CLS]"])[1:]) for row in real]
-        found.append((len(rows), sorted(part.tolist() for row in parts for part in row)))
-    assert found[0][1] == found[1][1]
-    assert found[0][0] < found[1][0]
+def test_packed_rows_hold_the_same_examples_in_fewer_rows(
+    build_request: RequestFactory, inputs: list[Path], vocabulary: Vocabulary
+) -> None:
+    packed_request = build_request(inputs, "packed", packing="rows")
+    unpacked_request = build_request(inputs, "unpacked", packing="none")
+
+    packed_manifest = build_corpus(packed_request).manifest
+    unpacked_manifest = build_corpus(unpacked_request).manifest
+
+    packed_rows = all_rows(Path(packed_request.output), packed_manifest)
+    unpacked_rows = all_rows(Path(unpacked_request.output), unpacked_manifest)
+    packed_examples = examples_of_rows(packed_rows, vocabulary)
+    unpacked_examples = examples_of_rows(unpacked_rows, vocabulary)
+    assert sorted(packed_examples) == sorted(unpacked_examples)
+    assert len(packed_rows) < len(unpacked_rows)
 
 
-def test_manifest_tells_the_truth(make_request: Request, inputs: list[Path], vocabulary: Vocabulary) -> None:
-    request = make_request(inputs)
+def test_the_manifest_records_the_size_and_sha256_of_every_file(
+    build_request: RequestFactory, inputs: list[Path], vocabulary: Vocabulary
+) -> None:
+    row_bytes = 64 * 2  # 64 ids of two bytes
+    least_shard_bytes = 40_000  # `shard_size_mb` of the request; the last shard may be smaller
+    request = build_request(inputs)
     folder = Path(request.output)
+
     manifest = build_corpus(request).manifest
+
     assert manifest == read_manifest(open_store(request.output))
     assert len(manifest.shards) >= 4
     for entry in manifest.shards:
         data = (folder / entry.name).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry.bytes, entry.sha256)
-    assert all(entry.rows * 64 * 2 >= 40_000 for entry in manifest.shards[:-1])
+        assert entry.bytes == len(data)
+        assert entry.sha256 == hashlib.sha256(data).hexdigest()
+    for entry in manifest.shards[:-1]:
+        assert entry.rows * row_bytes >= least_shard_bytes
     assert manifest.tokenizer.special == vocabulary.special
-    assert hashlib.sha256((folder / "vocab.txt").read_bytes()).hexdigest() == manifest.tokenizer.sha256
-    assert set(files_of(folder)) == {"corpus.json", "vocab.txt", *(entry.name for entry in manifest.shards)}
+    assert manifest.tokenizer.sha256 == hashlib.sha256((folder / "vocab.txt").read_bytes()).hexdigest()
+    shard_names = [entry.name for entry in manifest.shards]
+    assert set(file_contents(folder)) == {"corpus.json", "vocab.txt", *shard_names}
 
 
-def test_any_number_of_workers_gives_the_same_corpus(make_request: Request, inputs: list[Path]) -> None:
-    one = make_request(inputs, "one", heldout_fraction=0.1)
-    four = make_request(inputs, "four", heldout_fraction=0.1, num_workers=4)
-    assert build_corpus(one).manifest.fingerprint == build_corpus(four).manifest.fingerprint
-    assert files_of(Path(one.output)) == files_of(Path(four.output))
+def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory, inputs: list[Path]) -> None:
+    request_of_one = build_request(inputs, "one", heldout_fraction=0.1)
+    request_of_four = build_request(inputs, "four", heldout_fraction=0.1, num_workers=4)
+
+    manifest_of_one = build_corpus(request_of_one).manifest
+    manifest_of_four = build_corpus(request_of_four).manifest
+
+    assert manifest_of_one.fingerprint == manifest_of_four.fingerprint
+    assert file_contents(Path(request_of_one.output)) == file_contents(Path(request_of_four.output))
 
 
-def test_the_place_of_the_inputs_does_not_matter(make_request: Request, inputs: list[Path], tmp_path: Path) -> None:
-    first = build_corpus(make_request(inputs, "first")).manifest
+def test_inputs_in_another_folder_give_the_same_manifest(
+    build_request: RequestFactory, inputs: list[Path], tmp_path: Path
+) -> None:
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
     for path in inputs:
-        (tmp_path / "elsewhere").mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / "elsewhere")
-    assert build_corpus(make_request(tmp_path / "elsewhere", "second")).manifest == first
+        shutil.copy(path, other_folder)
+
+    manifest = build_corpus(build_request(inputs, "first")).manifest
+    manifest_of_copies = build_corpus(build_request(other_folder, "second")).manifest
+
+    assert manifest_of_copies == manifest
 
 
-def test_webdataset_reads_the_shards(make_request: Request, inputs: list[Path]) -> None:
-    request = make_request(inputs)
+def test_webdataset_reads_the_same_rows_from_the_shards(build_request: RequestFactory, inputs: list[Path]) -> None:
+    """The shards are ordinary WebDataset tars: the library's own reader is the independent truth."""
+    request = build_request(inputs)
+    folder = Path(request.output)
     manifest = build_corpus(request).manifest
-    urls = [str(Path(request.output) / entry.name) for entry in manifest.shards]
+
+    urls = [str(folder / entry.name) for entry in manifest.shards]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).decode()
-    rows = np.concatenate([sample["rows.npy"] for sample in dataset])
-    assert (rows == all_rows(Path(request.output), manifest)).all()
+    webdataset_rows = np.concatenate([sample["rows.npy"] for sample in dataset])
+
+    assert (webdataset_rows == all_rows(folder, manifest)).all()
 
 
-DIRT = [
+UNUSABLE_LINES = [  # a line of the input, and the reason for which the builder must skip it
     (b'{"text": "caf\xe9"}', "undecodable"),
     (b'{"text": "half \\ud83d"}', "undecodable"),
     (b'{"text": "cut o', "broken_json"),
@@ -141,58 +215,133 @@ DIRT = [
 
 
 @pytest.mark.parametrize("heldout_fraction", [0.0, 0.3])
-def test_every_document_is_used_held_out_or_skipped_by_kind(
-    make_request: Request, prose: Prose, tmp_path: Path, heldout_fraction: float
+def test_every_document_is_counted_as_used_held_out_or_skipped_for_its_reason(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path, heldout_fraction: float
 ) -> None:
-    good = [json.dumps({"text": text}).encode() for text in prose(200, 4)]
-    lines = [line for number, text in enumerate(good) for line in (text, DIRT[number % len(DIRT)][0])]
-    (tmp_path / "dirty.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    totals = build_corpus(make_request(tmp_path / "dirty.jsonl", heldout_fraction=heldout_fraction)).manifest.totals
-    expected = Counter(DIRT[number % len(DIRT)][1] for number in range(200))
-    assert totals["documents_skipped"] == expected
-    assert totals["documents_in"] == 400
-    assert totals["documents_used"] + totals["documents_heldout"] == 200
-    assert (totals["documents_heldout"] > 0) == (heldout_fraction > 0)
+    num_usable = 200
+    lines = []
+    expected_skips: Counter[str] = Counter()
+    for number, text in enumerate(prose(num_usable, 4)):
+        unusable_line, reason = UNUSABLE_LINES[number % len(UNUSABLE_LINES)]
+        lines += [json.dumps({"text": text}).encode(), unusable_line]
+        expected_skips[reason] += 1
+    path = tmp_path / "dirty.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    totals = build_corpus(build_request(path, heldout_fraction=heldout_fraction)).manifest.totals
+
+    assert totals["documents_skipped"] == expected_skips
+    assert totals["documents_in"] == 2 * num_usable
+    assert totals["documents_used"] + totals["documents_heldout"] == num_usable
+    is_any_held_out = totals["documents_heldout"] > 0
+    assert is_any_held_out == (heldout_fraction > 0)
 
 
-def test_held_out_documents_are_a_corpus_of_their_own(
-    make_request: Request, prose: Prose, jsonl: Jsonl, vocabulary: Vocabulary
+def test_held_out_documents_make_a_second_corpus_and_no_token_is_lost(
+    build_request: RequestFactory, prose: Prose, jsonl_file: JsonlFile, vocabulary: Vocabulary
 ) -> None:
+    """The held-out corpus lies in the folder `heldout`; the tokens of both corpora are those of the texts."""
     texts = prose(300, 5)
-    request = make_request(jsonl(texts), heldout_fraction=0.25)
+    request = build_request(jsonl_file(texts), heldout_fraction=0.25)
+    heldout_folder = Path(request.output) / "heldout"
+
     result = build_corpus(request)
+
     assert result.heldout is not None
-    heldout = read_manifest(open_store(request.output + "/heldout"))
-    assert heldout == result.heldout
-    held = all_rows(Path(request.output) / "heldout", heldout)
-    train = all_rows(Path(request.output), result.manifest)
-    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
-    expected = Counter(n for text in texts for line in tokenizer.encode([text]) for n in line)
-    assert word_counts(held, vocabulary) + word_counts(train, vocabulary) == expected
-    assert result.manifest.totals["documents_heldout"] == pytest.approx(75, abs=25)
-    assert (Path(request.output) / "heldout/vocab.txt").read_text() == vocabulary.text
+    heldout_manifest = read_manifest(open_store(str(heldout_folder)))
+    assert heldout_manifest == result.heldout
+    heldout_counts = text_token_counts(all_rows(heldout_folder, heldout_manifest), vocabulary)
+    train_counts = text_token_counts(all_rows(Path(request.output), result.manifest), vocabulary)
+    assert heldout_counts + train_counts == token_counts(texts, vocabulary)
+    expected_heldout = 75  # 0.25 of 300 documents, each held out or not by its hash
+    assert result.manifest.totals["documents_heldout"] == pytest.approx(expected_heldout, abs=25)
+    assert (heldout_folder / "vocab.txt").read_text() == vocabulary.text
 
 
-def test_a_text_goes_to_the_same_side_in_every_copy(make_request: Request, prose: Prose, jsonl: Jsonl) -> None:
-    """By content: a duplicate never stands on both sides."""
+def test_copies_of_a_document_are_all_held_out_or_all_used(
+    build_request: RequestFactory, prose: Prose, jsonl_file: JsonlFile
+) -> None:
+    """The content of a document decides, so that training never sees a duplicate of a held-out document."""
     texts = prose(40, 6)
-    once = build_corpus(make_request(jsonl(texts, "1.jsonl"), "once", heldout_fraction=0.5)).manifest.totals
-    thrice = build_corpus(make_request(jsonl(texts * 3, "3.jsonl"), "thrice", heldout_fraction=0.5)).manifest.totals
-    assert thrice["documents_heldout"] == 3 * once["documents_heldout"] > 0
+    request_of_one_copy = build_request(jsonl_file(texts, "1.jsonl"), "once", heldout_fraction=0.5)
+    request_of_three_copies = build_request(jsonl_file(texts * 3, "3.jsonl"), "thrice", heldout_fraction=0.5)
+
+    heldout_of_one_copy = build_corpus(request_of_one_copy).manifest.totals["documents_heldout"]
+    heldout_of_three_copies = build_corpus(request_of_three_copies).manifest.totals["documents_heldout"]
+
+    assert heldout_of_one_copy > 0
+    assert heldout_of_three_copies == 3 * heldout_of_one_copy
 
 
-def test_a_finished_corpus_is_left_alone(make_request: Request, inputs: list[Path]) -> None:
-    request = make_request(inputs, heldout_fraction=0.1)
+def test_a_second_build_of_a_finished_corpus_writes_nothing(build_request: RequestFactory, inputs: list[Path]) -> None:
+    request = build_request(inputs, heldout_fraction=0.1)
+    folder = Path(request.output)
     first = build_corpus(request)
-    stamps = {path: path.stat().st_mtime_ns for path in Path(request.output).rglob("*")}
-    again = build_corpus(request)
-    assert again.was_there
+    times_before = modification_times(list(folder.rglob("*")))
+
+    second = build_corpus(request)
+
     assert not first.was_there
-    assert (again.manifest, again.heldout) == (first.manifest, first.heldout)
-    assert stamps == {path: path.stat().st_mtime_ns for path in Path(request.output).rglob("*")}
+    assert second.was_there
+    assert second.manifest == first.manifest
+    assert second.heldout == first.heldout
+    assert modification_times(list(folder.rglob("*"))) == times_before
 
 
-OTHERS = [
+class BuildStopped(Exception):
+    """Raised inside a build to end it, in place of a kill."""
+
+
+@pytest.fixture
+def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
+    """The request of a build that ended after its first two shards; its output folder holds them."""
+    request = build_request(inputs, heldout_fraction=0.1)
+    finish_shard = _Build._finish_shard
+
+    def finish_two_shards(self, number, chunks):  # type: ignore[no-untyped-def]
+        if number == 2:
+            raise BuildStopped
+        return finish_shard(self, number, chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Build, "_finish_shard", finish_two_shards)
+        with pytest.raises(BuildStopped):
+            build_corpus(request)
+    return request
+
+
+def test_a_stopped_build_keeps_its_shards_and_ends_with_the_bytes_of_an_unstopped_one(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    folder = Path(half_built.output)
+    unstopped = build_request(inputs, "whole", heldout_fraction=0.1)
+    build_corpus(unstopped)
+    finished_shards = list(folder.glob("shard-*"))
+    times_before = modification_times(finished_shards)
+    assert len(finished_shards) == 2
+
+    result = build_corpus(half_built)
+
+    assert result.resumed_shards == 2
+    assert modification_times(finished_shards) == times_before
+    assert file_contents(folder) == file_contents(Path(unstopped.output))
+
+
+def test_a_finished_shard_that_was_deleted_is_built_again(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    folder = Path(half_built.output)
+    unstopped = build_request(inputs, "whole", heldout_fraction=0.1)
+    build_corpus(unstopped)
+    (folder / "shard-000001.tar").unlink()
+
+    result = build_corpus(half_built)
+
+    assert result.resumed_shards == 1  # of two finished shards
+    assert file_contents(folder) == file_contents(Path(unstopped.output))
+
+
+CHANGED_SETTINGS = [  # settings of a second build, and the key that its error must name
     ({"seq_len": 32}, "seq_len"),
     ({"seed": 4}, "seed"),
     ({"packing": "none"}, "packing"),
@@ -202,149 +351,143 @@ OTHERS = [
 ]
 
 
-class Stopped(Exception):
-    """Thrown into a build in place of a kill."""
-
-
-@pytest.fixture
-def half_built(make_request: Request, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
-    """A build that ended after two shards."""
-    request = make_request(inputs, heldout_fraction=0.1)
-    with monkeypatch.context() as patch:
-        from electra_dist.corpus.build_corpus import _Build
-
-        finish = _Build._finish_shard
-
-        def finish_two(self, number, chunks):  # type: ignore[no-untyped-def]
-            if number == 2:
-                raise Stopped
-            return finish(self, number, chunks)
-
-        patch.setattr(_Build, "_finish_shard", finish_two)
-        with pytest.raises(Stopped):
-            build_corpus(request)
-    return request
-
-
-def test_a_build_goes_on_where_it_was(half_built: BuildRequest, make_request: Request, inputs: list[Path]) -> None:
-    whole = make_request(inputs, "whole", heldout_fraction=0.1)
-    build_corpus(whole)
-    done = {path: path.stat().st_mtime_ns for path in Path(half_built.output).glob("shard-*")}
-    assert len(done) == 2
-    result = build_corpus(half_built)
-    assert result.resumed_shards == 2
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert files_of(Path(half_built.output)) == files_of(Path(whole.output))
-
-
-def test_a_lost_shard_is_made_again(half_built: BuildRequest, make_request: Request, inputs: list[Path]) -> None:
-    (Path(half_built.output) / "shard-000001.tar").unlink()
-    assert build_corpus(half_built).resumed_shards == 1
-    whole = make_request(inputs, "whole", heldout_fraction=0.1)
-    build_corpus(whole)
-    assert files_of(Path(half_built.output)) == files_of(Path(whole.output))
-
-
-@pytest.mark.parametrize(("change", "key"), OTHERS)
+@pytest.mark.parametrize(("change", "key"), CHANGED_SETTINGS)
 @pytest.mark.parametrize("finished", [False, True])
-def test_another_build_in_the_same_folder_is_refused(
-    half_built: BuildRequest, make_request: Request, inputs: list[Path], change: dict, key: str, finished: bool
+def test_a_build_with_other_settings_in_the_same_folder_is_refused(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path], change: dict, key: str, finished: bool
 ) -> None:
+    """The folder holds a half-built or a finished corpus, which the refused build must leave as it is."""
+    folder = Path(half_built.output)
     if finished:
         build_corpus(half_built)
-    before = files_of(Path(half_built.output))
+    contents_before = file_contents(folder)
+    settings = {"heldout_fraction": 0.1, **change}
+
     with pytest.raises(ManifestMismatch, match=f"with {key} = ") as error:
-        build_corpus(make_request(inputs, **{"heldout_fraction": 0.1, **change}))
+        build_corpus(build_request(inputs, **settings))
+
     assert "\n" not in str(error.value)
-    assert files_of(Path(half_built.output)) == before
+    assert file_contents(folder) == contents_before
 
 
-def test_another_vocabulary_is_refused(half_built: BuildRequest, vocabulary: Vocabulary) -> None:
-    other = Vocabulary(vocabulary.text + "more\n", "other")
+def test_a_build_with_another_vocabulary_in_the_same_folder_is_refused(
+    half_built: BuildRequest, vocabulary: Vocabulary
+) -> None:
+    other_vocabulary = Vocabulary(vocabulary.text + "more\n", "other")
+    request = dataclasses.replace(half_built, vocabulary=other_vocabulary)
+
     with pytest.raises(ManifestMismatch, match="with tokenizer = "):
-        build_corpus(dataclasses.replace(half_built, vocabulary=other))
+        build_corpus(request)
 
 
-@pytest.mark.parametrize("change", ["letter", "fewer"])
-def test_text_that_changed_is_refused(
-    half_built: BuildRequest, make_request: Request, inputs: list[Path], change: str
+@pytest.mark.parametrize("change", ["one_character", "fewer_documents"])
+def test_a_build_is_not_resumed_if_the_text_of_its_inputs_changed(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path], change: str
 ) -> None:
-    if change == "letter":
-        inputs[0].write_bytes(inputs[0].read_bytes().replace(b"document 3", b"document 4"))
+    first_input, second_input = inputs
+    data = first_input.read_bytes()
+    if change == "one_character":
+        first_input.write_bytes(data.replace(b"document 3", b"document 4"))
     else:
-        inputs[0].write_bytes(inputs[0].read_bytes()[:1000])
-        inputs[1].write_bytes(b"")
+        first_input.write_bytes(data[:1000])
+        second_input.write_bytes(b"")
+
     with pytest.raises(ManifestMismatch, match="half built from inputs that have changed since"):
-        build_corpus(make_request(inputs, heldout_fraction=0.1))
+        build_corpus(build_request(inputs, heldout_fraction=0.1))
 
 
-def test_a_damaged_file_can_be_mended_on_the_way(
-    make_request: Request, inputs: list[Path], prose: Prose, tmp_path: Path
+def test_a_build_that_met_a_truncated_input_goes_on_once_the_file_is_whole(
+    build_request: RequestFactory, inputs: list[Path], prose: Prose, tmp_path: Path
 ) -> None:
-    whole = gzip.compress(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in prose(50, 8)))
-    damaged = tmp_path / "z.jsonl.gz"
-    damaged.write_bytes(whole[:-2000])
+    """Shards that were finished before the error are kept, and the corpus equals that of a build without an error."""
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in prose(50, 8)]
+    whole_data = gzip.compress(b"".join(lines))
+    path = tmp_path / "z.jsonl.gz"
+    path.write_bytes(whole_data[:-2000])
     with pytest.raises(UserError, match=r"z\.jsonl\.gz: cannot be read to its end"):
-        build_corpus(make_request([*inputs, damaged]))
-    damaged.write_bytes(whole)
-    mended = build_corpus(make_request([*inputs, damaged]))
-    assert mended.resumed_shards > 0
-    assert mended.manifest == build_corpus(make_request([*inputs, damaged], "at_once")).manifest
+        build_corpus(build_request([*inputs, path]))
+    path.write_bytes(whole_data)
+
+    resumed = build_corpus(build_request([*inputs, path]))
+
+    unstopped = build_corpus(build_request([*inputs, path], "at_once"))
+    assert resumed.resumed_shards > 0
+    assert resumed.manifest == unstopped.manifest
 
 
-def test_a_finished_corpus_of_other_inputs_is_refused(make_request: Request, inputs: list[Path]) -> None:
-    build_corpus(make_request(inputs))
+def test_a_build_from_other_inputs_into_a_finished_corpus_is_refused(
+    build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    build_corpus(build_request(inputs))
+
     with pytest.raises(ManifestMismatch, match="finished corpus that was built from other inputs"):
-        build_corpus(make_request(inputs[:1]))
+        build_corpus(build_request(inputs[:1]))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n{"body": "x"}\n'])
-def test_nothing_usable_is_an_error_that_leaves_nothing(make_request: Request, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.jsonl").write_bytes(content)
-    request = make_request(tmp_path / "a.jsonl")
+def test_inputs_without_a_usable_document_are_an_error_that_leaves_no_file(
+    build_request: RequestFactory, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    request = build_request(path)
+
     with pytest.raises(UserError, match="no usable document among") as error:
         build_corpus(request)
+
     assert "\n" not in str(error.value)
-    assert not Path(request.output).exists() or not files_of(Path(request.output))
+    assert file_contents(Path(request.output)) == {}
 
 
-def test_everything_held_out_is_an_error(make_request: Request, jsonl: Jsonl) -> None:
-    request = make_request(jsonl(["some text"]), heldout_fraction=0.999999)
+def test_holding_out_every_document_is_an_error(build_request: RequestFactory, jsonl_file: JsonlFile) -> None:
+    request = build_request(jsonl_file(["some text"]), heldout_fraction=0.999999)
+
     with pytest.raises(UserError, match="held out 1"):
         build_corpus(request)
 
 
-def test_an_output_that_cannot_be_written_is_an_error(
-    make_request: Request, inputs: list[Path], tmp_path: Path
+def test_an_output_folder_that_cannot_be_created_is_an_error(
+    build_request: RequestFactory, inputs: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("x")
+
     with pytest.raises(StoreError, match="file"):
-        build_corpus(make_request(inputs, "file/corpus"))
+        build_corpus(build_request(inputs, "file/corpus"))
 
 
-def test_shards_of_unknown_origin_are_not_overwritten(
-    make_request: Request, inputs: list[Path], tmp_path: Path
+def test_shards_in_a_folder_without_a_manifest_are_not_overwritten(
+    build_request: RequestFactory, inputs: list[Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/shard-000000.tar").write_bytes(b"precious")
+    shard = tmp_path / "corpus/shard-000000.tar"
+    shard.parent.mkdir()
+    shard.write_bytes(b"precious")
+
     with pytest.raises(UserError, match=r"holds shards but no corpus\.json"):
-        build_corpus(make_request(inputs))
-    assert (tmp_path / "corpus/shard-000000.tar").read_bytes() == b"precious"
+        build_corpus(build_request(inputs))
+
+    assert shard.read_bytes() == b"precious"
 
 
-def test_rows_too_short_for_an_example_are_refused(make_request: Request, inputs: list[Path]) -> None:
+def test_rows_too_short_for_an_example_are_refused(build_request: RequestFactory, inputs: list[Path]) -> None:
     with pytest.raises(UserError, match=r"data\.seq_len 7"):
-        build_corpus(make_request(inputs, seq_len=7))
+        build_corpus(build_request(inputs, seq_len=7))
 
 
-def test_s3_output_is_the_same_corpus(make_request: Request, inputs: list[Path], bucket: str, s3: S3Server) -> None:
-    url, endpoint = bucket, s3.endpoint_url
-    local = build_corpus(make_request(inputs, heldout_fraction=0.1))
-    remote = build_corpus(make_request(inputs, f"{url}/deep/corpus", endpoint_url=endpoint, heldout_fraction=0.1))
+def test_a_corpus_on_s3_equals_the_local_one(
+    build_request: RequestFactory, inputs: list[Path], bucket: str, s3: S3Server
+) -> None:
+    url = f"{bucket}/deep/corpus"
+    local_request = build_request(inputs, heldout_fraction=0.1)
+    s3_request = build_request(inputs, url, endpoint_url=s3.endpoint_url, heldout_fraction=0.1)
+
+    local = build_corpus(local_request)
+    remote = build_corpus(s3_request)
+
     assert remote.manifest.fingerprint == local.manifest.fingerprint
-    store = open_store(f"{url}/deep/corpus", endpoint)
+    store = open_store(url, s3.endpoint_url)
     assert read_manifest(store) == local.manifest
-    assert not store.list("progress/")
+    assert not store.list("progress/"), "the records of progress are not deleted"
     for entry in local.manifest.shards:
         assert hashlib.sha256(store.read(entry.name)).hexdigest() == entry.sha256
-    assert read_manifest(open_store(f"{url}/deep/corpus/heldout", endpoint)) == local.heldout
+    heldout_store = open_store(f"{url}/heldout", s3.endpoint_url)
+    assert read_manifest(heldout_store) == local.heldout

@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a build with workers: the same command goes on and ends with the same corpus."""
+"""A corpus build that is killed with SIGKILL at random moments: the same command resumes it, to the same corpus."""
 
 from __future__ import annotations
 
@@ -25,62 +25,99 @@ data: {{corpus: unused, seq_len: 64}}
 train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}
 corpus: {{shard_size_mb: 0.06, heldout_fraction: 0.05}}
 """
+NUM_DOCUMENTS = 3000
+NUM_KILLS = 2
+WORKERS_END_S = 20  # time in which workers must notice that their parent is gone
+
+
+def file_contents(folder: Path) -> dict[Path, bytes]:
+    """Return the content of every file below a folder by its relative path."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def finished_shards(folder: Path) -> list[str]:
+    """Return the numbers of the shards that a build has recorded as finished."""
     return sorted(path.stem for path in folder.glob("progress/0*.json"))
 
 
-def kill_after(command: list[str], folder: Path, num_shards: int, delay_s: float) -> list[int]:
-    """Runs the build, kills it `delay_s` after `num_shards` are finished; its processes. [] if it ended before."""
+def shard_times(folder: Path) -> dict[str, int]:
+    """Return the modification time of each finished shard, in nanoseconds, by its number."""
+    return {number: (folder / f"shard-{number}.tar").stat().st_mtime_ns for number in finished_shards(folder)}
+
+
+def worker_pids_of_killed_build(command: list[str], folder: Path, num_shards: int, delay_s: float) -> list[int]:
+    """Start a build, kill it `delay_s` after `num_shards` are finished, and return the pids of its workers.
+
+    The result is empty if the build ended before it could be killed.
+    """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     while process.poll() is None and len(finished_shards(folder)) < num_shards:
         time.sleep(0.005)
     time.sleep(delay_s)
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+
+    children: list[psutil.Process] = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     code = process.wait()
     assert code in (-9, 0), process.stderr.read().decode()
     process.stderr.close()
-    return [child.pid for child in children] if code else []
+    if code == 0:
+        return []
+    return [child.pid for child in children]
 
 
-def stamps(folder: Path) -> dict[str, int]:
-    return {number: (folder / f"shard-{number}.tar").stat().st_mtime_ns for number in finished_shards(folder)}
+def surviving_workers(pids: list[int]) -> list[int]:
+    """Return the workers that still run after the time in which they must end; return early once all have ended."""
+    deadline = time.monotonic() + WORKERS_END_S
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            break
+        time.sleep(0.05)
+    return [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-def test_a_killed_build_goes_on(
-    prose: Callable[[int, int], list[str]], jsonl: Callable[..., Path], vocab_file: Path, tmp_path: Path
+def test_a_killed_build_resumes_at_its_finished_shards_and_ends_with_the_bytes_of_an_unkilled_one(
+    prose: Callable[[int, int], list[str]], jsonl_file: Callable[..., Path], vocab_file: Path, tmp_path: Path
 ) -> None:
-    path = jsonl(prose(3000, 7))
+    """A build with two workers is killed twice at random moments, which differ in each run of this test."""
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
-    common = [*COMMAND, "--input", str(path), "--vocab", str(vocab_file), "--config", str(config)]
-    subprocess.run([*common, "--output", str(tmp_path / "whole"), "--workers", "1"], check=True, capture_output=True)
-    whole = {p.relative_to(tmp_path / "whole"): p.read_bytes() for p in (tmp_path / "whole").rglob("*") if p.is_file()}
-    assert len(whole) > 15
+    vocab_size = len(vocab_file.read_text().splitlines())
+    config.write_text(CONFIG.format(vocab_size=vocab_size))
+    input_file = jsonl_file(prose(NUM_DOCUMENTS, 7))
+    options = ["--input", str(input_file), "--vocab", str(vocab_file), "--config", str(config)]
+
+    unkilled_folder = tmp_path / "whole"
+    unkilled_command = [*COMMAND, *options, "--output", str(unkilled_folder), "--workers", "1"]
+    subprocess.run(unkilled_command, check=True, capture_output=True)
+    unkilled_contents = file_contents(unkilled_folder)
+    assert len(unkilled_contents) > 15
 
     folder = tmp_path / "killed"
-    command = [*common, "--output", str(folder), "--workers", "2"]
-    draw = random.Random(os.getpid())  # other moments each time; any must do
-    num_kills = 0
-    for num_shards in sorted(draw.sample(range(1, 12), 2)):
-        before = stamps(folder)
-        workers = kill_after(command, folder, num_shards, draw.random() * 0.3)
-        num_kills += bool(workers)
-        assert before.items() <= stamps(folder).items() or not workers, "a finished shard was made again"
-        deadline = time.monotonic() + 20
-        while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(psutil.pid_exists(pid) for pid in workers), "workers outlive their parent"
-    assert num_kills, "the build was too quick to be killed"
-    before = stamps(folder)
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    if before:
-        assert f"{len(before)} shards were finished before" in done.stdout
-    for number, stamp in before.items():
-        assert (folder / f"shard-{number}.tar").stat().st_mtime_ns == stamp
-    killed = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.suffix != ".tmp" and p.is_file()}
-    assert killed == whole
-    assert json.loads(killed[Path("corpus.json")])["totals"]["documents_in"] == 3000
+    command = [*COMMAND, *options, "--output", str(folder), "--workers", "2"]
+    random_source = random.Random(os.getpid())
+    was_killed = False
+    for num_shards in sorted(random_source.sample(range(1, 12), NUM_KILLS)):
+        times_before = shard_times(folder)
+        delay_s = random_source.random() * 0.3
+        workers = worker_pids_of_killed_build(command, folder, num_shards, delay_s)
+        if workers:
+            was_killed = True
+            assert times_before.items() <= shard_times(folder).items(), "a finished shard was built again"
+        assert surviving_workers(workers) == [], "workers outlive their parent"
+    assert was_killed, "the build was too quick to be killed"
+
+    times_before = shard_times(folder)
+    last_build = subprocess.run(command, check=True, capture_output=True, text=True)
+
+    if times_before:
+        assert f"{len(times_before)} shards were finished before" in last_build.stdout
+    for number, modification_time in times_before.items():
+        assert (folder / f"shard-{number}.tar").stat().st_mtime_ns == modification_time
+    # A killed build may leave unfinished files (.tmp), which are not part of the corpus.
+    contents = {path: data for path, data in file_contents(folder).items() if path.suffix != ".tmp"}
+    assert contents == unkilled_contents
+    manifest = json.loads(contents[Path("corpus.json")])
+    assert manifest["totals"]["documents_in"] == NUM_DOCUMENTS

@@ -1,4 +1,4 @@
-"""The example builder against a transcription of the reference's rules, and what it must conserve."""
+"""The builder of ELECTRA's examples against an independent transcription of the reference's rules."""
 
 from __future__ import annotations
 
@@ -12,65 +12,97 @@ from hypothesis import strategies as st
 
 from electra_dist.corpus.sentence_pairs import ExampleBuilder
 
-CLS, SEP = -1, -2
+CLS = -1
+SEP = -2
 
 
-def builder(seq_len: int, seed: int, single: float = 0.1, short: float = 0.05) -> ExampleBuilder:
-    return ExampleBuilder(seq_len, CLS, SEP, single, short, seed)
+def example_builder(
+    seq_len: int, seed: int, single_segment_prob: float = 0.1, short_target_prob: float = 0.05
+) -> ExampleBuilder:
+    """Return a builder with the reference's probabilities and the ids CLS and SEP."""
+    return ExampleBuilder(seq_len, CLS, SEP, single_segment_prob, short_target_prob, seed)
 
 
-class Reference:
-    """ELECTRA's ExampleBuilder, from its description: list of sentences in, truncated examples out."""
+class ReferenceBuilder:
+    """The rules of class ExampleBuilder in google-research/electra, which truncates what does not fit an example."""
 
     def __init__(self, seq_len: int, seed: int) -> None:
-        self.seq_len, self.target, self.random = seq_len, seq_len, random.Random(seed)
+        self.seq_len = seq_len
+        self.target = seq_len
+        self.random = random.Random(seed)
 
-    def first_example(self, sentences: list[list[int]]) -> list[int]:
-        taken: list[list[int]] = []
-        for sentence in sentences:
-            taken.append(sentence)
-            if sum(map(len, taken)) >= self.target:
+    def first_example(self, document: list[list[int]]) -> list[int]:
+        """Return the first example of a document, and draw the target length of the next example."""
+        sentences: list[list[int]] = []
+        num_tokens = 0
+        for sentence in document:
+            sentences.append(sentence)
+            num_tokens += len(sentence)
+            if num_tokens >= self.target:
                 break
-        wanted = 100_000 if self.random.random() < 0.1 else (self.target - 3) // 2
-        a: list[int] = []
-        b: list[int] = []
-        for sentence in taken:
-            goes_to_a = len(a) == 0 or len(a) + len(sentence) < wanted
-            if not goes_to_a and len(b) == 0 and len(a) < wanted:
+
+        # Divide the sentences into two segments.
+        limit_of_a = (self.target - 3) // 2
+        if self.random.random() < 0.1:
+            limit_of_a = 100_000
+        segment_a: list[int] = []
+        segment_b: list[int] = []
+        for sentence in sentences:
+            goes_to_a = len(segment_a) == 0 or len(segment_a) + len(sentence) < limit_of_a
+            if not goes_to_a and len(segment_b) == 0 and len(segment_a) < limit_of_a:
                 goes_to_a = self.random.random() < 0.5
             if goes_to_a:
-                a += sentence
+                segment_a += sentence
             else:
-                b += sentence
-        a = a[: self.seq_len - 2]
-        b = b[: max(0, self.seq_len - len(a) - 3)]
+                segment_b += sentence
+        segment_a = segment_a[: self.seq_len - 2]
+        segment_b = segment_b[: max(0, self.seq_len - len(segment_a) - 3)]
+
+        # One target in twenty is short: uniform in [5, seq_len].
         if self.random.random() < 0.05:
             self.target = 5 + int(self.random.random() * (self.seq_len - 4))
         else:
             self.target = self.seq_len
-        return [CLS, *a, SEP, *([*b, SEP] if b else [])]
+
+        example = [CLS, *segment_a, SEP]
+        if segment_b:
+            example += [*segment_b, SEP]
+        return example
 
 
-def numbered(lengths: list[int]) -> list[list[int]]:
-    """Sentences of distinct ids."""
-    ids = iter(range(10**9))
+def document_of_distinct_ids(lengths: list[int]) -> list[list[int]]:
+    """Return sentences of the given lengths; no id occurs twice."""
+    ids = itertools.count()
     return [[next(ids) for _ in range(length)] for length in lengths]
 
 
-lengths = st.lists(st.integers(1, 30), min_size=1, max_size=40)
+sentence_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=40)
 
 
-@given(documents=st.lists(lengths, min_size=1, max_size=12), seq_len=st.integers(32, 80), seed=st.integers(0, 2**63))
+@given(
+    documents=st.lists(sentence_lengths, min_size=1, max_size=12),
+    seq_len=st.integers(32, 80),
+    seed=st.integers(0, 2**63),
+)
 @settings(max_examples=100, deadline=None)
-def test_first_example_of_each_document_is_the_references(documents: list[list[int]], seq_len: int, seed: int) -> None:
-    ours, reference = builder(seq_len, seed), Reference(seq_len, seed)
-    for document in documents:
-        sentences = numbered(document)
-        examples = list(ours.document(sentences))
-        assert examples[0] == reference.first_example(sentences)
-        # later examples draw as well: let the reference's generator and target follow
-        reference.random.setstate(ours._random.getstate())
-        reference.target = ours._target
+def test_the_first_example_of_each_document_equals_the_references(
+    documents: list[list[int]], seq_len: int, seed: int
+) -> None:
+    """Later examples may differ, because they begin with the tokens that the reference drops.
+
+    `documents` holds the lengths of the sentences of each document.
+    """
+    builder = example_builder(seq_len, seed)
+    reference = ReferenceBuilder(seq_len, seed)
+    for lengths in documents:
+        document = document_of_distinct_ids(lengths)
+
+        examples = list(builder.document(document))
+
+        assert examples[0] == reference.first_example(document)
+        # The later examples of the document drew random numbers, too: bring the reference to the same state.
+        reference.random.setstate(builder._random.getstate())
+        reference.target = builder._target
 
 
 @given(
@@ -80,15 +112,21 @@ def test_first_example_of_each_document_is_the_references(documents: list[list[i
     short=st.floats(0, 0.9),
 )
 @settings(max_examples=100, deadline=None)
-def test_no_token_is_lost_or_made(documents: list[list[int]], seq_len: int, seed: int, short: float) -> None:
-    build = builder(seq_len, seed, short=short)
-    for document in documents:
-        sentences = numbered(document)
-        examples = list(build.document(sentences))
-        words = Counter(token for example in examples for token in example)
-        assert words.pop(CLS, 0) == len(examples)
-        words.pop(SEP, 0)
-        assert words == Counter(token for sentence in sentences for token in sentence)
+def test_examples_hold_every_token_of_their_document_exactly_once(
+    documents: list[list[int]], seq_len: int, seed: int, short: float
+) -> None:
+    """Sentences may be empty or longer than a row. `documents` holds the lengths of each document's sentences."""
+    builder = example_builder(seq_len, seed, short_target_prob=short)
+    for lengths in documents:
+        document = document_of_distinct_ids(lengths)
+
+        examples = list(builder.document(document))
+
+        counts = Counter(itertools.chain.from_iterable(examples))
+        num_cls = counts.pop(CLS, 0)
+        counts.pop(SEP, 0)
+        assert num_cls == len(examples)
+        assert counts == Counter(itertools.chain.from_iterable(document))
         for example in examples:
             assert example[0] == CLS
             assert CLS not in example[1:]
@@ -98,25 +136,48 @@ def test_no_token_is_lost_or_made(documents: list[list[int]], seq_len: int, seed
             assert (SEP, SEP) not in itertools.pairwise(example), "an empty segment"
 
 
-def test_long_lines_make_pairs() -> None:
-    """A paragraph of 5,000 tokens on one line: nine examples in ten have two segments, and all are full."""
-    examples = [e for seed in range(40) for e in list(builder(64, seed, short=0.0).document(numbered([5000])))[:-1]]
-    pairs = sum(example.count(SEP) == 2 for example in examples)
-    assert pairs == pytest.approx(0.9 * len(examples), rel=0.03)
-    assert sum(map(len, examples)) > 0.98 * 64 * len(examples)
+def test_a_paragraph_on_one_line_makes_full_examples_of_which_nine_in_ten_have_two_segments() -> None:
+    """A line of 5,000 tokens is cut into pieces, so that it makes pairs; the last example of each may be short."""
+    seq_len = 64
+    document = document_of_distinct_ids([5000])
+    examples = []
+    for seed in range(40):
+        examples_of_seed = list(example_builder(seq_len, seed, short_target_prob=0.0).document(document))
+        examples += examples_of_seed[:-1]
+
+    num_pairs = sum(example.count(SEP) == 2 for example in examples)
+    num_tokens = sum(len(example) for example in examples)
+
+    assert num_pairs == pytest.approx(0.9 * len(examples), rel=0.03)
+    assert num_tokens > 0.98 * seq_len * len(examples)
 
 
 def test_one_example_in_ten_has_one_segment_and_one_target_in_twenty_is_short() -> None:
-    build = builder(128, 1)
-    examples = list(build.document(numbered([12] * 40_000)))
-    single = sum(example.count(SEP) == 1 for example in examples) / len(examples)
-    short = sum(len(example) < 120 for example in examples) / len(examples)
-    assert single == pytest.approx(0.1, abs=0.02)
-    assert short == pytest.approx(0.05 * 115 / 124, abs=0.015)
+    """The probabilities are the reference's, 0.1 and 0.05.
+
+    Short targets are uniform over the 124 lengths from 5 to 128, of which 115 are below 120. An example may exceed its
+    target by a part of a sentence; the tolerance allows for it.
+    """
+    builder = example_builder(128, seed=1)
+    document = document_of_distinct_ids([12] * 40_000)
+
+    examples = list(builder.document(document))
+
+    num_single = sum(example.count(SEP) == 1 for example in examples)
+    num_short = sum(len(example) < 120 for example in examples)
+    assert num_single / len(examples) == pytest.approx(0.1, abs=0.02)
+    assert num_short / len(examples) == pytest.approx(0.05 * 115 / 124, abs=0.015)
 
 
-def test_a_builder_depends_on_its_seed_alone() -> None:
-    documents = [numbered([9, 30, 4] * 30) for _ in range(5)]
-    runs = [[list(b.document(d)) for d in documents] for b in (builder(64, 5), builder(64, 5), builder(64, 6))]
-    assert runs[0] == runs[1]
-    assert runs[0] != runs[2]
+def test_two_builders_with_one_seed_make_the_same_examples_and_another_seed_makes_others() -> None:
+    documents = [document_of_distinct_ids([9, 30, 4] * 30) for _ in range(5)]
+    builder = example_builder(64, seed=5)
+    builder_of_same_seed = example_builder(64, seed=5)
+    builder_of_other_seed = example_builder(64, seed=6)
+
+    examples = [list(builder.document(document)) for document in documents]
+    examples_of_same_seed = [list(builder_of_same_seed.document(document)) for document in documents]
+    examples_of_other_seed = [list(builder_of_other_seed.document(document)) for document in documents]
+
+    assert examples == examples_of_same_seed
+    assert examples != examples_of_other_seed

@@ -1,4 +1,4 @@
-"""Every format and compression gives the same documents; damage is named; dirt is counted."""
+"""Reading of documents: equal for every format and compression; damaged files are errors, unusable documents skips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.errors import UserError
 
 TEXTS = ["One line.", "Two lines,\nthe second one.", "na\u00efve \u4e2d\u6587 \U0001f600", "x " * 70_000]
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {  # by the ending of the file name
     "": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
@@ -30,106 +30,148 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def read(path: Path, text_field: str = "text") -> list[str]:
+def texts_of_file(path: Path, text_field: str = "text") -> list[str]:
+    """Return the text of every document of a file."""
     return [decode(document, text_field) for document in DocumentStream(find_inputs([path]), text_field)]
 
 
 def json_lines(texts: list[str], field: str = "text") -> bytes:
-    return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts)
+    """Return a JSON-lines file with one text a line."""
+    lines = [json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts]
+    return b"".join(lines)
 
 
-def wet(texts: list[str]) -> bytes:
+def wet_file(texts: list[str]) -> bytes:
+    """Return a WET file of Common Crawl: a record of type `conversion` for each text, between two of other types."""
+    typed_texts = [("warcinfo", "about")]
+    typed_texts += [("conversion", text) for text in texts]
+    typed_texts += [("metadata", "more")]
     records = []
-    for kind, text in [("warcinfo", "about"), *(("conversion", text) for text in texts), ("metadata", "more")]:
+    for record_type, text in typed_texts:
         body = text.encode()
-        head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://x/\r\nContent-Length: {len(body)}\r\n\r\n"
-        records.append(head.encode() + body + b"\r\n\r\n")
+        header = (
+            "WARC/1.0\r\n"
+            f"WARC-Type: {record_type}\r\n"
+            "WARC-Target-URI: http://x/\r\n"
+            f"Content-Length: {len(body)}\r\n"
+            "\r\n"
+        )
+        records.append(header.encode() + body + b"\r\n\r\n")
     return b"".join(records)
 
 
-@pytest.mark.parametrize("ending", COMPRESS)
-def test_all_kinds_of_file_give_the_same_documents(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("ending", COMPRESSORS)
+def test_all_file_formats_and_compressions_give_the_same_documents(tmp_path: Path, ending: str) -> None:
+    """Only words are compared, because readers of .txt strip the documents and keep the line ends of Windows."""
+    words_of_texts = [text.split() for text in TEXTS]
+    paragraphs = "\n\n" + " \n\t\n".join(text + "\n" for text in TEXTS)
+    windows_paragraphs = "\r\n\r\n".join(text.replace("\n", "\r\n") for text in TEXTS)
     contents = {
         "a.jsonl": json_lines(TEXTS),
         "b.ndjson": json_lines(TEXTS).rstrip(b"\n"),
-        "c.txt": ("\n\n" + " \n\t\n".join(text + "\n" for text in TEXTS)).encode(),
-        "d.TXT": "\r\n\r\n".join(text.replace("\n", "\r\n") for text in TEXTS).encode(),
-        "e.warc.wet": wet(TEXTS),
+        "c.txt": paragraphs.encode(),
+        "d.TXT": windows_paragraphs.encode(),
+        "e.warc.wet": wet_file(TEXTS),
     }
+    compress = COMPRESSORS[ending]
+
     for name, content in contents.items():
         path = tmp_path / (name + ending)
-        path.write_bytes(COMPRESS[ending](content))
-        assert [text.split() for text in read(path)] == [text.split() for text in TEXTS], name
+        path.write_bytes(compress(content))
+        assert [text.split() for text in texts_of_file(path)] == words_of_texts, name
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n", b"\r\n", b" ", b"\t", b"\x0c", b"\xff"]), max_size=60))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_txt_documents_end_at_blank_lines(monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> None:
-    """However the file is cut into blocks; against a reading line by line."""
+def test_documents_of_a_txt_file_end_at_blank_lines_whatever_the_size_of_the_blocks_read(
+    monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
+) -> None:
+    """The independent truth splits the whole content into lines. A line of white space only counts as blank."""
     content = b"".join(parts)
-    expected, lines = [], []
+    expected_documents = []
+    lines_of_document: list[bytes] = []
     for line in [*content.split(b"\n"), b""]:
         if line.strip():
-            lines.append(line)
-        elif lines:
-            expected.append(b"\n".join(lines).strip())
-            lines = []
-    for size in (1, 3, 1 << 20):
-        monkeypatch.setattr(text_readers, "_READ_BYTES", size)
-        found = text_readers._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
-        assert [document.data for document in found] == expected
+            lines_of_document.append(line)
+        elif lines_of_document:
+            expected_documents.append(b"\n".join(lines_of_document).strip())
+            lines_of_document = []
+
+    for block_bytes in (1, 3, 1 << 20):
+        monkeypatch.setattr(text_readers, "_READ_BYTES", block_bytes)
+        documents = text_readers._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
+        assert [document.data for document in documents] == expected_documents
 
 
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
-def test_parquet(tmp_path: Path, kind: pyarrow.DataType) -> None:
+@pytest.mark.parametrize("column_type", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
+def test_parquet_gives_the_documents_of_a_text_column_and_refuses_other_columns(
+    tmp_path: Path, column_type: pyarrow.DataType
+) -> None:
+    """A null becomes a document without data, which is counted as skipped later."""
+    path = tmp_path / "a.parquet"
     cells = [*(text.encode() for text in TEXTS), None]
-    table = pyarrow.table({"id": range(5), "body": pyarrow.array(cells, pyarrow.binary()).cast(kind)})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    documents = list(DocumentStream(find_inputs([tmp_path / "a.parquet"]), "body"))
-    assert [decode(document) for document in documents[:-1]] == TEXTS
-    assert documents[-1] == RawDocument(None, False)
+    column = pyarrow.array(cells, pyarrow.binary()).cast(column_type)
+    table = pyarrow.table({"id": range(5), "body": column})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+
+    documents = list(DocumentStream(find_inputs([path]), "body"))
+
+    *text_documents, null_document = documents
+    assert [decode(document) for document in text_documents] == TEXTS
+    assert null_document == RawDocument(None, False)
     with pytest.raises(UserError, match=r"no column `text` of text; set --text-field to .*: id, body"):
-        read(tmp_path / "a.parquet")
+        texts_of_file(path)
     with pytest.raises(UserError, match="no column `id` of text"):
-        read(tmp_path / "a.parquet", "id")
+        texts_of_file(path, "id")
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
-def test_several_compressed_streams_in_one_file(tmp_path: Path, ending: str) -> None:
-    """Common Crawl and pigz write one after another."""
-    parts = [json_lines(TEXTS[:2]), b"", json_lines(TEXTS[2:])]
-    (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(map(COMPRESS[ending], parts)))
-    assert read(tmp_path / f"a.jsonl{ending}") == TEXTS
-
-
-@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
-@pytest.mark.parametrize("keep", [0.3, 0.95])
-def test_a_file_that_is_cut_off_is_an_error(tmp_path: Path, ending: str, keep: float) -> None:
-    """Never a smaller corpus in silence. zstandard's own reader would not notice."""
-    data = COMPRESS[ending](json_lines([str(number) * 50 for number in range(2000)]))
+def test_all_compressed_streams_of_a_file_are_read(tmp_path: Path, ending: str) -> None:
+    """Common Crawl and pigz write several streams one after another; one of them is empty in this test."""
+    compress = COMPRESSORS[ending]
     path = tmp_path / f"a.jsonl{ending}"
-    path.write_bytes(data[: int(len(data) * keep)])
+    parts = [json_lines(TEXTS[:2]), b"", json_lines(TEXTS[2:])]
+    streams = [compress(part) for part in parts]
+    path.write_bytes(b"".join(streams))
+
+    assert texts_of_file(path) == TEXTS
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("kept_share", [0.3, 0.95])
+def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, ending: str, kept_share: float) -> None:
+    """A truncated file must never give a smaller corpus silently. The reader of zstandard would not notice it."""
+    compress = COMPRESSORS[ending]
+    data = compress(json_lines([str(number) * 50 for number in range(2000)]))
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(data[: int(len(data) * kept_share)])
+
     with pytest.raises(UserError, match=r"a\.jsonl.*cannot be read to its end") as error:
-        read(path)
+        texts_of_file(path)
+
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.xz", "a.txt.zst", "a.parquet", "a.wet"])
-def test_a_file_of_noise_is_an_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"This is no such file.\n" * 10)
+def test_a_file_whose_content_is_not_of_its_format_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"This is no such file.\n" * 10)
+
     with pytest.raises(UserError, match="cannot be read to its end"):
-        read(tmp_path / name)
+        texts_of_file(path)
 
 
-@pytest.mark.parametrize("missing", [6, 30, 60, 100])  # in the body and in each line of the headers
-def test_a_cut_off_wet_record_is_an_error(tmp_path: Path, missing: int) -> None:
-    (tmp_path / "a.wet").write_bytes(wet(["some words"])[:-missing])
+@pytest.mark.parametrize("missing_bytes", [6, 30, 60, 100])  # in the body and in each line of the headers
+def test_a_truncated_wet_record_is_an_error(tmp_path: Path, missing_bytes: int) -> None:
+    path = tmp_path / "a.wet"
+    path.write_bytes(wet_file(["some words"])[:-missing_bytes])
+
     with pytest.raises(UserError, match="cut off"):
-        read(tmp_path / "a.wet")
+        texts_of_file(path)
 
 
 @pytest.mark.parametrize(
-    ("data", "is_json", "kind"),
+    ("data", "is_json", "reason"),
     [
         (b"caf\xe9", False, "undecodable"),
         (b'{"text": "caf\xe9"}', True, "undecodable"),
@@ -148,50 +190,61 @@ def test_a_cut_off_wet_record_is_an_error(tmp_path: Path, missing: int) -> None:
         (None, False, "no_text"),
     ],
 )
-def test_dirty_documents_are_skipped_by_rule(data: bytes | None, is_json: bool, kind: str) -> None:
+def test_an_unusable_document_is_skipped_with_the_reason(data: bytes | None, is_json: bool, reason: str) -> None:
     with pytest.raises(SkippedDocument) as skipped:
         decode(RawDocument(data, is_json))
-    assert skipped.value.kind == kind
+
+    assert skipped.value.kind == reason
 
 
-def test_a_byte_order_mark_is_no_text() -> None:
+def test_a_byte_order_mark_at_the_start_of_a_document_is_dropped() -> None:
     assert decode(RawDocument(b"\xef\xbb\xbfabc", False)) == "abc"
     assert decode(RawDocument(b'\xef\xbb\xbf{"text": "abc"}', True)) == "abc"
 
 
-def test_inputs_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_inputs_are_found_in_the_order_of_their_names_and_each_file_once(tmp_path: Path) -> None:
+    """Hidden files, and files with an unknown ending, are left out of a folder."""
+    folder = tmp_path / "in"
+    content = b"12"
     for name in ["b.txt", "a/z.jsonl.gz", "a/b/c.parquet", ".hidden.txt", ".git/x.txt", "notes.md", "d.parquet.gz"]:
-        path = tmp_path / "in" / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"12")
-    names = [file.name for file in find_inputs([tmp_path / "in"])]
-    assert names == ["a/b/c.parquet", "a/z.jsonl.gz", "b.txt"]
-    again = find_inputs([tmp_path / "in/b.txt", tmp_path / "in/a", tmp_path / "in/a/z.jsonl.gz"])
-    assert [file.name for file in again] == ["b.txt", "b/c.parquet", "z.jsonl.gz"], (
-        "a file that is given twice is read once"
-    )
-    assert {file.size for file in again} == {2}
+        path.write_bytes(content)
+
+    files_of_folder = find_inputs([folder])
+    files_of_list = find_inputs([folder / "b.txt", folder / "a", folder / "a/z.jsonl.gz"])
+
+    assert [file.name for file in files_of_folder] == ["a/b/c.parquet", "a/z.jsonl.gz", "b.txt"]
+    names_of_list = [file.name for file in files_of_list]
+    assert names_of_list == ["b.txt", "b/c.parquet", "z.jsonl.gz"], "a file that is given twice is read once"
+    assert {file.size for file in files_of_list} == {len(content)}
 
 
-def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_their_path(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("x")
-    for path, message in [
+    cases = [
         (tmp_path / "missing", "no such file or folder"),
         (tmp_path / "page.html", r"unknown kind of file; known: \.txt, \.jsonl"),
         (tmp_path, "no file with a known ending"),
         ("s3://bucket/x.txt", "inputs are local"),
-    ]:
+    ]
+
+    for path, message in cases:
         with pytest.raises(UserError, match=message) as error:
             find_inputs([path])
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)
 
 
-def test_progress_counts_bytes_of_the_files(tmp_path: Path) -> None:
-    for name in ("a.jsonl.gz", "b.jsonl"):
-        (tmp_path / name).write_bytes(COMPRESS[name[7:]](json_lines([str(n) for n in range(3000)])))
+def test_progress_rises_to_the_number_of_bytes_of_all_files(tmp_path: Path) -> None:
+    """Progress counts compressed bytes, so that it ends at the sum of the file sizes."""
+    content = json_lines([str(number) for number in range(3000)])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "b.jsonl").write_bytes(content)
     files = find_inputs([tmp_path])
     stream = DocumentStream(files)
-    seen = [stream.bytes_done for _ in stream]
-    assert seen == sorted(seen)
+
+    bytes_done = [stream.bytes_done for _ in stream]
+
+    assert bytes_done == sorted(bytes_done)
     assert stream.bytes_done == sum(file.size for file in files)

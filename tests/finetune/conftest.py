@@ -1,4 +1,4 @@
-"""A tiny encoder and its vocabulary."""
+"""Fixtures of a tiny encoder and its vocabulary; they are defined in tests/support/small_encoder.py."""
 
 from support.small_encoder import encoder, model, vocabulary
 

@@ -1,4 +1,4 @@
-"""Files of texts: layouts, what is said about broken ones, and how texts become rows."""
+"""Files of labelled texts: errors of broken files, truncation of pairs, and rows of ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "content", "expected_message"),
     [
         ("x.tsv", "a\tb\nq\tr\n", r"x\.tsv: no column `text`; the header has a, b"),
         ("x.jsonl", '{"text": "t"}\n', r"x\.jsonl:1: no key `kind`; it has text"),
@@ -20,23 +20,35 @@ from electra_dist.pretrained.load_encoder import Pretrained
         ("x.tsv", "text\tkind\n", r"x\.tsv: no examples"),
     ],
 )
-def test_a_broken_file_is_one_line_with_its_name(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=message) as caught:
+def test_a_broken_file_is_a_one_line_error_with_the_name_of_the_file(
+    tmp_path: Path, name: str, content: str, expected_message: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+
+    with pytest.raises(UserError, match=expected_message) as caught:
         read_texts(tmp_path / name, "text", None, "kind")
+
     assert "\n" not in str(caught.value)
 
 
-def test_the_longer_text_loses_its_end_first() -> None:
+def test_a_pair_that_is_too_long_loses_the_last_tokens_of_the_longer_text() -> None:
     assert truncate_pair([1, 2, 3, 4, 5], [6, 7], 4) == ([1, 2], [6, 7])
+    # The second of two equally long texts is cut first.
     assert truncate_pair([1, 2, 3], [4, 5, 6], 5) == ([1, 2, 3], [4, 5])
     assert truncate_pair([1], [4, 5, 6], 9) == ([1], [4, 5, 6])
 
 
-def test_rows_never_exceed_the_length_and_special_tokens_in_texts_are_text(encoder: Pretrained) -> None:
-    long, tricky = "the boy " * 50, "[SEP] the [CLS]"
-    for row in encode_texts([long, tricky], [long, ""], encoder.tokenizer, encoder.special, 20):
+def test_rows_have_at_most_the_maximum_length_and_special_tokens_in_texts_are_plain_text(encoder: Pretrained) -> None:
+    cls, sep = encoder.special.cls, encoder.special.sep
+    long_text = "the boy " * 50
+    special_names = "[SEP] the [CLS]"
+
+    rows = encode_texts([long_text, special_names], [long_text, ""], encoder.tokenizer, encoder.special, 20)
+    [whole_row] = encode_texts([special_names], [""], encoder.tokenizer, encoder.special, 60)
+
+    for row in rows:
         assert len(row) <= 20
-        assert (row[0], row[-1]) == (encoder.special.cls, encoder.special.sep)
-        assert row.count(encoder.special.cls) == 1
-    assert encode_texts([tricky], [""], encoder.tokenizer, encoder.special, 60)[0].count(encoder.special.sep) == 1
+        assert row[0] == cls
+        assert row[-1] == sep
+        assert row.count(cls) == 1
+    assert whole_row.count(sep) == 1  # the one at the end

@@ -1,4 +1,4 @@
-"""Fine-tuning end to end with a tiny encoder: it learns, repeats, goes on where it was, and names failures."""
+"""Fine-tuning and probing of a tiny encoder, from the files of a task to the result of every seed."""
 
 from __future__ import annotations
 
@@ -22,124 +22,172 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 CPU = torch.device("cpu")
 SPEC = TextSpec(name="animals", text_a="text", text_b=None, label="label")
+# Enough to learn the task from random weights: 60 steps for 160 texts.
 FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=6, batch=16, max_length=16, weight_decay=0.0)
 SHORT = FAST.model_copy(update={"epochs": 0.5})
 
 
 @pytest.fixture(scope="module")
 def animals(tmp_path_factory: pytest.TempPathFactory) -> TextTask:
-    """Separable: `yes` where the text names a dog, `no` where it names a bird."""
+    """Separable task: `yes` if the text contains "dog", `no` if it contains "bird"; 160 and 60 texts."""
     folder = tmp_path_factory.mktemp("animals")
     rng = random.Random(0)
-    for stem, size in (("train", 160), ("dev", 60)):
+    for stem, num_texts in (("train", 160), ("dev", 60)):
         lines = ["text\tlabel"]
-        for _ in range(size):
+        for _ in range(num_texts):
             words = [rng.choice(["the", "old", "house", "near", "river", "saw"]) for _ in range(5)]
             is_dog = rng.random() < 0.5
             words[rng.randrange(5)] = "dog" if is_dog else "bird"
-            lines.append(f"{' '.join(words)}\t{'yes' if is_dog else 'no'}")
+            label = "yes" if is_dog else "no"
+            lines.append(f"{' '.join(words)}\t{label}")
         (folder / f"{stem}.tsv").write_text("\n".join(lines) + "\n")
     return TextTask(SPEC, folder)
 
 
 def test_a_separable_task_is_learnt(encoder: Pretrained, animals: TextTask) -> None:
     result = finetune_task(encoder, animals, FAST, 0, CPU)
-    assert result.score is not None and result.score > 0.95
+
+    assert result.score is not None
+    assert result.score > 0.95
     assert result.failure == ""
-    assert (result.examples, result.steps) == (160, 60)
+    assert result.examples == 160
+    assert result.steps == 60
 
 
-def test_a_probe_separates_what_a_random_encoder_keeps_and_does_not_touch_it(
+def test_a_probe_of_a_random_encoder_separates_the_labels_and_does_not_change_the_encoder(
     encoder: Pretrained, animals: TextTask
 ) -> None:
-    before = encoder.digest
-    first = probe_task(encoder, animals, FAST, CPU)
-    assert first.score is not None and first.score > 0.8
-    assert first.numbers() == probe_task(encoder, animals, FAST.model_copy(update={"lr": 1.0}), CPU).numbers()
-    assert dataclasses.replace(encoder).digest == before  # a copy, so that it is worked out anew
+    digest_before = encoder.digest
+    other_lr = FAST.model_copy(update={"lr": 1.0})
+
+    result = probe_task(encoder, animals, FAST, CPU)
+    result_with_other_lr = probe_task(encoder, animals, other_lr, CPU)
+
+    assert result.score is not None
+    assert result.score > 0.8
+    assert result.numbers() == result_with_other_lr.numbers()  # nothing is trained by gradient steps
+    copy = dataclasses.replace(encoder)  # the digest is stored in the object, so only a copy computes it anew
+    assert copy.digest == digest_before
 
 
-def test_squad_learns_where_the_answer_is(encoder: Pretrained, tmp_path: Path) -> None:
+def write_squad_files(folder: Path) -> None:
+    """Write SQuAD 1.1 files with the question "who?"; the answer is the only animal in the passage of 8 words."""
     rng = random.Random(0)
-    for stem, size in (("train-v1.1", 120), ("dev-v1.1", 30)):
+    for stem, num_passages in (("train-v1.1", 120), ("dev-v1.1", 30)):
         paragraphs = []
-        for number in range(size):
+        for number in range(num_passages):
             words = [rng.choice(["the", "old", "near", "saw", "good", "many"]) for _ in range(8)]
-            words[rng.randrange(8)] = answer = rng.choice(["dog", "bird", "horse"])
+            position = rng.randrange(8)
+            animal = rng.choice(["dog", "bird", "horse"])
+            words[position] = animal
             context = " ".join(words)
-            entry = {"text": answer, "answer_start": context.index(answer)}
-            qas = [{"id": f"{number}", "question": "who?", "answers": [entry]}]
-            paragraphs.append({"context": context, "qas": qas})
-        (tmp_path / f"{stem}.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+            answer = {"text": animal, "answer_start": context.index(animal)}
+            question = {"id": f"{number}", "question": "who?", "answers": [answer]}
+            paragraphs.append({"context": context, "qas": [question]})
+        (folder / f"{stem}.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+
+
+def test_squad_is_learnt_and_cannot_be_probed(encoder: Pretrained, tmp_path: Path) -> None:
+    write_squad_files(tmp_path)
     settings = FAST.model_copy(update={"max_length": 32, "epochs": 10, "span_width": 32, "max_answer": 4})
+
     result = finetune_task(encoder, SquadTask(1, tmp_path), settings, 0, CPU)
-    assert result.metrics["exact"] > 80
+
+    assert result.metrics["exact"] > 80  # per cent
     with pytest.raises(UserError, match="squad1 has no linear probe"):
         probe_task(encoder, SquadTask(1, tmp_path), settings, CPU)
 
 
-def test_an_interrupted_run_skips_finished_seeds_and_ends_in_the_same_numbers(
+def ignore_note(text: str) -> None:
+    pass
+
+
+def test_an_interrupted_run_skips_finished_seeds_and_ends_in_the_numbers_of_an_uninterrupted_one(
     encoder: Pretrained, animals: TextTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = [(animals, SHORT)]
-    whole = run_all(encoder, work, range(3), tmp_path / "whole", CPU, note=lambda text: None)
+    uninterrupted = run_all(encoder, work, range(3), tmp_path / "uninterrupted", CPU, note=ignore_note)
 
-    def until_the_second(*args: object, **kwargs: object) -> float:
-        if trained:
+    # Interrupt a second run in its second seed.
+    interrupted_dir = tmp_path / "interrupted"
+    results_file = interrupted_dir / RESULTS_FILE
+    num_trained = 0
+
+    def fit_first_seed_only(*args: object, **kwargs: object) -> float:
+        nonlocal num_trained
+        if num_trained == 1:
             raise KeyboardInterrupt
-        trained.append(True)
+        num_trained += 1
         return fit(*args, **kwargs)  # type: ignore[arg-type]
 
-    trained: list[bool] = []
-    monkeypatch.setattr(finetune_and_probe, "fit", until_the_second)
+    monkeypatch.setattr(finetune_and_probe, "fit", fit_first_seed_only)
     with pytest.raises(KeyboardInterrupt):
-        run_all(encoder, work, range(3), tmp_path / "cut", CPU, note=lambda text: None)
+        run_all(encoder, work, range(3), interrupted_dir, CPU, note=ignore_note)
     monkeypatch.undo()
-    assert len((tmp_path / "cut" / RESULTS_FILE).read_text().splitlines()) == 1
-    with (tmp_path / "cut" / RESULTS_FILE).open("a") as file:
-        file.write('{"task": "anim')  # a line that a kill has torn
+    assert len(results_file.read_text().splitlines()) == 1
+    with results_file.open("a") as file:
+        file.write('{"task": "anim')  # an incomplete line, as kill -9 leaves it
 
     notes: list[str] = []
-    resumed = run_all(encoder, work, range(3), tmp_path / "cut", CPU, note=notes.append)
-    assert [r.numbers() for r in resumed] == [r.numbers() for r in whole]
+    resumed = run_all(encoder, work, range(3), interrupted_dir, CPU, note=notes.append)
+
+    assert [result.numbers() for result in resumed] == [result.numbers() for result in uninterrupted]
     assert ["already there" in note for note in notes] == [True, False, False]
-    assert len({r.train_loss for r in whole}) == 3  # seeds differ
+    assert len({result.train_loss for result in uninterrupted}) == 3  # seeds give different results
 
+    # A result of other settings does not count as finished.
     notes.clear()
-    run_all(encoder, [(animals, SHORT.model_copy(update={"lr": 1e-3}))], [0], tmp_path / "cut", CPU, note=notes.append)
-    assert "already there" not in notes[0]  # other settings are another result
+    other_settings = SHORT.model_copy(update={"lr": 1e-3})
+    run_all(encoder, [(animals, other_settings)], [0], interrupted_dir, CPU, note=notes.append)
+    assert "already there" not in notes[0]
 
 
-def test_callers_of_torch_s_generator_are_not_disturbed(encoder: Pretrained, animals: TextTask) -> None:
+def test_finetuning_does_not_change_the_state_of_torchs_global_random_generator(
+    encoder: Pretrained, animals: TextTask
+) -> None:
     torch.manual_seed(11)
     expected = torch.rand(3)
+
     torch.manual_seed(11)
     finetune_task(encoder, animals, SHORT, 0, CPU)
+
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_run_that_diverges_and_one_that_learns_nothing_are_named(encoder: Pretrained, animals: TextTask) -> None:
-    broken = dataclasses.replace(encoder, state={k: v * float("nan") for k, v in encoder.state.items()})
-    diverged = finetune_task(broken, animals, SHORT, 0, CPU)
+def test_diverged_and_degenerate_seeds_are_reported_and_only_diverged_ones_have_no_score(
+    encoder: Pretrained, animals: TextTask
+) -> None:
+    nan_weights = {name: value * float("nan") for name, value in encoder.state.items()}
+    nan_encoder = dataclasses.replace(encoder, state=nan_weights)
+    almost_no_lr = FAST.model_copy(update={"lr": 1e-12})
+
+    diverged = finetune_task(nan_encoder, animals, SHORT, 0, CPU)
+    degenerate = finetune_task(encoder, animals, almost_no_lr, 4, CPU)
+    good = finetune_task(encoder, animals, FAST, 5, CPU)
+    summary = summarize([good, diverged, degenerate])
+
     assert diverged.score is None
     assert diverged.failure == "diverged: the loss is nan at step 0; lower lr or raise warmup_fraction"
-    constant = finetune_task(encoder, animals, FAST.model_copy(update={"lr": 1e-12}), 4, CPU)
-    assert constant.failure.startswith("degenerate: all 60 predictions are")
-    good = finetune_task(encoder, animals, FAST, 5, CPU)
-    summary = summarize([good, diverged, constant])
-    assert list(summary.failed) == [0, 4]
-    assert good.score is not None and constant.score is not None
-    assert summary.median == pytest.approx((good.score + constant.score) / 2)
+    assert degenerate.failure.startswith("degenerate: all 60 predictions are")
+    assert list(summary.failed) == [0, 4]  # seeds
+    assert good.score is not None
+    assert degenerate.score is not None
+    assert summary.median == pytest.approx((good.score + degenerate.score) / 2)
 
 
-def test_a_loss_that_breaks_between_two_looks_is_named_with_its_step(encoder: Pretrained, animals: TextTask) -> None:
+def test_a_loss_that_becomes_infinite_is_reported_with_its_step_although_it_is_not_checked_at_every_step(
+    encoder: Pretrained, animals: TextTask
+) -> None:
     model = animals.model(encoder, FAST, 0)
-    steps: list[int] = []
+    num_forwards = 0
 
-    def poison(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-        steps.append(len(steps))
-        return output * (float("inf") if len(steps) == 21 else 1.0)
+    def make_step_20_infinite(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        is_step_20 = num_forwards == 21  # steps are counted from 0
+        return output * (float("inf") if is_step_20 else 1.0)
 
-    model.register_forward_hook(poison)
+    model.register_forward_hook(make_step_20_infinite)
+
     with pytest.raises(Diverged, match="the loss is inf at step 20"):
         fit(model, 2, animals.examples(encoder, FAST), FAST, seed=0)

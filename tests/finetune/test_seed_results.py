@@ -1,19 +1,34 @@
-"""Results summed up: the GLUE average."""
+"""The GLUE average of results made by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from electra_dist.finetune.seed_results import Result, glue_average, summarize
+from electra_dist.finetune.seed_results import Result, SeedSummary, glue_average, summarize
+
+GLUE_TASKS = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
 
 
-def test_the_glue_average_needs_all_eight_tasks() -> None:
-    def summary(task: str, score: float) -> object:
-        common = {"seed": 0, "mode": "finetune", "identity": "", "metric": "accuracy", "metrics": {"accuracy": score}}
-        more = {"failure": "", "train_loss": 0.0, "steps": 1, "examples": 1, "seconds": 1.0}
-        return summarize([Result(task=task, score=score, **common, **more)])  # type: ignore[arg-type]
+def summary_of_one_seed(task: str, score: float) -> SeedSummary:
+    result = Result(
+        task=task,
+        seed=0,
+        mode="finetune",
+        identity="",
+        metric="accuracy",
+        score=score,
+        metrics={"accuracy": score},
+        failure="",
+        train_loss=0.0,
+        steps=1,
+        examples=1,
+        seconds=1.0,
+    )
+    return summarize([result])
 
-    tasks = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
-    summaries = [summary(task, number / 10) for number, task in enumerate(tasks)]
-    assert glue_average(summaries) == pytest.approx(0.35)  # type: ignore[arg-type]
-    assert glue_average(summaries[1:]) is None  # type: ignore[arg-type]
+
+def test_the_glue_average_is_the_mean_of_eight_tasks_and_does_not_exist_for_fewer() -> None:
+    summaries = [summary_of_one_seed(task, number / 10) for number, task in enumerate(GLUE_TASKS)]
+
+    assert glue_average(summaries) == pytest.approx(0.35)  # the mean of 0.0, 0.1, ... 0.7
+    assert glue_average(summaries[1:]) is None

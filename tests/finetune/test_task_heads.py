@@ -1,8 +1,9 @@
-"""Heads against the same formulas in NumPy float64, written out; the beam against all pairs."""
+"""Heads against their formulas written out in NumPy float64, and the beam search against all spans."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 SETTINGS = FinetuneConfig(head_dropout=0.0, span_width=12, beam=4)
 CLS, SEP, PAD = 2, 3, 0
+# Two rows of a question and a passage; the passages are at positions 4 to 7 and 3 to 4.
 IDS = torch.tensor([[CLS, 60, 61, SEP, 70, 71, 72, 73, SEP], [CLS, 62, SEP, 74, 75, SEP, PAD, PAD, PAD]])
+ENCODER_WIDTH = 32
+
+Weights = dict[str, np.ndarray]
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -28,92 +33,141 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x - x.max()).sum()) - x.max()
 
 
-def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    return {name: p.detach().double().numpy() for name, p in module.named_parameters()}
+def weights_of(module: torch.nn.Module) -> Weights:
+    return {name: parameter.detach().double().numpy() for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize("head", ["reference", "dense"])
-def test_the_classifier_is_dense_layers_on_the_state_of_cls(encoder: Pretrained, head: str) -> None:
+def test_a_classifier_is_one_or_two_dense_layers_on_the_state_of_cls_with_cross_entropy(
+    encoder: Pretrained, head: str
+) -> None:
     settings = SETTINGS.model_copy(update={"head": head})
-    model = Classifier(encoder.backbone(), 32, 3, settings, seed=1)
+    model = Classifier(encoder.backbone(), ENCODER_WIDTH, 3, settings, seed=1)
     model.eval()
-    state = model.backbone(IDS).detach().double().numpy()[:, 0]
-    w = weights(model.head)
-    if head == "dense":
-        state = gelu(state @ w["1.weight"].T + w["1.bias"])
-    last = "1" if head == "reference" else "4"
-    logits = state @ w[f"{last}.weight"].T + w[f"{last}.bias"]
+
+    cls_states = model.backbone(IDS).detach().double().numpy()[:, 0]
+    weights = weights_of(model.head)
+    if head == "reference":
+        logits = cls_states @ weights["1.weight"].T + weights["1.bias"]
+    else:
+        hidden = gelu(cls_states @ weights["1.weight"].T + weights["1.bias"])
+        logits = hidden @ weights["4.weight"].T + weights["4.bias"]
+    cross_entropy = -(log_softmax(logits[0])[2] + log_softmax(logits[1])[0]) / 2  # the labels are 2 and 0
+
     np.testing.assert_allclose(model.predict(IDS).detach().numpy(), logits, atol=1e-6)
     loss = model(IDS, torch.tensor([[2], [0]]), DropoutKeys.off(IDS))
-    assert loss.item() == pytest.approx(-(log_softmax(logits[0])[2] + log_softmax(logits[1])[0]) / 2, abs=1e-6)
+    assert loss.item() == pytest.approx(cross_entropy, abs=1e-6)
 
 
-def test_a_regression_is_the_squared_error_of_one_output(encoder: Pretrained) -> None:
-    model = Classifier(encoder.backbone(), 32, 1, SETTINGS, seed=1).eval()
-    output = model.predict(IDS).detach().numpy()[:, 0]
+def test_the_loss_of_a_regression_is_the_mean_squared_error_of_one_output(encoder: Pretrained) -> None:
+    model = Classifier(encoder.backbone(), ENCODER_WIDTH, 1, SETTINGS, seed=1).eval()
+
     loss = model(IDS, torch.tensor([[0.2], [0.9]]), DropoutKeys.off(IDS))
-    assert loss.item() == pytest.approx(((output - [0.2, 0.9]) ** 2).mean(), abs=1e-7)
+
+    outputs = model.predict(IDS).detach().numpy()[:, 0]
+    squared_errors = (outputs - [0.2, 0.9]) ** 2
+    assert loss.item() == pytest.approx(squared_errors.mean(), abs=1e-7)
 
 
-def slow_span_logits(w: dict, state_SH: np.ndarray, allowed_S: np.ndarray, start: int) -> tuple[np.ndarray, ...]:
-    """Start logits, end logits given `start`, and the no-answer logit of one row, token by token."""
-    outside = np.where(allowed_S, 0.0, -1000.0)
-    start_logits = state_SH @ w["start.weight"][0] + w["start.bias"][0] + outside
-    end_logits = np.array(
-        [
-            gelu(w["end_hidden.weight"] @ np.concatenate([state_SH[start], token]) + w["end_hidden.bias"])
-            @ w["end.weight"][0]
-            + w["end.bias"][0]
-            for token in state_SH
-        ]
-    )
-    expected = np.exp(log_softmax(start_logits)) @ state_SH
-    hidden = gelu(w["answer_hidden.weight"] @ np.concatenate([state_SH[0], expected]) + w["answer_hidden.bias"])
-    return start_logits, end_logits + outside, hidden @ w["answer.weight"][0] + w["answer.bias"][0]
+class SpanLogits(NamedTuple):
+    """Logits of one row of S positions: starts [S], ends given one start [S], and "no answer" (a number)."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    no_answer: np.ndarray
 
 
-def test_the_span_loss_is_the_reference_s_formula(encoder: Pretrained) -> None:
-    model = SpanModel(encoder.backbone(), 32, SETTINGS, seed=1).eval()
-    state = model.backbone(IDS).detach().double().numpy()
+def span_logits_by_hand(weights: Weights, state_SH: np.ndarray, allowed_S: np.ndarray, start: int) -> SpanLogits:
+    """Return the logits of the SQuAD head for one row, computed position by position.
+
+    Args:
+        weights: parameters of the head.
+        state_SH: states of the encoder.
+        allowed_S: positions at which an answer may start or end; the others get -1000.
+        start: the start on which the logits of the ends depend.
+    """
+    penalty = np.where(allowed_S, 0.0, -1000.0)
+    start_logits = state_SH @ weights["start.weight"][0] + weights["start.bias"][0] + penalty
+
+    end_logits = []
+    for state in state_SH:
+        both_states = np.concatenate([state_SH[start], state])
+        hidden = gelu(weights["end_hidden.weight"] @ both_states + weights["end_hidden.bias"])
+        end_logits.append(hidden @ weights["end.weight"][0] + weights["end.bias"][0])
+
+    mean_start_state = np.exp(log_softmax(start_logits)) @ state_SH
+    cls_and_mean = np.concatenate([state_SH[0], mean_start_state])
+    hidden = gelu(weights["answer_hidden.weight"] @ cls_and_mean + weights["answer_hidden.bias"])
+    no_answer = hidden @ weights["answer.weight"][0] + weights["answer.bias"][0]
+    return SpanLogits(start_logits, np.array(end_logits) + penalty, no_answer)
+
+
+def test_the_span_loss_equals_the_references_formula(encoder: Pretrained) -> None:
+    """Cross-entropy of start and end, halved, plus half the binary cross-entropy of "no answer"; mean over rows."""
+    model = SpanModel(encoder.backbone(), ENCODER_WIDTH, SETTINGS, seed=1).eval()
+    states = model.backbone(IDS).detach().double().numpy()
+    # [CLS] stands for "no answer"; the passage and the [SEP] after it are allowed.
     allowed = np.array([[1, 0, 0, 0, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 1, 0, 0, 0]], bool)
     np.testing.assert_array_equal(model.allowed(IDS).numpy(), allowed)
-    targets = [(5, 7, 0), (0, 0, 1)]
-    expected = 0.0
-    for row, (start, end, impossible) in enumerate(targets):
-        starts, ends, no_answer = slow_span_logits(weights(model.head), state[row], allowed[row], start)
-        span = -(log_softmax(starts)[start] + log_softmax(ends)[end]) / 2
-        bce = np.log1p(np.exp(-no_answer if impossible else no_answer))
-        expected += (span + 0.5 * bce) / 2
+    targets = [(5, 7, 0), (0, 0, 1)]  # start, end, whether there is no answer
+
     loss = model(IDS, torch.tensor(targets), DropoutKeys.off(IDS))
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
+
+    row_losses = []
+    for row, (start, end, impossible) in enumerate(targets):
+        logits = span_logits_by_hand(weights_of(model.head), states[row], allowed[row], start)
+        span_loss = -(log_softmax(logits.starts)[start] + log_softmax(logits.ends)[end]) / 2
+        sign = -1 if impossible else 1
+        answer_loss = np.log1p(np.exp(sign * logits.no_answer))
+        row_losses.append(span_loss + 0.5 * answer_loss)
+    assert loss.item() == pytest.approx(np.mean(row_losses), abs=1e-5)
+
+
+def best_span_by_hand(
+    head: SpanHead, state_SH: torch.Tensor, allowed_S: torch.Tensor, window: AnswerWindow, max_answer: int
+) -> tuple[float, int, int]:
+    """Return the best span of a window, found by scoring all allowed ones: log-probability, first and last token."""
+    weights = weights_of(head)
+    num_passage_tokens = len(window.owned)
+    spans = []
+    for first in range(num_passage_tokens):
+        if not window.owned[first]:
+            continue
+        start = window.offset + first
+        logits = span_logits_by_hand(weights, state_SH.double().numpy(), allowed_S.numpy(), start)
+        start_logp = log_softmax(logits.starts)[start]
+        end_logps = log_softmax(logits.ends)
+        for last in range(first, min(first + max_answer, num_passage_tokens)):
+            logp = start_logp + end_logps[window.offset + last]
+            spans.append((logp, window.first + first, window.first + last))
+    return max(spans)
 
 
 def test_a_beam_as_wide_as_the_row_finds_the_best_of_all_spans() -> None:
     torch.manual_seed(0)
-    S, offset, max_answer = 14, 4, 5
-    settings = SETTINGS.model_copy(update={"beam": S})
+    num_positions, offset, max_answer = 14, 4, 5
+    num_passage_tokens = num_positions - offset - 1  # the last position is [SEP]
+    settings = SETTINGS.model_copy(update={"beam": num_positions})
     for seed in range(10):
         head = SpanHead(8, settings, seed)
-        state = 3 * torch.randn(1, S, 8)
-        allowed = torch.arange(S)[None] >= offset
-        owned = (torch.rand(S - offset - 1) > 0.3).tolist()  # the last position is [SEP]
-        window = AnswerWindow(0, list(range(S)), offset, first=100, owned=owned)
+        states = 3 * torch.randn(1, num_positions, 8)
+        allowed = torch.arange(num_positions)[None] >= offset
+        owned = (torch.rand(num_passage_tokens) > 0.3).tolist()
+        window = AnswerWindow(0, list(range(num_positions)), offset, first=100, owned=owned)
+
         with torch.no_grad():
-            found = best_spans([window], head.search(state, allowed), max_answer)[0]
-        w, best = weights(head), None
-        for i in range(len(owned)):
-            starts, ends, _ = slow_span_logits(w, state[0].double().numpy(), allowed[0].numpy(), offset + i)
-            for j in range(i, min(i + max_answer, len(owned))):
-                logp = log_softmax(starts)[offset + i] + log_softmax(ends)[offset + j]
-                if owned[i] and (best is None or logp > best[0]):
-                    best = (logp, 100 + i, 100 + j)
-        assert found is not None and best is not None
+            [found] = best_spans([window], head.search(states, allowed), max_answer)
+
+        best = best_span_by_hand(head, states[0], allowed[0], window, max_answer)
+        assert found is not None
         assert found[1:] == best[1:]
         assert found[0] == pytest.approx(best[0], abs=1e-4)
 
 
-def test_a_head_starts_with_the_same_weights_for_a_seed_and_others_for_another() -> None:
-    first, again, other = (SpanHead(8, SETTINGS, seed).end_hidden.weight for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert first.abs().max() <= math.sqrt(6 / (16 + 12))
+def test_the_initial_weights_of_a_head_depend_on_the_seed_only_and_have_glorots_bound() -> None:
+    first, repeated, other_seed = (SpanHead(8, SETTINGS, seed).end_hidden.weight for seed in (1, 1, 2))
+
+    assert torch.equal(first, repeated)
+    assert not torch.equal(first, other_seed)
+    inputs, outputs = 16, 12  # two states of width 8; span_width
+    assert first.abs().max() <= math.sqrt(6 / (inputs + outputs))

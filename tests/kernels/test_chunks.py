@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from electra_kernels.mlm_head import _without_small_rest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from electra_kernels.mlm_head import _without_small_rest
 
 
 def test_the_masked_rows_of_electra_large_are_one_chunk() -> None:

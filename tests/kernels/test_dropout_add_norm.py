@@ -6,36 +6,56 @@ import torch.nn.functional as F
 from electra_kernels.dropout_add_norm import dropout_add_norm, keep_scale
 from electra_kernels.operation_types import DropoutKey
 
-ROWS = torch.tensor([7, 2**32 - 1, 0])
+ROWS = torch.tensor([7, 2**32 - 1, 0])  # numbers of the rows within the global batch
 
 
 def inputs(hidden: int = 12) -> list[torch.Tensor]:
+    """Random output of a sub-layer, its input, and weight and bias of the LayerNorm, for 3 rows of 5 tokens."""
     shapes = [(3, 5, hidden), (3, 5, hidden), (hidden,), (hidden,)]
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def test_without_dropout_it_is_torchs_layer_norm():
-    x, residual, weight, bias = given = inputs()
-    out = dropout_add_norm(*given, eps=1e-5, dropout=DropoutKey(0.0, 1, 2, 3), row_B=ROWS)
-    torch.testing.assert_close(out, F.layer_norm(x + residual, (12,), weight, bias, 1e-5), rtol=1e-12, atol=1e-12)
+def test_at_dropout_probability_0_the_output_is_torchs_layer_norm_of_the_sum():
+    hidden, eps = 12, 1e-5
+    x, residual, weight, bias = inputs(hidden)
+    no_dropout = DropoutKey(0.0, seed=1, step=2, site=3)
+
+    out = dropout_add_norm(x, residual, weight, bias, eps=eps, dropout=no_dropout, row_B=ROWS)
+
+    expected = F.layer_norm(x + residual, (hidden,), weight, bias, eps)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck_in_float64():
-    key = DropoutKey(0.3, 1, 2, 3)
-    assert torch.autograd.gradcheck(lambda *t: dropout_add_norm(*t, eps=1e-5, dropout=key, row_B=ROWS), inputs(4))
+def test_gradients_with_dropout_pass_gradcheck_in_float64():
+    key = DropoutKey(0.3, seed=1, step=2, site=3)
+
+    def output(*tensors: torch.Tensor) -> torch.Tensor:
+        return dropout_add_norm(*tensors, eps=1e-5, dropout=key, row_B=ROWS)
+
+    assert torch.autograd.gradcheck(output, inputs(4))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
-def test_the_share_dropped_and_the_mean_kept(probability):
-    scale = keep_scale(torch.Size((50, 20, 400)), torch.arange(50), DropoutKey(probability, 5, 6, 7))
-    dropped = (scale == 0).double().mean().item()
-    assert dropped == pytest.approx(probability, abs=5 * (probability * (1 - probability) / scale.numel()) ** 0.5)
+def test_the_dropout_probability_is_the_share_dropped_and_sets_the_factor_of_the_others(probability):
+    """The share may differ by five standard deviations of a binomial share."""
+    key = DropoutKey(probability, seed=5, step=6, site=7)
+
+    scale = keep_scale(torch.Size((50, 20, 400)), torch.arange(50), key)
+
+    dropped_share = (scale == 0).double().mean().item()
+    deviation = (probability * (1 - probability) / scale.numel()) ** 0.5
+    assert dropped_share == pytest.approx(probability, abs=5 * deviation)
     assert scale.max().item() == pytest.approx(1 / (1 - probability))
 
 
-def test_a_row_drops_the_same_elements_in_any_batch_and_others_at_any_other_site_or_step():
-    shape, key = torch.Size((3, 6, 8)), DropoutKey(0.5, 5, 6, 7)
+def test_a_row_drops_the_same_elements_in_any_batch_and_other_elements_at_another_site_step_or_seed():
+    shape = torch.Size((3, 6, 8))
+    shape_of_one_row = torch.Size((1, 6, 8))
+    key = DropoutKey(0.5, seed=5, step=6, site=7)
+
     whole = keep_scale(shape, ROWS, key)
-    assert torch.equal(keep_scale(torch.Size((1, 6, 8)), ROWS[1:2], key)[0], whole[1])
-    for other in (key._replace(site=8), key._replace(step=7), key._replace(seed=6)):
-        assert not torch.equal(keep_scale(shape, ROWS, other), whole)
+    second_row_alone = keep_scale(shape_of_one_row, ROWS[1:2], key)
+
+    assert torch.equal(second_row_alone[0], whole[1])
+    for other_key in (key._replace(site=8), key._replace(step=7), key._replace(seed=6)):
+        assert not torch.equal(keep_scale(shape, ROWS, other_key), whole)

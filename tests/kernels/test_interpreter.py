@@ -1,4 +1,4 @@
-"""Runs the interpreted kernel tests in a process where Triton was told to interpret before it was imported."""
+"""Runs the interpreted kernel tests in a process where TRITON_INTERPRET is set before Triton is imported."""
 
 import os
 import subprocess
@@ -11,8 +11,9 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-def test_the_interpreted_kernels():
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 9):
+def test_all_tests_in_the_folder_interpreted_pass_under_tritons_interpreter():
+    major, minor = version("triton").split(".")[:2]
+    if (int(major), int(minor)) < (3, 9):
         pytest.skip("before Triton 3.9 the interpreter rounds a fused product and sum twice, which no GPU does")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(FOLDER)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

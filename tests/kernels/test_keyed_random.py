@@ -1,6 +1,8 @@
 """Random bits against published answers, and torch, NumPy and slices against each other, bit for bit."""
 
-import multiprocessing
+import itertools
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -12,7 +14,7 @@ from electra_kernels.native import cpu_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# Random123, kat_vectors, philox4x32 10: counter, key, answer.
+# Counter, key and answer of philox4x32 with 10 rounds, from kat_vectors of the Random123 library.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -27,22 +29,27 @@ SEED = st.integers(0, 2**63 - 1)
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_known_answers(counter, key, answer):
-    seed = key[0] | key[1] << 32
+def test_philox_gives_the_published_answers_in_numpy_and_torch(counter, key, answer):
+    low_word, high_word = key
+    seed = low_word | high_word << 32
+
     in_numpy = philox4x32(tuple(np.array([c], np.uint64) for c in counter), seed)
     in_torch = philox4x32(tuple(torch.tensor([c]) for c in counter), seed)
+
     assert tuple(int(w[0]) for w in in_numpy) == answer
     assert tuple(int(w[0]) for w in in_torch) == answer
 
 
 @given(seed=SEED, words=st.lists(st.tuples(WORD, WORD, WORD, WORD), min_size=1, max_size=9))
 @settings(max_examples=50, deadline=None)
-def test_torch_and_numpy_agree(seed, words):
+def test_philox_in_torch_equals_philox_in_numpy(seed, words):
     columns = list(zip(*words))
+
     in_numpy = philox4x32(tuple(np.array(c, np.uint64) for c in columns), seed)
     in_torch = philox4x32(tuple(torch.tensor(c) for c in columns), seed)
-    for a, b in zip(in_numpy, in_torch):
-        assert a.tolist() == b.tolist()
+
+    for numpy_word, torch_word in zip(in_numpy, in_torch):
+        assert numpy_word.tolist() == torch_word.tolist()
 
 
 @given(
@@ -54,25 +61,24 @@ def test_torch_and_numpy_agree(seed, words):
     cells=st.integers(1, 60),
 )
 @settings(max_examples=60, deadline=None)
-def test_grid_is_the_definition_for_any_slicing(seed, step, rows, num_positions, first_block, cells):
-    whole_slice = keyed_random._CELLS_PER_SLICE
-    keyed_random._CELLS_PER_SLICE = cells
-    try:
-        grid = bits_grid(
-            seed, Purpose.EVAL, step, torch.tensor(rows, dtype=torch.int64), num_positions, 4 * first_block
-        )
-    finally:
-        keyed_random._CELLS_PER_SLICE = whole_slice
+def test_grid_cells_are_philox_words_however_the_grid_is_sliced(seed, step, rows, num_positions, first_block, cells):
+    """Philox makes four words, a block, for four successive positions. Checked are first, middle and last position."""
+    row_tensor = torch.tensor(rows, dtype=torch.int64)
+
+    with mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
+        grid = bits_grid(seed, Purpose.EVAL, step, row_tensor, num_positions, 4 * first_block)
+
     assert grid.shape == (len(rows), num_positions)
     assert grid.dtype == torch.int64
+    checked_positions = {0, num_positions // 2, num_positions - 1} & set(range(num_positions))
     for i, row in enumerate(rows):
-        for position in {0, num_positions // 2, num_positions - 1} & set(range(num_positions)):
+        for position in checked_positions:
             counter = (first_block + position // 4, row, step, int(Purpose.EVAL))
             words = philox4x32(tuple(torch.tensor([c]) for c in counter), seed)
             assert int(grid[i, position]) == int(words[position % 4])
 
 
-def test_a_row_and_a_position_know_nothing_of_their_neighbours():
+def test_bits_of_a_row_and_position_do_not_depend_on_other_rows_and_positions():
     rows = torch.tensor([5, 2**32 - 1, 17, 0])
     whole = bits_grid(99, Purpose.SAMPLE, 3, rows, 1000)
     for i, row in enumerate(rows):
@@ -80,7 +86,7 @@ def test_a_row_and_a_position_know_nothing_of_their_neighbours():
     assert torch.equal(bits_grid(99, Purpose.SAMPLE, 3, rows, 600, first_position=400), whole[:, 400:])
 
 
-def test_seed_purpose_step_and_row_each_change_the_bits():
+def test_another_seed_purpose_step_or_row_changes_every_word():
     row = torch.tensor([1])
     grids = [
         bits_grid(1, Purpose.SAMPLE, 1, row, 64),
@@ -90,34 +96,48 @@ def test_seed_purpose_step_and_row_each_change_the_bits():
         bits_grid(1, Purpose.SAMPLE, 2, row, 64),
         bits_grid(1, Purpose.SAMPLE, 1, row + 1, 64),
     ]
-    for i, a in enumerate(grids):
-        for b in grids[:i]:
-            assert not (a == b).any()
+    for i, grid in enumerate(grids):
+        for earlier_grid in grids[:i]:
+            assert not (grid == earlier_grid).any()
 
 
 def test_derived_seeds_differ_and_fit_63_bits():
-    seeds = {
-        derive_seed(7, purpose, a, b)
-        for purpose in (Purpose.INIT, Purpose.DROPOUT)
-        for a in range(5)
-        for b in range(5)
-    }
-    assert len(seeds) == 50
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    arguments = itertools.product((Purpose.INIT, Purpose.DROPOUT), range(5), range(5))
+
+    seeds = {derive_seed(7, purpose, first, second) for purpose, first, second in arguments}
+
+    assert len(seeds) == 2 * 5 * 5
+    for seed in seeds:
+        assert 0 <= seed < 2**63
 
 
-def test_threads_make_the_same_grid_in_a_fork_too() -> None:
-    rows, before = torch.arange(40), torch.get_num_threads()
-    grids = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            grids.append(bits_grid(7, Purpose.DROPOUT, 3, rows, 5000, 8))
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            grids.append(pool.apply_async(bits_grid, (7, Purpose.DROPOUT, 3, rows, 5000, 8)).get(timeout=60))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], grids[2])
+_GRIDS_BY_THREADS_AND_BY_A_FORK = """
+import multiprocessing
+import torch
+from electra_kernels.keyed_random import Purpose, bits_grid
+
+arguments = (7, Purpose.DROPOUT, 3, torch.arange(40), 5000, 8)
+torch.set_num_threads(1)
+by_one_thread = bits_grid(*arguments)
+torch.set_num_threads(2)
+by_two_threads = bits_grid(*arguments)
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    by_fork = pool.apply_async(bits_grid, arguments).get(timeout=60)
+assert torch.equal(by_one_thread, by_two_threads)
+assert torch.equal(by_one_thread, by_fork)
+"""
+
+
+def test_one_thread_two_threads_and_a_forked_process_make_the_same_grid() -> None:
+    """A fork does not inherit threads, so one that waits for its parent's would hang: hence the timeout.
+
+    It runs in a process of its own, because torch's OpenMP may hang in the fork of a process where autograd ran.
+    """
+    command = [sys.executable, "-c", _GRIDS_BY_THREADS_AND_BY_A_FORK]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(cpu_library.fill_bits is None, reason="the package was built without a C compiler")
@@ -131,17 +151,22 @@ def test_threads_make_the_same_grid_in_a_fork_too() -> None:
     drop=st.floats(0, 0.999),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_library_and_numpy_make_the_same_bits(seed, step, rows, num_blocks, first_block, cells, drop):
-    made = []
-    for fillers in ((cpu_library.fill_bits, cpu_library.fill_kept), (None, None)):
-        patch = dict(zip(("fill_bits", "fill_kept"), fillers))
-        with mock.patch.multiple(cpu_library, **patch), mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
-            given_ = (seed, Purpose.DROPOUT, step, torch.tensor(rows), 4 * num_blocks, 4 * first_block)
-            made.append((bits_grid(*given_), keep_grid(*given_, drop)))
-    assert torch.equal(made[0][0], made[1][0])
-    assert torch.equal(made[0][1], made[1][1])
-    kept = made[0][0] >= drop_threshold(drop)
-    assert torch.equal(made[0][1], torch.where(kept, 1 / (1 - drop), 0.0).float())
+def test_the_c_library_makes_the_bits_and_dropout_factors_of_numpy(
+    seed, step, rows, num_blocks, first_block, cells, drop
+):
+    arguments = (seed, Purpose.DROPOUT, step, torch.tensor(rows), 4 * num_blocks, 4 * first_block)
+
+    with mock.patch.object(keyed_random, "_CELLS_PER_SLICE", cells):
+        library_bits = bits_grid(*arguments)
+        library_factors = keep_grid(*arguments, drop)
+        with mock.patch.multiple(cpu_library, fill_bits=None, fill_kept=None):
+            numpy_bits = bits_grid(*arguments)
+            numpy_factors = keep_grid(*arguments, drop)
+
+    assert torch.equal(library_bits, numpy_bits)
+    assert torch.equal(library_factors, numpy_factors)
+    is_kept = library_bits >= drop_threshold(drop)
+    assert torch.equal(library_factors, torch.where(is_kept, 1 / (1 - drop), 0.0).float())
 
 
 @pytest.mark.skipif(cpu_library.fill_bits is None, reason="the package was built without a C compiler")
@@ -151,6 +176,9 @@ def test_a_library_of_another_version_is_not_used(monkeypatch):
     assert cpu_library._load() is None
 
 
-def test_rows_may_be_any_view():
-    rows = torch.arange(40)[::7]
-    assert torch.equal(bits_grid(1, Purpose.EVAL, 2, rows, 64), bits_grid(1, Purpose.EVAL, 2, rows.clone(), 64))
+def test_row_numbers_in_a_strided_view_give_the_grid_of_a_contiguous_copy():
+    strided_rows = torch.arange(40)[::7]
+
+    grid = bits_grid(1, Purpose.EVAL, 2, strided_rows, 64)
+
+    assert torch.equal(grid, bits_grid(1, Purpose.EVAL, 2, strided_rows.clone(), 64))

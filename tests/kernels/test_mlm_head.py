@@ -15,10 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-VOCAB, PADDED, WIDTH = 90, 128, 12
+VOCAB = 90
+PADDED = 128  # rows of the table; those from VOCAB on are padding
+WIDTH = 12
+PARAMETERS = ("x_MD", "weight_VD", "bias_V")  # the arguments of the head that get gradients
 
 
 def inputs(num_rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict:
+    """Random arguments of the head for `num_rows` masked tokens, by parameter name."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "x_MD": torch.randn(num_rows, WIDTH, generator=generator).to(dtype).requires_grad_(),
@@ -30,55 +34,76 @@ def inputs(num_rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     }
 
 
-def head(given: dict, **more: object) -> MlmHeadOutput:
-    return mlm_head_loss_and_sample(**given, **({"seed": 11, "step": 2, "vocab_size": VOCAB} | more))
+def head(arguments: dict, **options: object) -> MlmHeadOutput:
+    """The head's output with seed 11 in step 2, unless `options` override them."""
+    defaults = {"seed": 11, "step": 2, "vocab_size": VOCAB}
+    return mlm_head_loss_and_sample(**arguments, **{**defaults, **options})
 
 
-def eager_loss(given: dict) -> torch.Tensor:
-    x, weight, bias = (given[name].double() for name in ("x_MD", "weight_VD", "bias_V"))
-    logits = x @ weight[:VOCAB].t() + bias
-    return (F.cross_entropy(logits, given["target_M"], reduction="none") * given["weight_M"]).sum()
+def logits_of(arguments: dict) -> torch.Tensor:
+    """Logits of the tokens that exist, [M, V], in the dtype of the arguments."""
+    x_MD, weight_VD, bias_V = (arguments[name] for name in PARAMETERS)
+    return x_MD @ weight_VD[:VOCAB].t() + bias_V
+
+
+def float64_loss(arguments: dict) -> torch.Tensor:
+    """The weighted sum of cross entropies, computed by plain PyTorch in float64."""
+    logits = logits_of({name: arguments[name].double() for name in PARAMETERS})
+    return (F.cross_entropy(logits, arguments["target_M"], reduction="none") * arguments["weight_M"]).sum()
+
+
+def bias_towards(token: int, bias: float) -> torch.Tensor:
+    """A bias vector, [V], that is 0 except at one token."""
+    return torch.zeros(VOCAB).index_fill(0, torch.tensor([token]), bias)
 
 
 @pytest.mark.parametrize("chunk", [4096, 7, 1])
-def test_loss_and_gradients_are_autograds(chunk):
-    given = inputs(23)
-    parameters = [given[name] for name in ("x_MD", "weight_VD", "bias_V")]
-    out = head(given, chunk=chunk)
-    exact = eager_loss(given)
+def test_loss_and_gradients_are_those_of_float64_autograd_for_any_chunk(chunk):
+    arguments = inputs(23)
+    parameters = [arguments[name] for name in PARAMETERS]
+    upstream = 0.37
+
+    out = head(arguments, chunk=chunk)
+    gradients = torch.autograd.grad(upstream * out.loss_sum, parameters)
+
+    exact_loss = float64_loss(arguments)
+    exact_gradients = torch.autograd.grad(upstream * exact_loss, parameters)
     assert out.loss_sum.dtype == torch.float32
-    assert out.loss_sum.item() == pytest.approx(exact.item(), rel=1e-6)
-    ours = torch.autograd.grad(0.37 * out.loss_sum, parameters)
-    truth = torch.autograd.grad(0.37 * exact, parameters)
-    for a, b in zip(ours, truth):
-        assert (a - b).abs().max() < 2e-6
-    assert not ours[1][VOCAB:].any()
+    assert out.loss_sum.item() == pytest.approx(exact_loss.item(), rel=1e-6)
+    for gradient, exact_gradient in zip(gradients, exact_gradients):
+        assert (gradient - exact_gradient).abs().max() < 2e-6
+    table_gradient = gradients[1]
+    assert not table_gradient[VOCAB:].any()
 
 
-def test_statistics():
-    given = inputs(400)
-    out = head(given)
-    best = (given["x_MD"] @ given["weight_VD"][:VOCAB].t() + given["bias_V"]).argmax(1)
-    weight, target = given["weight_M"], given["target_M"]
+def test_counts_are_the_weights_of_correct_predictions_and_samples():
+    arguments = inputs(400)
+    weight, target = arguments["weight_M"], arguments["target_M"]
+
+    out = head(arguments)
+
+    most_likely = logits_of(arguments).argmax(1)
     assert out.weight_sum.item() == float(weight.sum())
-    assert out.correct_sum.item() == float(weight[best == target].sum())
-    assert out.sampled_correct_sum.item() == float(weight[out.sampled_M == target].sum()) > 0
+    assert out.correct_sum.item() == float(weight[most_likely == target].sum())
+    assert out.sampled_correct_sum.item() == float(weight[out.sampled_M == target].sum())
+    assert out.sampled_correct_sum.item() > 0
     assert not out.sampled_M.requires_grad
 
 
-def test_gradcheck_in_float64_with_the_table_tied_to_the_features():
+def test_gradients_pass_gradcheck_when_the_features_come_from_the_heads_own_table():
+    """In ELECTRA the head's table is also the word embedding, so its gradient has two sources."""
     vocab, padded = 17, 24
     target = torch.randint(vocab, (6,))
     fixed = {"target_M": target, "weight_M": torch.rand(6).double(), "row_M": torch.arange(6)}
 
-    def tied(table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        features = table[target.flip(0)] * 0.5  # the table's other use: an embedding
-        given = {"x_MD": features, "weight_VD": table, "bias_V": bias, **fixed}
-        return head(given, chunk=4, vocab_size=vocab).loss_sum
+    def tied_loss(table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        features = table[target.flip(0)] * 0.5  # an embedding by the same table
+        arguments = {"x_MD": features, "weight_VD": table, "bias_V": bias, **fixed}
+        return head(arguments, chunk=4, vocab_size=vocab).loss_sum
 
     table = torch.randn(padded, WIDTH, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(vocab, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(tied, (table, bias))
+    assert torch.autograd.gradcheck(tied_loss, (table, bias))
 
 
 @given(
@@ -88,83 +113,109 @@ def test_gradcheck_in_float64_with_the_table_tied_to_the_features():
     temperature=st.sampled_from([1.0, 0.5]),
 )
 @settings(max_examples=40, deadline=None)
-def test_samples_ignore_chunk_and_split(num_rows, chunk, cut, temperature):
-    given = inputs(num_rows, seed=num_rows)
-    whole = head(given, temperature=temperature).sampled_M
-    assert torch.equal(head(given, temperature=temperature, chunk=chunk).sampled_M, whole)
-    shared = {name: given[name] for name in ("weight_VD", "bias_V")}
-    parts = [
-        head({**{k: v[s] for k, v in given.items() if k not in shared}, **shared}, temperature=temperature).sampled_M
-        for s in (slice(0, min(cut, num_rows)), slice(min(cut, num_rows), num_rows))
-        if s.stop > s.start
-    ]
+def test_a_rows_sample_depends_neither_on_the_chunk_nor_on_the_other_rows(num_rows, chunk, cut, temperature):
+    arguments = inputs(num_rows, seed=num_rows)
+    table_and_bias = {name: arguments[name] for name in ("weight_VD", "bias_V")}
+    per_row = {name: tensor for name, tensor in arguments.items() if name not in table_and_bias}
+    cut = min(cut, num_rows)
+
+    whole = head(arguments, temperature=temperature).sampled_M
+    in_chunks = head(arguments, temperature=temperature, chunk=chunk).sampled_M
+    parts = []
+    for part in (slice(0, cut), slice(cut, num_rows)):
+        if part.start == part.stop:
+            continue
+        part_of_rows = {name: tensor[part] for name, tensor in per_row.items()}
+        parts.append(head({**part_of_rows, **table_and_bias}, temperature=temperature).sampled_M)
+
+    assert torch.equal(in_chunks, whole)
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_samples_are_those_of_the_public_sampler(exact_sample):
-    given = inputs(500)
-    drawn = head(given).sampled_M
-    logits = (given["x_MD"] @ given["weight_VD"][:VOCAB].t() + given["bias_V"]).detach()
-    expected, gap = exact_sample(logits.numpy(), 11, 2, given["row_M"].numpy())
-    clear = torch.from_numpy(gap > 1e-4)
-    assert torch.equal(drawn[clear], torch.from_numpy(expected)[clear])
+def test_samples_are_those_of_a_float64_sampler_where_the_best_score_is_clear(exact_sample):
+    """Scores closer than 1e-4 may be ordered differently in fp32."""
+    arguments = inputs(500)
+
+    sampled = head(arguments).sampled_M
+
+    logits = logits_of(arguments).detach().numpy()
+    expected, gap = exact_sample(logits, 11, 2, arguments["row_M"].numpy())
+    is_clear = torch.from_numpy(gap > 1e-4)
+    assert torch.equal(sampled[is_clear], torch.from_numpy(expected)[is_clear])
 
 
-def test_gradient_mode_does_not_change_values():
-    given = inputs(50)
-    trained, evaluated = head(given), None
+def test_no_grad_changes_no_value():
+    arguments = inputs(50)
+
+    with_gradient = head(arguments)
     with torch.no_grad():
-        evaluated = head(given)
-    assert not evaluated.loss_sum.requires_grad
-    for a, b in zip(trained, evaluated):
-        assert torch.equal(a.detach(), b)
+        without_gradient = head(arguments)
+
+    assert not without_gradient.loss_sum.requires_grad
+    for tensor, tensor_without_gradient in zip(with_gradient, without_gradient):
+        assert torch.equal(tensor.detach(), tensor_without_gradient)
 
 
-def test_all_weights_zero_is_a_zero_loss_with_zero_gradients():
-    given = inputs(9)
-    given["weight_M"] = torch.zeros(9)
-    given["bias_V"] = torch.full((VOCAB,), -math.inf).index_fill(0, torch.tensor([3]), 0.0).requires_grad_()
-    out = head(given)
+def test_rows_of_weight_zero_have_no_loss_and_no_gradient_but_are_sampled():
+    """Token 3 is the only one with a finite logit, so it is every row's sample and most rows' loss is infinite."""
+    only_token = 3
+    arguments = inputs(9)
+    arguments["weight_M"] = torch.zeros(9)
+    forbidding_bias = torch.full((VOCAB,), -math.inf).index_fill(0, torch.tensor([only_token]), 0.0)
+    arguments["bias_V"] = forbidding_bias.requires_grad_()
+
+    out = head(arguments)
     out.loss_sum.backward()
+
     assert out.loss_sum.item() == 0.0
-    assert not given["x_MD"].grad.any()
-    assert not given["weight_VD"].grad.any()
-    assert (out.sampled_M == 3).all()
+    assert not arguments["x_MD"].grad.any()
+    assert not arguments["weight_VD"].grad.any()
+    assert (out.sampled_M == only_token).all()
 
 
-def test_disallow_correct_never_draws_the_target():
-    given = inputs(600)
-    # A bias that makes the target nearly certain.
-    given["target_M"] = torch.full((600,), 7)
-    given["bias_V"] = torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), 30.0)
-    assert (head(given).sampled_M == 7).float().mean() > 0.9
-    assert not (head(given, disallow_correct=True).sampled_M == 7).any()
+def test_disallow_correct_never_draws_the_target_even_where_it_is_nearly_certain():
+    target = 7
+    arguments = inputs(600)
+    arguments["target_M"] = torch.full((600,), target)
+    arguments["bias_V"] = bias_towards(target, 30.0)
+
+    allowed = head(arguments).sampled_M
+    disallowed = head(arguments, disallow_correct=True).sampled_M
+
+    assert (allowed == target).float().mean() > 0.9
+    assert not (disallowed == target).any()
 
 
-def test_confident_rows_keep_their_gradient_in_bf16():
-    given = inputs(8, torch.bfloat16)
-    given["target_M"] = torch.full((8,), 7)
-    given["weight_M"] = torch.ones(8)
-    given["bias_V"] = torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), 26.0).requires_grad_()
-    out = head(given)
-    grad = torch.autograd.grad(out.loss_sum, given["bias_V"])[0]
-    truth = torch.autograd.grad(eager_loss(given), given["bias_V"])[0]
-    assert float(truth[7]) < 0
-    assert float(grad[7]) == pytest.approx(float(truth[7]), rel=0.05)
+def test_in_bf16_rows_that_predict_their_target_with_near_certainty_keep_their_gradient():
+    """softmax - 1 at the target is tiny; a softmax rounded to bf16 before the subtraction would give 0."""
+    target = 7
+    arguments = inputs(8, torch.bfloat16)
+    arguments["target_M"] = torch.full((8,), target)
+    arguments["weight_M"] = torch.ones(8)
+    arguments["bias_V"] = bias_towards(target, 26.0).requires_grad_()
+
+    gradient = torch.autograd.grad(head(arguments).loss_sum, arguments["bias_V"])[0]
+    exact_gradient = torch.autograd.grad(float64_loss(arguments), arguments["bias_V"])[0]
+
+    assert float(exact_gradient[target]) < 0
+    assert float(gradient[target]) == pytest.approx(float(exact_gradient[target]), rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters_get_gradients_of_their_own_type(dtype):
-    given = inputs(40, dtype)
-    out = head(given)
-    parameters = [given[name] for name in ("x_MD", "weight_VD", "bias_V")]
-    ours = torch.autograd.grad(out.loss_sum, parameters)
-    exact = eager_loss(given)
-    truth = torch.autograd.grad(exact, parameters)
-    assert out.loss_sum.item() == pytest.approx(exact.item(), rel=1e-6)
-    for a, b in zip(ours, truth):
-        assert a.dtype == dtype
-        assert (a.double() - b.double()).abs().max() <= torch.finfo(dtype).eps * b.abs().max()
+def test_low_precision_parameters_get_gradients_of_their_own_type_within_its_rounding(dtype):
+    arguments = inputs(40, dtype)
+    parameters = [arguments[name] for name in PARAMETERS]
+
+    out = head(arguments)
+    gradients = torch.autograd.grad(out.loss_sum, parameters)
+
+    exact_loss = float64_loss(arguments)
+    exact_gradients = torch.autograd.grad(exact_loss, parameters)
+    assert out.loss_sum.item() == pytest.approx(exact_loss.item(), rel=1e-6)
+    for gradient, exact_gradient in zip(gradients, exact_gradients):
+        assert gradient.dtype == dtype
+        error = (gradient.double() - exact_gradient.double()).abs().max()
+        assert error <= torch.finfo(dtype).eps * exact_gradient.abs().max()
 
 
 @pytest.mark.skipif(cpu_library.row_pass is None, reason="the package was built without a C compiler")
@@ -173,43 +224,67 @@ def test_low_precision_parameters_get_gradients_of_their_own_type(dtype):
 @pytest.mark.parametrize(
     ("spread", "temperature", "disallow"), [(1.0, 1.0, False), (30.0, 0.5, False), (3.0, 2.0, True)]
 )
-def test_the_librarys_row_pass_is_the_definition(vocab, with_gradient, spread, temperature, disallow, monkeypatch):
-    generator, rows = torch.Generator().manual_seed(vocab), 50
-    logits = spread * torch.randn(rows, vocab + 5, generator=generator)
+def test_the_c_librarys_row_pass_is_the_definition_in_float64(
+    vocab, with_gradient, spread, temperature, disallow, monkeypatch
+):
+    """The definition is the same function without the library. Seed, step and rows use their whole ranges."""
+    num_rows = 50
+    generator = torch.Generator().manual_seed(vocab)
+    logits = spread * torch.randn(num_rows, vocab + 5, generator=generator)  # 5 columns of padding
     bias = torch.randn(vocab, generator=generator)
     bias[-1] = -torch.inf
-    target = torch.randint(max(1, vocab - 1), (rows,), generator=generator)
-    weight, row = torch.rand(rows, generator=generator), torch.randint(2**32, (rows,), generator=generator)
-    options = RowOptions(2**62 + 3, 2**32 - 1, vocab, temperature, disallow and vocab > 2, with_gradient)
-    by_library, exact = logits.clone(), logits.double()
-    ours = row_pass_reference(by_library, bias, target, weight, row, options)
+    target = torch.randint(max(1, vocab - 1), (num_rows,), generator=generator)
+    weight = torch.rand(num_rows, generator=generator)
+    row = torch.randint(2**32, (num_rows,), generator=generator)
+    options = RowOptions(
+        seed=2**62 + 3,
+        step=2**32 - 1,
+        vocab_size=vocab,
+        temperature=temperature,
+        disallow_correct=disallow and vocab > 2,
+        with_gradient=with_gradient,
+    )
+
+    overwritten_logits = logits.clone()  # the gradient replaces the logits in place
+    stats = row_pass_reference(overwritten_logits, bias, target, weight, row, options)
     monkeypatch.setattr(cpu_library, "row_pass", None)
-    truth = row_pass_reference(exact, bias.double(), target, weight.double(), row, options)
-    torch.testing.assert_close(ours.loss_M.double(), truth.loss_M, rtol=1e-6, atol=2e-6 * spread)
-    assert torch.equal(ours.best_M, truth.best_M)
+    exact_overwritten_logits = logits.double()
+    exact_stats = row_pass_reference(exact_overwritten_logits, bias.double(), target, weight.double(), row, options)
+
+    torch.testing.assert_close(stats.loss_M.double(), exact_stats.loss_M, rtol=1e-6, atol=2e-6 * spread)
+    assert torch.equal(stats.best_M, exact_stats.best_M)
     if with_gradient:
-        torch.testing.assert_close(by_library.double(), exact, rtol=0, atol=2e-6)
+        torch.testing.assert_close(overwritten_logits.double(), exact_overwritten_logits, rtol=0, atol=2e-6)
     else:
-        assert torch.equal(by_library, logits)
+        assert torch.equal(overwritten_logits, logits)
+
     noise = gumbel_from_bits(bits_grid(options.seed, Purpose.SAMPLE, options.step, row, vocab)).double()
     score = (logits[:, :vocab] + bias).double() / temperature + noise
     if options.disallow_correct:
         score.scatter_(1, target[:, None], -torch.inf)
-    lost = score.max(1).values - score.gather(1, ours.sampled_M[:, None])[:, 0]
-    assert lost.max() < 1e-4  # another token is drawn only where two are as good as equal
-    assert (ours.sampled_M == truth.sampled_M).all()
+    score_of_sample = score.gather(1, stats.sampled_M[:, None])[:, 0]
+    lost_score = score.max(1).values - score_of_sample
+    assert lost_score.max() < 1e-4  # another token is drawn only where two scores are as good as equal
+    assert (stats.sampled_M == exact_stats.sampled_M).all()
 
 
 @pytest.mark.skipif(cpu_library.row_pass is None, reason="the package was built without a C compiler")
-def test_a_logit_that_is_no_number_makes_a_loss_that_is_none():
-    for poison in (math.nan, math.inf):
-        logits, one = torch.zeros(2, 40), torch.ones(2)
-        logits[1, 7] = poison
-        options = RowOptions(1, 2, 40, 1.0, False, True)
-        found = row_pass_reference(logits, torch.zeros(40), torch.tensor([3, 3]), one, torch.arange(2), options)
-        assert found.loss_M[0].item() == pytest.approx(math.log(40))
-        assert math.isnan(found.loss_M[1])
-        assert ((found.sampled_M >= 0) & (found.sampled_M < 40)).all()
+def test_a_nan_or_infinite_logit_makes_the_loss_of_its_row_nan_and_leaves_the_other_rows_alone():
+    vocab = 40
+    options = RowOptions(seed=1, step=2, vocab_size=vocab, temperature=1.0, disallow_correct=False, with_gradient=True)
+    for bad_value in (math.nan, math.inf):
+        logits = torch.zeros(2, vocab)
+        logits[1, 7] = bad_value
+
+        stats = row_pass_reference(
+            logits, torch.zeros(vocab), torch.tensor([3, 3]), torch.ones(2), torch.arange(2), options
+        )
+
+        loss_of_good_row, loss_of_bad_row = stats.loss_M
+        assert loss_of_good_row.item() == pytest.approx(math.log(vocab))
+        assert math.isnan(loss_of_bad_row)
+        assert (stats.sampled_M >= 0).all()
+        assert (stats.sampled_M < vocab).all()
 
 
 class ProductRecorder(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The sampler's distribution, its independence of layout, and its corners."""
+"""The sampler draws from the softmax, row by row the same in any batch, and handles extreme noise and logits."""
 
 import math
 
@@ -28,71 +28,89 @@ def realistic_logits(num_tokens: int) -> torch.Tensor:
     ],
     ids=["flat", "peaked", "realistic", "tempered"],
 )
-def test_frequencies_are_the_softmax(logits, draws, temperature):
+def test_frequencies_of_tokens_are_the_softmax_by_a_chi_square_test(logits, draws, temperature):
     tokens = sample(logits.expand(draws, -1), seed=5, step=9, row_M=torch.arange(draws), temperature=temperature)
     expected = (logits.double() / temperature).softmax(0).numpy() * draws
     observed = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
-    # Tokens expected fewer than 10 times are judged together.
-    rare = expected < 10
-    if rare.any():
-        expected = np.append(expected[~rare], expected[rare].sum())
-        observed = np.append(observed[~rare], observed[rare].sum())
+    # Tokens expected fewer than 10 times are pooled, because the test is not valid for such counts.
+    is_rare = expected < 10
+    if is_rare.any():
+        expected = np.append(expected[~is_rare], expected[is_rare].sum())
+        observed = np.append(observed[~is_rare], observed[is_rare].sum())
     assert chisquare(observed, expected).pvalue > 1e-3
 
 
-def test_a_forbidden_token_is_never_drawn_in_ten_million():
+def test_a_token_of_logit_minus_infinity_is_never_drawn_in_ten_million_draws():
+    """The forbidden tokens are the odd ones, 1 and 3."""
     logits = torch.tensor([0.0, -math.inf, 1.0, -math.inf]).expand(500_000, 4)
     for step in range(20):
         tokens = sample(logits, seed=1, step=step, row_M=torch.arange(500_000))
         assert not (tokens % 2).any()
 
 
-def test_noise_is_finite_and_exact_at_both_ends():
+def test_noise_of_the_lowest_and_highest_random_words_is_finite_decreasing_and_exact():
     bits = torch.tensor([0, 1, 2, (1 << 27) - 1, 1 << 27, (1 << 31) - 1, 2**32 - 129, 2**32 - 2, 2**32 - 1])
     noise = gumbel_from_bits(bits)
     uniform = [(int(b) + 0.5) * 2.0**-32 for b in bits]
     exact = torch.tensor([-math.log(-math.log1p(-u)) for u in uniform], dtype=torch.float64)
     assert noise.isfinite().all()
     # An error of the exponential of 4e-7, relative, is one of the noise, absolute; plus fp32's own rounding of 22.9.
-    assert ((noise - exact).abs() < 4e-7 + 1e-6 * (exact.abs() > 4)).all()
+    allowed = 4e-7 + 1e-6 * (exact.abs() > 4)
+    assert ((noise - exact).abs() < allowed).all()
     assert (noise.diff() <= 0).all()
 
 
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=50))
 @settings(max_examples=100, deadline=None)
-def test_noise_is_the_textbook_formula(bits):
+def test_noise_is_that_of_the_textbook_formula_in_float64(bits):
+    """Gumbel noise is -log(-log u); it is compared as exp(-noise), which is exponentially distributed."""
     noise = gumbel_from_bits(torch.tensor(bits)).double().numpy()
     exact = -np.log(-np.log1p(-(np.array(bits, np.float64) + 0.5) * 2.0**-32))
     np.testing.assert_allclose(np.exp(-noise), np.exp(-exact), rtol=2e-6)
 
 
-def test_ties_go_to_the_lower_token():
-    # Beside 1e30 the noise is less than a rounding error, so equal logits are equal scores.
+def test_the_lowest_of_equally_good_tokens_is_drawn():
+    """Beside 1e30 the noise is less than a rounding error, so equal logits are equal scores."""
     logits = torch.full((3, 10), -1.0e30)
     logits[:, 7] = logits[:, 4] = logits[:, 9] = 1.0e30
     assert sample(logits, seed=3, step=1, row_M=torch.arange(3)).tolist() == [4, 4, 4]
 
 
-def test_same_tokens_for_any_split_and_block(monkeypatch):
-    logits, rows = torch.randn(37, 501), torch.arange(37) * 1000 + 2**31
-    whole = sample(logits, seed=2**62 + 5, step=3, row_M=rows)
-    halves = [sample(logits[s], seed=2**62 + 5, step=3, row_M=rows[s]) for s in (slice(0, 5), slice(5, 37))]
-    assert torch.equal(torch.cat(halves), whole)
+def test_a_rows_token_does_not_depend_on_split_block_size_or_order_of_the_rows(monkeypatch):
+    logits = torch.randn(37, 501)
+    rows = torch.arange(37) * 1000 + 2**31
+
+    def sample_rows(chosen: slice | torch.Tensor) -> torch.Tensor:
+        return sample(logits[chosen], seed=2**62 + 5, step=3, row_M=rows[chosen])
+
+    all_rows = slice(0, 37)
+    whole = sample_rows(all_rows)
+    in_two_parts = torch.cat([sample_rows(slice(0, 5)), sample_rows(slice(5, 37))])
     monkeypatch.setattr(sampling, "block_rows", lambda logits: 3)
-    assert torch.equal(sample(logits, seed=2**62 + 5, step=3, row_M=rows), whole)
+    in_blocks_of_three = sample_rows(all_rows)
     order = torch.randperm(37)
-    assert torch.equal(sample(logits[order], seed=2**62 + 5, step=3, row_M=rows[order]), whole[order])
+    shuffled = sample_rows(order)
+
+    assert torch.equal(in_two_parts, whole)
+    assert torch.equal(in_blocks_of_three, whole)
+    assert torch.equal(shuffled, whole[order])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
-def test_equals_a_float64_sampler_where_the_gap_decides(exact_sample, temperature):
-    logits, rows = torch.randn(2000, 300) * 2, torch.arange(2000) + 2**32 - 2000
+def test_samples_are_those_of_a_float64_sampler_where_the_best_score_is_clear(exact_sample, temperature):
+    """Scores closer than 1e-4, less than 1 % of the rows, may be ordered differently in fp32."""
+    logits = torch.randn(2000, 300) * 2
+    rows = torch.arange(2000) + 2**32 - 2000
+
     tokens = sample(logits, seed=77, step=12, row_M=rows, temperature=temperature)
     expected, gap = exact_sample(logits.numpy(), 77, 12, rows.numpy(), temperature)
-    clear = gap > 1e-4
-    assert clear.mean() > 0.99
-    assert (tokens.numpy() == expected)[clear].all()
+
+    is_clear = gap > 1e-4
+    assert is_clear.mean() > 0.99
+    assert (tokens.numpy() == expected)[is_clear].all()
 
 
-def test_no_rows():
-    assert sample(torch.zeros(0, 5), seed=0, step=0, row_M=torch.zeros(0, dtype=torch.int64)).tolist() == []
+def test_sampling_zero_rows_gives_zero_tokens():
+    tokens = sample(torch.zeros(0, 5), seed=0, step=0, row_M=torch.zeros(0, dtype=torch.int64))
+
+    assert tokens.tolist() == []

@@ -1,12 +1,11 @@
-"""Every objective against float64 truth; its gradients against differences; what holds for all of them."""
+"""Properties of every objective: it has the loss of a float64 computation, and the gradients of that loss."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,32 +18,46 @@ from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-SEED, STEP, VOCAB, SEQ_LEN = 99, 1234, 300, 48
-COUNTS = np.random.default_rng(0).integers(0, 1000, VOCAB)
+SEED = 99
+STEP = 1234
+VOCAB_SIZE = 300
+SEQ_LEN = 48
+TOKEN_COUNTS = np.random.default_rng(0).integers(0, 1000, VOCAB_SIZE)  # of the corpus, for the unigram generator
+LARGE_TOWER = TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+SMALL_TOWER = TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32)
 
 
 @dataclasses.dataclass(frozen=True)
 class FamilyCase:
-    objective: dict[str, Any]
-    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """An objective and a kind of sharing, as the fields of both config sections that differ from the defaults."""
 
-    def build(self, backend: str = "auto") -> tuple[Any, ModelConfig]:
-        towers = {
-            "discriminator": TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64),
-            "generator": TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32),
+    objective_fields: dict[str, Any]
+    model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def model(self) -> ModelConfig:
+        """The config of two small towers without dropout."""
+        defaults = {
+            "vocab_size": VOCAB_SIZE,
+            "max_positions": 64,
+            "embedding_size": 24,
+            "discriminator": LARGE_TOWER,
+            "generator": SMALL_TOWER,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
         }
-        rest = {"embedding_size": 24, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-        model = ModelConfig(vocab_size=VOCAB, max_positions=64, **{**towers, **rest, **self.model})
-        objective = ObjectiveConfig(mask_prob=0.25, **self.objective)
-        return shaken(build_objective(model, objective, SPECIAL, 3, backend, COUNTS)), model
+        return ModelConfig(**{**defaults, **self.model_fields})
+
+    def module(self, backend: str = "auto") -> Any:
+        """The objective, with noise on every parameter so that none is at its default."""
+        objective = ObjectiveConfig(mask_prob=0.25, **self.objective_fields)
+        return shaken(build_objective(self.model(), objective, SPECIAL, 3, backend, TOKEN_COUNTS))
 
 
-SAME = {"generator": TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)}
 CASES = {
     "rtd": FamilyCase({}),
     "rtd-untied": FamilyCase({}, {"sharing": "none", "generator_embedding_size": 16}),
     "rtd-gdes": FamilyCase({}, {"sharing": "gdes"}),
-    "rtd-one-set-of-layers": FamilyCase({}, {**SAME, "sharing": "all"}),
+    "rtd-one-set-of-layers": FamilyCase({}, {"sharing": "all", "generator": LARGE_TOWER}),
     "rtd-uniform": FamilyCase({"generator": "uniform"}),
     "rtd-unigram": FamilyCase({"generator": "unigram", "temperature": 2.0}),
     "rtd-temperature": FamilyCase({"temperature": 2.0}),
@@ -57,137 +70,212 @@ CASES = {
     "electric": FamilyCase({"name": "electric"}),
     "adversarial": FamilyCase({"name": "adversarial"}),
 }
-all_cases = pytest.mark.parametrize("name", CASES)
+for_every_case = pytest.mark.parametrize("case_name", CASES)
+
+
+class Batch(NamedTuple):
+    """Token ids, [B, S], and the numbers of their rows within the global batch, [B]."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+    def step_input(self, scales: tuple[float, float], step: int = STEP) -> StepInput:
+        """The input of one step over all rows, with the factors of both loss sums."""
+        return StepInput(self.ids, self.rows, step, SEED, *scales)
 
 
 @pytest.fixture
-def batch(make_ids: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_ids([SEQ_LEN, 33, 20], seq_len=SEQ_LEN, vocab_size=VOCAB), torch.tensor([40, 41, 42])
+def batch(make_ids: Callable[..., torch.Tensor]) -> Batch:
+    """Three rows; the last two end with padding."""
+    ids = make_ids([SEQ_LEN, 33, 20], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    return Batch(ids, torch.tensor([40, 41, 42]))
 
 
-def scales_of(module: Any, ids: torch.Tensor) -> tuple[float, float]:
-    first, second = loss_counts(ids, SPECIAL, module.objective).sum(0).tolist()
-    return 1 / first, 1 / second
+def mean_scales(module: Any, ids: torch.Tensor) -> tuple[float, float]:
+    """The factors that turn the two loss sums over `ids` into means over tokens."""
+    first_count, second_count = loss_counts(ids, SPECIAL, module.objective).sum(0).tolist()
+    return 1 / first_count, 1 / second_count
 
 
-@all_cases
-def test_loss_equals_a_float64_computation(name: str, batch: Any) -> None:
-    (module, model), (ids, rows) = CASES[name].build(), batch
-    scales = scales_of(module, ids)
-    out = module(StepInput(ids, rows, STEP, SEED, *scales))
-    first, second, read = Truth(module, model, ids, rows).losses(STEP, SEED)
-    sums, objective = Sums(*out.sums.tolist()), module.objective
-    predicts = objective.name in ("replace_mlm", "all_tokens_mlm")
-    found = (sums.mlm_loss_sum, sums.token_loss_sum if predicts else sums.rtd_loss_sum)
-    assert found == pytest.approx((first, second), rel=2e-6)
-    if objective.name != "adversarial":  # its generator's loss has a value without a meaning
-        weight = objective.token_weight if predicts else objective.rtd_weight
-        expected = objective.mlm_weight * first * scales[0] + weight * second * scales[1]
-        assert out.loss.item() == pytest.approx(expected, rel=2e-6)
+@for_every_case
+def test_losses_and_counts_equal_a_float64_computation(case_name: str, batch: Batch) -> None:
+    """`Truth` is written from the definitions with Hugging Face's encoders, without kernels of this project."""
+    case = CASES[case_name]
+    module = case.module()
+    objective = module.objective
+    first_scale, second_scale = mean_scales(module, batch.ids)
+
+    out = module(batch.step_input((first_scale, second_scale)))
+    truth = Truth(module, case.model(), batch.ids, batch.rows)
+    first_loss, second_loss, discriminator_input = truth.losses(STEP, SEED)
+
+    sums = Sums(*out.sums.tolist())
+    has_token_loss = objective.name in ("replace_mlm", "all_tokens_mlm")
+    if has_token_loss:
+        second_sum = sums.token_loss_sum
+        second_count = sums.token_weight
+        second_weight = objective.token_weight
+    else:
+        second_sum = sums.rtd_loss_sum
+        second_count = sums.rtd_weight
+        second_weight = objective.rtd_weight
+    assert sums.mlm_loss_sum == pytest.approx(first_loss, rel=2e-6)
+    assert second_sum == pytest.approx(second_loss, rel=2e-6)
+
+    # The value of the adversarial generator's surrogate loss has no meaning; only its gradient has.
+    if objective.name != "adversarial":
+        expected_loss = objective.mlm_weight * first_loss * first_scale + second_weight * second_loss * second_scale
+        assert out.loss.item() == pytest.approx(expected_loss, rel=2e-6)
         assert sums.loss == out.loss.item()
-    assert sums.tokens == (ids != 0).sum()
-    counted = (sums.mlm_weight or 1 / scales[0], (sums.token_weight if predicts else sums.rtd_weight) or 1 / scales[1])
-    assert counted == pytest.approx((1 / scales[0], 1 / scales[1]))
-    if objective.name not in ("mlm", "electric") and not predicts:
-        assert torch.equal(out.label_BS, read != ids)
+
+    assert sums.tokens == (batch.ids != SPECIAL.pad).sum()
+    if sums.mlm_weight != 0:  # 0: the objective has no such loss
+        assert sums.mlm_weight == pytest.approx(1 / first_scale)
+    if second_count != 0:
+        assert second_count == pytest.approx(1 / second_scale)
+    has_replacement_labels = objective.name not in ("mlm", "electric") and not has_token_loss
+    if has_replacement_labels:
+        assert torch.equal(out.label_BS, discriminator_input != batch.ids)
 
 
-@all_cases
-def test_gradients_are_those_of_the_loss(name: str, batch: Any) -> None:
-    """Along random directions of each part, in float64; stopped gradients are left out of the direction."""
-    (module, _), (ids, rows) = CASES[name].build(), batch
-    module.double()
-    if name == "adversarial":  # a policy's surrogate is no function of the discriminator to its gradient
+@for_every_case
+def test_gradients_are_the_slopes_of_the_loss(case_name: str, batch: Batch) -> None:
+    """Central differences in float64, along a random direction of each part of the model.
+
+    Left out are parts on which the loss also depends in ways whose gradient is stopped by definition.
+    """
+    module = CASES[case_name].module().double()
+    if case_name == "adversarial":
+        # The generator's surrogate loss depends on the discriminator's outputs, through which no gradient flows.
         module.objective = module.objective.model_copy(update={"mlm_weight": 0.0})
-    run = functools.partial(module, StepInput(ids, rows, STEP, SEED, *scales_of(module, ids)))
-    run().loss.backward()
-    stopped = {"electric": ("generator", "embeddings"), "adversarial": ("generator", "embeddings", "baseline")}
-    skip = stopped.get(module.objective.name, ())
+    parts_with_stopped_gradients = {
+        "electric": ("generator", "embeddings"),
+        "adversarial": ("generator", "embeddings", "baseline"),
+    }
+    skipped_prefixes = parts_with_stopped_gradients.get(module.objective.name, ())
     if module.towers.is_difference:
-        skip = ("embeddings",)
-    parts: dict[str, list[torch.nn.Parameter]] = {}
-    for key, parameter in module.towers.named_parameters():
-        parts.setdefault(key.split(".")[0], []).append(parameter)
-    checked = 0
-    for part, parameters in parts.items():
-        if part.startswith(skip):
+        skipped_prefixes = ("embeddings",)
+    step_input = batch.step_input(mean_scales(module, batch.ids))
+    parameters_of_part: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in module.towers.named_parameters():
+        part = name.split(".")[0]
+        parameters_of_part.setdefault(part, []).append(parameter)
+
+    module(step_input).loss.backward()
+
+    epsilon = 1e-6
+
+    def move(parameters: list[torch.nn.Parameter], directions: list[torch.Tensor], distance: float) -> None:
+        for parameter, direction in zip(parameters, directions, strict=True):
+            parameter += distance * direction
+
+    num_checked = 0
+    for part, parameters in parameters_of_part.items():
+        if part.startswith(skipped_prefixes):
             continue
         directions = [torch.randn(p.shape, generator=torch.Generator().manual_seed(7)).double() for p in parameters]
-        slope = sum((p.grad * d).sum().item() for p, d in zip(parameters, directions))
-        values, epsilon = [], 1e-6
+        slope = 0.0
+        for parameter, direction in zip(parameters, directions, strict=True):
+            slope += (parameter.grad * direction).sum().item()
         with torch.no_grad():
-            for sign in (1, -2, 1):
-                for parameter, direction in zip(parameters, directions):
-                    parameter += sign * epsilon * direction
-                values.append(run().loss.item())
-        assert slope == pytest.approx((values[0] - values[1]) / (2 * epsilon), rel=1e-5, abs=1e-7), part
+            move(parameters, directions, epsilon)
+            loss_above = module(step_input).loss.item()
+            move(parameters, directions, -2 * epsilon)
+            loss_below = module(step_input).loss.item()
+            move(parameters, directions, epsilon)
+        assert slope == pytest.approx((loss_above - loss_below) / (2 * epsilon), rel=1e-5, abs=1e-7), part
         assert slope != 0.0
-        checked += 1
-    assert checked >= 2
+        num_checked += 1
+    assert num_checked >= 2
 
 
-@all_cases
-def test_every_parameter_has_a_gradient(name: str, batch: Any) -> None:
-    """ZeRO must find no gradient missing, and nothing is built for nothing."""
-    (module, _), (ids, rows) = CASES[name].build(), batch
-    module(StepInput(ids, rows, STEP, SEED, *scales_of(module, ids))).loss.backward()
-    without = [key for key, p in module.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
+@for_every_case
+def test_every_parameter_has_a_gradient(case_name: str, batch: Batch) -> None:
+    """ZeRO fails on parameters without a gradient, and a parameter that is never trained wastes memory."""
+    module = CASES[case_name].module()
+
+    module(batch.step_input(mean_scales(module, batch.ids))).loss.backward()
+
+    without_gradient = []
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None or not parameter.grad.any():
+            without_gradient.append(name)
+    assert without_gradient == []
 
 
-@all_cases
-def test_a_row_gives_the_same_numbers_in_any_batch(name: str, batch: Any) -> None:
-    (module, _), (ids, rows) = CASES[name].build(), batch
-    whole = module(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
-    parts = [module(StepInput(ids[p], rows[p], STEP, SEED, 0.01, 0.01)) for p in (slice(0, 1), slice(1, 3))]
-    assert torch.equal(torch.cat([part.label_BS for part in parts]), whole.label_BS)
-    torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=2e-6, atol=1e-6)
+@for_every_case
+def test_labels_and_sums_of_a_row_do_not_depend_on_the_other_rows_of_its_batch(case_name: str, batch: Batch) -> None:
+    module = CASES[case_name].module()
+    scales = (0.01, 0.01)
+    first_row = Batch(batch.ids[:1], batch.rows[:1])
+    other_rows = Batch(batch.ids[1:], batch.rows[1:])
+
+    whole = module(batch.step_input(scales))
+    first_part = module(first_row.step_input(scales))
+    second_part = module(other_rows.step_input(scales))
+
+    assert torch.equal(torch.cat([first_part.label_BS, second_part.label_BS]), whole.label_BS)
+    torch.testing.assert_close(first_part.sums + second_part.sums, whole.sums, rtol=2e-6, atol=1e-6)
 
 
-@all_cases
-def test_nothing_waits_for_the_device(name: str) -> None:
+@for_every_case
+def test_a_step_never_waits_for_values_of_the_device(case_name: str) -> None:
     """On the meta device there are no values: any `.item()`, boolean index or data-dependent shape raises."""
-    module, _ = CASES[name].build("reference")
+    module = CASES[case_name].module(backend="reference")
     module.to("meta")
-    ids, rows = torch.zeros(4, SEQ_LEN, dtype=torch.int64, device="meta"), torch.arange(4, device="meta")
-    assert loss_counts(ids, SPECIAL, module.objective).shape == (4, 2)
-    out = module(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
+    num_rows = 4
+    ids = torch.zeros(num_rows, SEQ_LEN, dtype=torch.int64, device="meta")
+    batch = Batch(ids, torch.arange(num_rows, device="meta"))
+
+    counts = loss_counts(ids, SPECIAL, module.objective)
+    out = module(batch.step_input((0.01, 0.01)))
     out.loss.backward()
+
+    assert counts.shape == (num_rows, 2)
     assert out.sums.shape == (len(Sums._fields),)
-    assert out.label_BS.shape == out.rtd_logit_BS.shape == ids.shape
+    assert out.label_BS.shape == ids.shape
+    assert out.rtd_logit_BS.shape == ids.shape
 
 
-@all_cases
-def test_a_few_steps_on_one_batch_lower_the_loss(name: str, batch: Any) -> None:
-    (module, _), (ids, rows) = CASES[name].build(), batch
-    module = copy.deepcopy(module)  # as tests and tools do: shared parts must stay shared
-    optimizer, scales = torch.optim.AdamW(module.parameters(), lr=3e-3), scales_of(module, ids)
+@for_every_case
+def test_twelve_steps_on_one_batch_lower_the_loss(case_name: str, batch: Batch) -> None:
+    """The module is deep-copied first, as tools do: parts that are shared must stay shared in the copy."""
+    module = copy.deepcopy(CASES[case_name].module())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    scales = mean_scales(module, batch.ids)
+
     losses = []
     for step in range(12):
-        out = module(StepInput(ids, rows, step, SEED, *scales))
+        out = module(batch.step_input(scales, step))
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         sums = Sums(*out.sums.tolist())
-        is_game = module.objective.name == "adversarial"
-        losses.append(sums.rtd_loss_sum if is_game else sums.loss)
+        # The adversarial loss as a whole has no meaning; that of its discriminator has.
+        is_adversarial = module.objective.name == "adversarial"
+        losses.append(sums.rtd_loss_sum if is_adversarial else sums.loss)
+
     assert np.isfinite(losses).all()
     assert np.mean(losses[-4:]) < np.mean(losses[:4])
 
 
-@all_cases
-def test_bf16_is_near_fp32(name: str, batch: Any) -> None:
-    (module, _), (ids, rows) = CASES[name].build(), batch
+@for_every_case
+def test_bf16_losses_are_within_5_percent_of_fp32(case_name: str, batch: Batch) -> None:
+    """Under autocast and with bf16 parameters, for parameters that bf16 represents exactly."""
+    module = CASES[case_name].module()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
-    scales = scales_of(module, ids)
-    exact = module(StepInput(ids, rows, STEP, SEED, *scales))
+    step_input = batch.step_input(mean_scales(module, batch.ids))
+
+    in_fp32 = module(step_input)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = module(StepInput(ids, rows, STEP, SEED, *scales))
-    low = module.bfloat16()(StepInput(ids, rows, STEP, SEED, *scales))
-    low.loss.backward()
-    for out in (mixed, low):
+        under_autocast = module(step_input)
+    in_bf16 = module.bfloat16()(step_input)
+    in_bf16.loss.backward()
+
+    for out in (under_autocast, in_bf16):
         assert out.loss.dtype == torch.float32
-        assert out.loss.item() == pytest.approx(exact.loss.item(), rel=0.05)
-    assert all(p.grad.isfinite().all() for p in module.parameters())
+        assert out.loss.item() == pytest.approx(in_fp32.loss.item(), rel=0.05)
+    for parameter in module.parameters():
+        assert parameter.grad.isfinite().all()

@@ -1,3 +1,5 @@
+"""Masks against a NumPy mirror, against invariants, and against the statistics of both ways to draw them."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -12,115 +14,173 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.masking import mask_rows, num_masked, num_slots
 
 MODES = ["without_replacement", "reference"]
-SEED = 0x1234_5678_9ABC_DEF0
+SEED = 0x1234_5678_9ABC_DEF0  # its upper 32 bits matter, too
+TEXT_ID = 7
 
 
 @pytest.mark.parametrize("masking", MODES)
 @pytest.mark.parametrize("mask_prob", [0.15, 0.25])
-def test_equal_to_the_numpy_mirror_bit_for_bit(
+def test_masks_equal_those_of_the_numpy_mirror_bit_for_bit(
     masking: Any,
     mask_prob: float,
     make_ids: Callable[..., torch.Tensor],
     mirror_masks: Callable[..., Any],
     special: Any,
 ) -> None:
+    """The mirror in conftest.py is written from the reference's description. Row numbers go up to 2**32 - 1."""
     objective = ObjectiveConfig(masking=masking, mask_prob=mask_prob)
-    ids, rows = make_ids([64, 63, 40, 20, 5, 3, 0], seq_len=64), [0, 5, 7, 2**31, 2**32 - 1, 11, 12]
+    ids = make_ids([64, 63, 40, 20, 5, 3, 0], seq_len=64)
+    rows = [0, 5, 7, 2**31, 2**32 - 1, 11, 12]
+
     for step in (0, 399_999):
-        ours = mask_rows(ids, special, objective, SEED, step, torch.tensor(rows))
-        for tensor, array in zip(ours, mirror_masks(ids.numpy(), objective, SEED, step, rows), strict=True):
-            np.testing.assert_array_equal(tensor.numpy(), array)
-        counted = num_masked(ids, special, objective)
-        assert torch.equal(counted.float(), ours.weight_BN.sum(1))
+        masks = mask_rows(ids, special, objective, SEED, step, torch.tensor(rows))
+        expected_masks = mirror_masks(ids.numpy(), objective, SEED, step, rows)
+
+        for tensor, expected in zip(masks, expected_masks, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), expected)
+        assert torch.equal(num_masked(ids, special, objective).float(), masks.weight_BN.sum(1))
 
 
 @given(
     lengths=st.lists(st.integers(0, 32), min_size=1, max_size=5),
     mask_prob=st.floats(0.01, 0.99),
     masking=st.sampled_from(MODES),
-    keep=st.floats(0.0, 1.0),
+    mask_token_prob=st.floats(0.0, 1.0),
     data=st.data(),
 )
 @settings(max_examples=80, deadline=None)
-def test_invariants(lengths: list[int], mask_prob: float, masking: Any, keep: float, data: Any) -> None:
-    ids = torch.zeros(len(lengths), 32, dtype=torch.int64)
+def test_only_ordinary_tokens_in_used_slots_are_masked(
+    lengths: list[int], mask_prob: float, masking: Any, mask_token_prob: float, data: Any
+) -> None:
+    """For rows of any ids from 1 to 9, where 2, 3 and 4 are [CLS], [SEP] and [MASK], and any probabilities."""
+    seq_len = 32
+    ids = torch.zeros(len(lengths), seq_len, dtype=torch.int64)
     for row, length in zip(ids, lengths, strict=True):
         row[:length] = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=length, max_size=length)))
-    objective = ObjectiveConfig(mask_prob=mask_prob, masking=masking, mask_token_prob=keep)
-    names = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    masking_out = mask_rows(ids, names, objective, 1, 2, torch.arange(len(lengths)))
-    used = masking_out.weight_BN > 0
-    assert masking_out.position_BN.shape == (len(lengths), num_slots(mask_prob, 32))
-    assert not masking_out.position_BN[~used].any()
-    assert set(ids.gather(1, masking_out.position_BN)[used].tolist()) <= {1, *range(5, 10)}
-    changed = masking_out.input_BS != ids
-    assert (masking_out.input_BS[changed] == names.mask).all()
+    objective = ObjectiveConfig(mask_prob=mask_prob, masking=masking, mask_token_prob=mask_token_prob)
+    special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+    maskable_ids = {special.unk, *range(5, 10)}
+
+    masks = mask_rows(ids, special, objective, 1, 2, torch.arange(len(lengths)))
+
+    is_used = masks.weight_BN > 0
+    assert masks.position_BN.shape == (len(lengths), num_slots(mask_prob, seq_len))
+    assert not masks.position_BN[~is_used].any()
+    ids_of_used_slots = ids.gather(1, masks.position_BN)[is_used]
+    assert set(ids_of_used_slots.tolist()) <= maskable_ids
+    is_changed = masks.input_BS != ids
+    assert (masks.input_BS[is_changed] == special.mask).all()
     for b in range(len(lengths)):
-        chosen = masking_out.position_BN[b][used[b]].tolist()
-        assert set(changed[b].nonzero().flatten().tolist()) <= set(chosen)
+        chosen_positions = masks.position_BN[b][is_used[b]].tolist()
+        changed_positions = set(is_changed[b].nonzero().flatten().tolist())
+        assert changed_positions <= set(chosen_positions)
         if masking == "without_replacement":
-            assert len(set(chosen)) == len(chosen)
-        if keep == 1.0:
-            assert set(changed[b].nonzero().flatten().tolist()) == set(chosen)
+            assert len(set(chosen_positions)) == len(chosen_positions)
+        if mask_token_prob == 1.0:
+            assert changed_positions == set(chosen_positions)
 
 
 @pytest.mark.parametrize("masking", MODES)
-def test_a_row_is_masked_alike_in_any_batch(masking: Any, make_ids: Callable[..., torch.Tensor], special: Any) -> None:
+def test_masks_of_a_row_do_not_depend_on_the_other_rows_of_its_batch(
+    masking: Any, make_ids: Callable[..., torch.Tensor], special: Any
+) -> None:
     objective = ObjectiveConfig(masking=masking)
-    ids, rows = make_ids([64, 50, 30, 64], seq_len=64), torch.tensor([100, 101, 102, 103])
-    whole = mask_rows(ids, special, objective, 5, 6, rows)
+    ids = make_ids([64, 50, 30, 64], seq_len=64)
+    rows = torch.tensor([100, 101, 102, 103])
+
+    masks_of_batch = mask_rows(ids, special, objective, 5, 6, rows)
+
     for part in (slice(0, 1), slice(1, 4), slice(3, 4)):
-        alone = mask_rows(ids[part], special, objective, 5, 6, rows[part])
-        assert all(torch.equal(a, w[part]) for a, w in zip(alone, whole, strict=True))
+        masks_of_part = mask_rows(ids[part], special, objective, 5, 6, rows[part])
+        for tensor_of_part, tensor_of_batch in zip(masks_of_part, masks_of_batch, strict=True):
+            assert torch.equal(tensor_of_part, tensor_of_batch[part])
 
 
-def test_steps_rows_and_seeds_differ(make_ids: Callable[..., torch.Tensor], special: Any) -> None:
-    ids, objective = make_ids([64], seq_len=64), ObjectiveConfig()
-    keys = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
-    positions = [mask_rows(ids, special, objective, s, t, torch.tensor([r])).position_BN for s, t, r in keys]
-    assert len({tuple(p.flatten().tolist()) for p in positions}) == len(keys)
+def test_another_seed_step_or_row_number_gives_other_masks(
+    make_ids: Callable[..., torch.Tensor], special: Any
+) -> None:
+    ids = make_ids([64], seq_len=64)
+    keys = [  # seed, step, row
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+    ]
+
+    positions = set()
+    for seed, step, row in keys:
+        masks = mask_rows(ids, special, ObjectiveConfig(), seed, step, torch.tensor([row]))
+        positions.add(tuple(masks.position_BN.flatten().tolist()))
+
+    assert len(positions) == len(keys)
 
 
 @pytest.mark.parametrize(("mask_prob", "slots"), [(0.25, 130), (0.15, 79)])
-def test_exact_counts_without_replacement(
+def test_without_replacement_a_full_row_has_exactly_the_rounded_share_of_distinct_positions(
     mask_prob: float, slots: int, make_ids: Callable[..., torch.Tensor], special: Any
 ) -> None:
-    """All 512 tokens real: exactly round(512 p) distinct positions in every row, on the paper's number of slots."""
-    objective = ObjectiveConfig(mask_prob=mask_prob)
-    masking = mask_rows(make_ids([512] * 8, 512), special, objective, 1, 2, torch.arange(8))
-    assert masking.position_BN.shape == (8, slots)
-    for positions, weights in zip(masking.position_BN, masking.weight_BN, strict=True):
-        assert len(positions[weights > 0].unique()) == round(512 * mask_prob)
+    """In rows of 512 real tokens these are round(512 p), on the paper's number of slots."""
+    seq_len = 512
+    ids = make_ids([seq_len] * 8, seq_len)
+
+    masks = mask_rows(ids, special, ObjectiveConfig(mask_prob=mask_prob), 1, 2, torch.arange(8))
+
+    assert masks.position_BN.shape == (8, slots)
+    for positions, weights in zip(masks.position_BN, masks.weight_BN, strict=True):
+        used_positions = positions[weights > 0]
+        assert len(used_positions.unique()) == round(seq_len * mask_prob)
 
 
-def test_every_candidate_is_as_likely_and_15_percent_keep_their_token(special: Any) -> None:
-    ids = torch.full((4000, 32), 7)
-    ids[:, 0], ids[:, -1] = special.cls, special.sep
-    masking = mask_rows(ids, special, ObjectiveConfig(mask_prob=0.25), 3, 4, torch.arange(4000))
-    used = masking.weight_BN > 0
-    counts = torch.bincount(masking.position_BN[used], minlength=32)[1:31].double()
-    expected = counts.sum() / 30
-    assert counts.sum() == 4000 * 8
-    # 29 degrees of freedom; draws of one row repel each other, so the statistic is smaller than chi-square's.
-    assert ((counts - expected) ** 2 / expected).sum() < 58.3  # p = 0.001
-    shown = (masking.input_BS == special.mask).sum() / used.sum()
-    assert shown.item() == pytest.approx(0.85, abs=4 * (0.85 * 0.15 / 32_000) ** 0.5)
-
-
-@pytest.mark.parametrize(("mask_prob", "paper"), [(0.25, "22.3"), (0.15, "14.1")])
-def test_real_rate_of_the_reference_draw(mask_prob: float, paper: str, special: Any) -> None:
-    """n draws with replacement from 509 candidates hit 509 (1 - (1 - 1/509)^n) of them."""
+def test_positions_are_equally_likely_and_15_percent_of_masked_tokens_stay_visible(special: Any) -> None:
     num_rows = 4000
-    ids = torch.full((num_rows, 512), 7)
-    ids[:, 0], ids[:, 255], ids[:, 511] = special.cls, special.sep, special.sep
+    num_candidates = 30  # of 32 tokens, the first is [CLS] and the last is [SEP]
+    masked_per_row = 8  # a quarter of 32
+    ids = torch.full((num_rows, 32), TEXT_ID)
+    ids[:, 0] = special.cls
+    ids[:, -1] = special.sep
+
+    masks = mask_rows(ids, special, ObjectiveConfig(mask_prob=0.25), 3, 4, torch.arange(num_rows))
+
+    is_used = masks.weight_BN > 0
+    counts = torch.bincount(masks.position_BN[is_used], minlength=32)[1:31].double()
+    expected_count = counts.sum() / num_candidates
+    chi_square = ((counts - expected_count) ** 2 / expected_count).sum()
+    assert counts.sum() == num_rows * masked_per_row
+    # 58.3 is the quantile of p = 0.001 at 29 degrees of freedom. Positions of one row are distinct, which makes the
+    # statistic smaller than chi-square's.
+    assert chi_square < 58.3
+    share_replaced_by_mask = (masks.input_BS == special.mask).sum() / is_used.sum()
+    deviation = (0.85 * 0.15 / (num_rows * masked_per_row)) ** 0.5
+    assert share_replaced_by_mask.item() == pytest.approx(0.85, abs=4 * deviation)
+
+
+@pytest.mark.parametrize(
+    ("mask_prob", "percent_of_paper", "share_drawn_again"), [(0.25, 22.3, 0.120), (0.15, 14.1, 0.073)]
+)
+def test_the_reference_draw_masks_fewer_positions_than_its_rate_because_it_repeats_some(
+    mask_prob: float, percent_of_paper: float, share_drawn_again: float, special: Any
+) -> None:
+    """n draws with replacement from 509 candidates hit 509 (1 - (1 - 1/509)^n) of them.
+
+    `share_drawn_again` is the share of masked positions that were drawn twice or more often.
+    """
+    num_rows = 4000
+    seq_len = 512
+    num_candidates = 509  # all except [CLS] and two [SEP]
+    ids = torch.full((num_rows, seq_len), TEXT_ID)
+    ids[:, 0] = special.cls
+    ids[:, 255] = special.sep
+    ids[:, 511] = special.sep
     objective = ObjectiveConfig(mask_prob=mask_prob, masking="reference")
-    masking = mask_rows(ids, special, objective, 3, 4, torch.arange(num_rows))
-    draws = round(512 * mask_prob)
-    assert (masking.weight_BN.sum(1) == draws).all()
-    hit = torch.zeros(num_rows, 512).scatter_add(1, masking.position_BN, masking.weight_BN)
-    rate, expected = (hit > 0).float().sum(1).mean() / 509, 1 - (1 - 1 / 509) ** draws
-    assert rate.item() == pytest.approx(expected, abs=5e-4)
-    assert abs(100 * expected - float(paper)) < 0.06
-    # Some are drawn twice or more: 12.0 % of the masked ones at 25 %, 7.3 % at 15 %. 2e-3 is four deviations.
-    twice = ((hit > 1).sum() / (hit > 0).sum()).item()
-    assert twice == pytest.approx({0.25: 0.120, 0.15: 0.073}[mask_prob], abs=2e-3)
+    num_draws = round(seq_len * mask_prob)
+
+    masks = mask_rows(ids, special, objective, 3, 4, torch.arange(num_rows))
+
+    assert (masks.weight_BN.sum(1) == num_draws).all()
+    draws_of_position = torch.zeros(num_rows, seq_len).scatter_add(1, masks.position_BN, masks.weight_BN)
+    masked_share = (draws_of_position > 0).float().sum(1).mean() / num_candidates
+    expected_share = 1 - (1 - 1 / num_candidates) ** num_draws
+    assert masked_share.item() == pytest.approx(expected_share, abs=5e-4)
+    assert abs(100 * expected_share - percent_of_paper) < 0.06
+    measured_again = (draws_of_position > 1).sum() / (draws_of_position > 0).sum()
+    assert measured_again.item() == pytest.approx(share_drawn_again, abs=2e-3)  # four deviations

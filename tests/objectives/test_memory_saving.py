@@ -1,4 +1,4 @@
-"""Ways to hold fewer activations: the same gradients, and fewer bytes kept for the backward pass."""
+"""Options that keep fewer activations for the backward pass: they keep fewer bytes and give the same gradients."""
 
 from __future__ import annotations
 
@@ -15,95 +15,126 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
-STEP, SEED = 5, 3
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+STEP = 5
+SEED = 3
+FP32_BYTES = 4
 
 
-class KeptBytes:
-    """Bytes that autograd keeps for a backward pass, at any moment."""
+class SavedBytes:
+    """Counter of the bytes that autograd holds for a backward pass, through hooks on saved tensors."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        return _Counted(self, tensor)
+    def counting(self) -> Any:
+        """A context in which every tensor that autograd saves is counted until it is freed."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return _SavedTensor(self, tensor)
 
     @staticmethod
-    def unpack(counted: Any) -> torch.Tensor:
-        return counted.tensor
+    def _unpack(saved: Any) -> torch.Tensor:
+        return saved.tensor
 
 
-class _Counted:
-    def __init__(self, kept: KeptBytes, tensor: torch.Tensor) -> None:
-        self.kept, self.tensor, self.size = kept, tensor, tensor.numel() * tensor.element_size()
-        kept.bytes += self.size
+class _SavedTensor:
+    """A tensor that autograd holds; it is subtracted from the counter when autograd frees it."""
+
+    def __init__(self, counter: SavedBytes, tensor: torch.Tensor) -> None:
+        self.counter = counter
+        self.tensor = tensor
+        self.size = tensor.numel() * tensor.element_size()
+        counter.bytes += self.size
 
     def __del__(self) -> None:
-        self.kept.bytes -= self.size
+        self.counter.bytes -= self.size
 
 
-def gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def small_objective(name: Any = "rtd", **model_fields: Any) -> Any:
+    """An objective over two small towers."""
+    model = ModelConfig(
+        vocab_size=300,
+        embedding_size=32,
+        max_positions=64,
+        discriminator=TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64),
+        generator=TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32),
+        **model_fields,
+    )
+    return build_objective(model, ObjectiveConfig(name=name), SPECIAL, 3)
+
+
+def loss_and_gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one step over `ids`, and the gradients of twice the loss by parameter name."""
     torch.manual_seed(1)  # dropout on embeddings and attention
     module.zero_grad()
     scales = 1.0 / loss_counts(ids, module.special, module.objective).sum(0)
     out = module(StepInput(ids, torch.arange(len(ids)), STEP, SEED, *scales))
-    (2.0 * out.loss).backward()
+    (2.0 * out.loss).backward()  # an upstream gradient other than 1, which early gradients must include
     return out.loss.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def build(name: Any = "rtd", **model: Any) -> Any:
-    towers = {
-        "discriminator": TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64),
-        "generator": TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32),
-    }
-    sizes = {"vocab_size": 300, "embedding_size": 32, "max_positions": 64}
-    special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    return build_objective(ModelConfig(**sizes, **towers, **model), ObjectiveConfig(name=name), special, 3)
-
-
 @pytest.fixture
-def rows(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
+def ids(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Four rows of 64 ids; two of them end with padding."""
     return make_ids([64, 50, 64, 33], seq_len=64)
 
 
 @pytest.mark.parametrize("name", ["rtd", "rtd_masked_only", "replace_mlm", "all_tokens_mlm"])
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "gdes"])
-def test_gradients_made_early_are_those_made_together(rows: torch.Tensor, name: str, sharing: str) -> None:
-    module = build(name, sharing=sharing).double()
-    loss, together = gradients(module, rows)
+def test_early_generator_gives_the_gradients_of_one_backward_pass(ids: torch.Tensor, name: str, sharing: str) -> None:
+    """With `early_generator` the generator's backward pass runs before the discriminator's forward pass."""
+    module = small_objective(name, sharing=sharing).double()
+
+    loss, gradients = loss_and_gradients(module, ids)
     module.early_generator = True
-    early_loss, early = gradients(module, rows)
+    early_loss, early_gradients = loss_and_gradients(module, ids)
+
     assert torch.equal(early_loss, loss)
-    assert early.keys() == together.keys()
-    for key, gradient in together.items():
-        torch.testing.assert_close(early[key], gradient, rtol=1e-12, atol=1e-14, msg=key)
+    assert early_gradients.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(early_gradients[key], gradient, rtol=1e-12, atol=1e-14, msg=key)
 
 
-def test_nothing_of_the_generator_is_kept_while_the_discriminator_runs(rows: torch.Tensor) -> None:
-    module = build()
-    kept, at_start = KeptBytes(), []
-    module.towers.discriminator.register_forward_pre_hook(lambda *_: at_start.append(kept.bytes))
-    for module.early_generator in (False, True):
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            gradients(module, rows)
-    together, early = at_start
-    embedding = module.towers.embeddings.word.embedding_dim * rows.numel() * 4
-    assert together > 20 * embedding
-    assert early < 8 * embedding  # the discriminator's own embeddings
+def test_early_generator_frees_the_generators_activations_before_the_discriminator_runs(ids: torch.Tensor) -> None:
+    module = small_objective()
+    saved = SavedBytes()
+    bytes_at_discriminator: list[int] = []
+    module.towers.discriminator.register_forward_pre_hook(lambda *_: bytes_at_discriminator.append(saved.bytes))
+
+    for is_early in (False, True):
+        module.early_generator = is_early
+        with saved.counting():
+            loss_and_gradients(module, ids)
+
+    bytes_together, bytes_early = bytes_at_discriminator
+    embedding_bytes = module.towers.embeddings.word.embedding_dim * ids.numel() * FP32_BYTES
+    assert bytes_together > 20 * embedding_bytes
+    assert bytes_early < 8 * embedding_bytes  # these belong to the discriminator's own embeddings
 
 
-def test_layers_that_compute_their_activations_again_give_the_same_bits(rows: torch.Tensor) -> None:
-    module = build()
-    _, plain = gradients(module, rows)
-    again, kept = copy.deepcopy(module), KeptBytes()
-    for encoder in again.modules():
-        if isinstance(encoder, Encoder):
-            encoder.recompute = True
-    _, recomputed = gradients(again, rows)
-    for key, gradient in plain.items():
-        assert torch.equal(recomputed[key], gradient), key
-    at_end = []
-    for one in (module, again):
-        one.towers.discriminator.register_forward_hook(lambda *_: at_end.append(kept.bytes))
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            gradients(one, rows)
-    assert at_end[1] < 0.5 * at_end[0]
+def test_recomputed_layers_give_gradients_equal_bit_for_bit_and_hold_less_than_half_the_bytes(
+    ids: torch.Tensor,
+) -> None:
+    module = small_objective()
+    recomputing_module = copy.deepcopy(module)
+    for submodule in recomputing_module.modules():
+        if isinstance(submodule, Encoder):
+            submodule.recompute = True
+
+    _, gradients = loss_and_gradients(module, ids)
+    _, recomputed_gradients = loss_and_gradients(recomputing_module, ids)
+    saved = SavedBytes()
+    bytes_after_discriminator: list[int] = []
+    for measured_module in (module, recomputing_module):
+        measured_module.towers.discriminator.register_forward_hook(
+            lambda *_: bytes_after_discriminator.append(saved.bytes)
+        )
+        with saved.counting():
+            loss_and_gradients(measured_module, ids)
+
+    for name, gradient in gradients.items():
+        assert torch.equal(recomputed_gradients[name], gradient), name
+    plain_bytes, recomputing_bytes = bytes_after_discriminator
+    assert recomputing_bytes < 0.5 * plain_bytes

@@ -1,9 +1,8 @@
 """One training step against Hugging Face's modules: masks, samples, labels, both losses and every gradient."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,22 +20,71 @@ from electra_dist.pretrained.hf_conversion import (
     from_hf_generator,
 )
 
-SAMPLE = 5
-SEED, STEP = 99, 1234
+PURPOSE_SAMPLE = 5  # the word of a random number's key that stands for sampling
+SEED = 99
+STEP = 1234
+SCALES = (0.01, 0.01)  # factors of both loss sums where their values do not matter
+RTD_WEIGHT = 50.0  # the paper's lambda, the default of `objective.rtd_weight`
 
 
-def inserted_ids(positions: np.ndarray, weights: np.ndarray, sampled: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The corrupted rows, slot by slot; several samples of one position give the floor of their mean."""
+class Twins(NamedTuple):
+    """Hugging Face's two models with the weights of an objective."""
+
+    generator: ElectraForMaskedLM
+    discriminator: ElectraForPreTraining
+
+
+def exported_twins(module: Any, model: Any, special: Any, folder: Path) -> Twins:
+    """Hugging Face's models, loaded from an export of `module`."""
+    words = [f"w{i}" for i in range(model.vocab_size - 5)]
+    vocab = folder / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    generator_folder = folder / "generator"
+    discriminator_folder = folder / "discriminator"
+    export_generator(module.state_dict(), model, special, vocab, True, generator_folder)
+    export_discriminator(module.state_dict(), model, special, vocab, True, discriminator_folder)
+    return Twins(
+        ElectraForMaskedLM.from_pretrained(generator_folder, attn_implementation="eager").eval(),
+        ElectraForPreTraining.from_pretrained(discriminator_folder, attn_implementation="eager").eval(),
+    )
+
+
+def twin_gradients(twins: Twins, model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of both Hugging Face models by our parameter names; those of shared parameters are added."""
+    of_generator = {name: p.grad for name, p in twins.generator.named_parameters()}
+    of_discriminator = {name: p.grad for name, p in twins.discriminator.named_parameters()}
+    gradients = from_hf_generator(of_generator, model)
+    for name, gradient in from_hf_discriminator(of_discriminator, model).items():
+        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return gradients
+
+
+def corrupted_rows(ids: np.ndarray, positions: np.ndarray, weights: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """The rows with the samples of used slots inserted; samples that share a position give the floor of their mean."""
     corrupted = ids.copy()
     for b in range(len(ids)):
-        for position in set(positions[b][weights[b] > 0].tolist()):
-            samples = sampled[b][(positions[b] == position) & (weights[b] > 0)]
+        is_used = weights[b] > 0
+        for position in set(positions[b][is_used].tolist()):
+            samples = sampled[b][(positions[b] == position) & is_used]
             corrupted[b, position] = samples.sum() // len(samples)
     return corrupted
 
 
+def gumbel_noise(bits: Callable[..., np.ndarray], rows: list[int], num_slots: int, vocab_size: int) -> np.ndarray:
+    """Gumbel noise in float64, [rows, slots, V]: slot n of row r draws from number r * num_slots + n."""
+    draws = []
+    for row in rows:
+        draws_of_row = []
+        for slot in range(num_slots):
+            number = row * num_slots + slot
+            draws_of_row.append(bits(row=number, step=STEP, purpose=PURPOSE_SAMPLE, seed=SEED, count=vocab_size))
+        draws.append(draws_of_row)
+    uniform = (np.array(draws).astype(np.float64) + 0.5) / 2**32
+    return -np.log(-np.log1p(-uniform))
+
+
 @pytest.mark.parametrize("masking", ["without_replacement", "reference"])
-def test_step_equals_hugging_face(
+def test_losses_counts_and_gradients_of_a_step_equal_those_of_hugging_faces_models(
     masking: Any,
     tmp_path: Path,
     make_model: Callable[..., Any],
@@ -45,175 +93,211 @@ def test_step_equals_hugging_face(
     bits: Callable[..., np.ndarray],
     special: Any,
 ) -> None:
-    objective, model = make_model(masking=masking, mask_prob=0.25)
+    """Masks and random bits come from the NumPy mirror, logits from Hugging Face, losses from torch.nn.functional."""
+    module, model = make_model(masking=masking, mask_prob=0.25)
     with torch.no_grad():
-        for parameter in objective.parameters():
+        for parameter in module.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
-    ids, rows = make_ids([64, 47, 20, 60], seq_len=64), [40, 41, 42, 43]
-    count, tokens = int(num_masked(ids, special, objective.objective).sum()), int((ids != 0).sum())
-    ours = objective(StepInput(ids, torch.tensor(rows), STEP, SEED, 1 / count, 1 / tokens))
+    twins = exported_twins(module, model, special, tmp_path)
+    ids = make_ids([64, 47, 20, 60], seq_len=64)
+    rows = [40, 41, 42, 43]
+    is_real = ids != special.pad
+    num_tokens = int(is_real.sum())
+    num_masked_tokens = int(num_masked(ids, special, module.objective).sum())
+
+    step_input = StepInput(ids, torch.tensor(rows), STEP, SEED, 1 / num_masked_tokens, 1 / num_tokens)
+    ours = module(step_input)
     ours.loss.backward()
 
-    vocab = tmp_path / "vocab.txt"
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(model.vocab_size - 5)]
-    vocab.write_text("\n".join(names) + "\n")
-    twins = []
-    for export, load in ((export_generator, ElectraForMaskedLM), (export_discriminator, ElectraForPreTraining)):
-        export(objective.state_dict(), model, special, vocab, True, tmp_path / load.__name__)
-        twins.append(load.from_pretrained(tmp_path / load.__name__, attn_implementation="eager").eval())
-    generator, discriminator = twins
+    # Hugging Face's generator reads the masked rows.
     layout = derive(ids, special)
-    together = layout.example_BS[:, None, :, None] == layout.example_BS[:, None, None, :]
-    inputs = {
+    is_same_example = layout.example_BS[:, None, :, None] == layout.example_BS[:, None, None, :]
+    layout_inputs = {
         "token_type_ids": layout.token_type_BS,
         "position_ids": layout.position_BS,
-        "attention_mask": torch.where(together, 0.0, -1e30),
+        "attention_mask": torch.where(is_same_example, 0.0, -1e30),
     }
+    positions, weights, masked_ids = mirror_masks(ids.numpy(), module.objective, SEED, STEP, rows)
+    num_slots = positions.shape[1]
+    position_BN = torch.from_numpy(positions)
+    weight_BN = torch.from_numpy(weights)
+    target_BN = ids.gather(1, position_BN)
+    mlm_logits = twins.generator(input_ids=torch.from_numpy(masked_ids), **layout_inputs).logits
+    slot_logits = mlm_logits.gather(1, position_BN[..., None].expand(-1, -1, model.vocab_size))
+    mlm_losses = F.cross_entropy(slot_logits.flatten(0, 1), target_BN.flatten(), reduction="none")
+    mlm_sum = (mlm_losses * weight_BN.flatten()).sum()
 
-    positions, weights, masked = mirror_masks(ids.numpy(), objective.objective, SEED, STEP, rows)
-    slots = positions.shape[1]
-    logits = generator(input_ids=torch.from_numpy(masked), **inputs).logits
-    at = torch.from_numpy(positions)
-    slot_logits = logits.gather(1, at[..., None].expand(-1, -1, model.vocab_size))
-    target, weight = ids.gather(1, at), torch.from_numpy(weights)
-    mlm_sum = (F.cross_entropy(slot_logits.flatten(0, 1), target.flatten(), reduction="none") * weight.flatten()).sum()
-
-    draws = functools.partial(bits, step=STEP, purpose=SAMPLE, seed=SEED, count=model.vocab_size)
-    noise_bits = np.stack([[draws(row=row * slots + j) for j in range(slots)] for row in rows]).astype(np.float64)
-    gumbel = -np.log(-np.log1p(-(noise_bits + 0.5) / 2**32))
-    sampled = (slot_logits.detach().double().numpy() + gumbel).argmax(-1)
-    corrupted = inserted_ids(positions, weights, sampled, ids.numpy())
-    label, real = torch.from_numpy(corrupted) != ids, ids != special.pad
-
-    rtd_logits = discriminator(input_ids=torch.from_numpy(corrupted), **inputs).logits
-    rtd_sum = F.binary_cross_entropy_with_logits(rtd_logits[real], label[real].float(), reduction="sum")
-    loss = mlm_sum / count + 50.0 * rtd_sum / tokens
+    # Its samples, by Gumbel-max, corrupt the rows that Hugging Face's discriminator reads.
+    noise = gumbel_noise(bits, rows, num_slots, model.vocab_size)
+    sampled = (slot_logits.detach().double().numpy() + noise).argmax(-1)
+    corrupted = torch.from_numpy(corrupted_rows(ids.numpy(), positions, weights, sampled))
+    is_replaced = corrupted != ids
+    rtd_logits = twins.discriminator(input_ids=corrupted, **layout_inputs).logits
+    rtd_sum = F.binary_cross_entropy_with_logits(rtd_logits[is_real], is_replaced[is_real].float(), reduction="sum")
+    loss = mlm_sum / num_masked_tokens + RTD_WEIGHT * rtd_sum / num_tokens
     loss.backward()
 
-    assert torch.equal(ours.label_BS, label)
-    assert (ours.rtd_logit_BS - rtd_logits)[real].abs().max() <= 1e-5
+    assert torch.equal(ours.label_BS, is_replaced)
+    assert (ours.rtd_logit_BS - rtd_logits)[is_real].abs().max() <= 1e-5
+    assert ours.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
     sums = Sums(*ours.sums.tolist())
-    called = rtd_logits > 0
+    is_predicted_replaced = rtd_logits > 0
+    is_original = is_real & ~is_replaced
     assert sums.mlm_loss_sum == pytest.approx(mlm_sum.item(), rel=1e-6)
     assert sums.rtd_loss_sum == pytest.approx(rtd_sum.item(), rel=1e-6)
-    assert ours.loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert (sums.mlm_weight, sums.tokens) == (count, tokens)
-    assert sums.mlm_correct == ((slot_logits.argmax(-1) == target) * weight).sum()
-    assert sums.sampled_correct == ((sampled == target.numpy()) * weights).sum()
-    assert (sums.replaced, sums.original) == (label.sum(), (real & ~label).sum())
-    assert sums.replaced_correct == (label & called).sum()
-    assert sums.original_correct == (real & ~label & ~called).sum()
+    assert sums.mlm_weight == num_masked_tokens
+    assert sums.tokens == num_tokens
+    assert sums.mlm_correct == ((slot_logits.argmax(-1) == target_BN) * weight_BN).sum()
+    assert sums.sampled_correct == ((sampled == target_BN.numpy()) * weights).sum()
+    assert sums.replaced == is_replaced.sum()
+    assert sums.original == is_original.sum()
+    assert sums.replaced_correct == (is_replaced & is_predicted_replaced).sum()
+    assert sums.original_correct == (is_original & ~is_predicted_replaced).sum()
 
-    theirs = from_hf_generator({n: p.grad for n, p in generator.named_parameters()}, model)
-    kept = from_hf_discriminator({n: p.grad for n, p in discriminator.named_parameters()}, model)
-    for name, gradient in kept.items():
-        theirs[name] = theirs[name] + gradient if name in theirs else gradient
-    for name, parameter in objective.towers.named_parameters():
-        scale = theirs[name].abs().max().clamp(min=1e-3)
-        assert (parameter.grad - theirs[name]).abs().max() <= 2e-5 * scale, name
-    assert masking == "without_replacement" or len(np.unique(positions[0])) < slots  # duplicates were met
+    expected_gradients = twin_gradients(twins, model)
+    for name, parameter in module.towers.named_parameters():
+        expected = expected_gradients[name]
+        scale = expected.abs().max().clamp(min=1e-3)
+        assert (parameter.grad - expected).abs().max() <= 2e-5 * scale, name
+
+    if masking == "reference":  # the case of a position that was drawn twice did occur
+        assert len(np.unique(positions[0])) < num_slots
 
 
-def test_row_gives_the_same_numbers_in_any_batch(
+def test_labels_loss_and_sums_of_a_row_do_not_depend_on_the_other_rows_of_its_batch(
     make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
 ) -> None:
-    objective, _ = make_model()
-    ids, rows = make_ids([64, 50, 33, 64], seq_len=64), torch.arange(4) + 70
-    whole = objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
-    parts = [objective(StepInput(ids[p], rows[p], STEP, SEED, 0.01, 0.01)) for p in (slice(0, 3), slice(3, 4))]
-    assert torch.equal(torch.cat([part.label_BS for part in parts]), whole.label_BS)
-    assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), rel=1e-6)
-    torch.testing.assert_close(sum(part.sums for part in parts), whole.sums, rtol=1e-6, atol=0)
+    module, _ = make_model()
+    ids = make_ids([64, 50, 33, 64], seq_len=64)
+    rows = torch.arange(70, 74)
+
+    whole = module(StepInput(ids, rows, STEP, SEED, *SCALES))
+    first_part = module(StepInput(ids[:3], rows[:3], STEP, SEED, *SCALES))
+    last_part = module(StepInput(ids[3:], rows[3:], STEP, SEED, *SCALES))
+
+    assert torch.equal(torch.cat([first_part.label_BS, last_part.label_BS]), whole.label_BS)
+    assert (first_part.loss + last_part.loss).item() == pytest.approx(whole.loss.item(), rel=1e-6)
+    torch.testing.assert_close(first_part.sums + last_part.sums, whole.sums, rtol=1e-6, atol=0)
 
 
-def test_pads_and_empty_slots_change_nothing(
+def test_a_row_of_padding_changes_no_loss_count_or_gradient(
     make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
 ) -> None:
-    """A row of padding only, beside others: finite, and no count, loss or gradient differs."""
-    objective, _ = make_model()
-    ids, rows = make_ids([64, 0], seq_len=64), torch.arange(2)
-    outputs = []
-    for batch in (slice(0, 1), slice(0, 2)):
-        objective.zero_grad()
-        out = objective(StepInput(ids[batch], rows[batch], STEP, SEED, 0.01, 0.01))
+    """All slots of such a row are empty, and its attention sees nothing real; still no number becomes NaN."""
+    module, _ = make_model()
+    ids = make_ids([64, 0], seq_len=64)
+
+    def output_and_gradients(num_rows: int) -> tuple[Any, list[torch.Tensor]]:
+        module.zero_grad()
+        out = module(StepInput(ids[:num_rows], torch.arange(num_rows), STEP, SEED, *SCALES))
         out.loss.backward()
-        outputs.append((out.loss.item(), out.sums, [p.grad.clone() for p in objective.parameters()]))
-    assert outputs[1][0] == pytest.approx(outputs[0][0], rel=1e-6)
-    torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-6, atol=0)
-    for alone, padded in zip(outputs[0][2], outputs[1][2], strict=True):
-        torch.testing.assert_close(alone, padded, rtol=1e-4, atol=1e-7)
+        return out, [p.grad.clone() for p in module.parameters()]
+
+    alone, gradients_alone = output_and_gradients(1)
+    padded, gradients_padded = output_and_gradients(2)
+
+    assert padded.loss.item() == pytest.approx(alone.loss.item(), rel=1e-6)
+    torch.testing.assert_close(padded.sums, alone.sums, rtol=1e-6, atol=0)
+    for gradient_alone, gradient_padded in zip(gradients_alone, gradients_padded, strict=True):
+        torch.testing.assert_close(gradient_alone, gradient_padded, rtol=1e-4, atol=1e-7)
 
 
-def test_pad_rows_of_the_table_never_train_and_are_never_sampled(
+def test_rows_that_pad_the_embedding_table_get_no_gradient_and_no_share_of_the_softmax(
     make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
 ) -> None:
-    objective, model = make_model()
-    table = objective.towers.embeddings.word.weight
+    """The table has more rows than the vocabulary has tokens. Here those rows would win every softmax."""
+    module, model = make_model()
+    table = module.towers.embeddings.word.weight
     with torch.no_grad():
-        table[model.vocab_size :] = 50.0  # would win every softmax
+        table[model.vocab_size :] = 50.0
     ids = make_ids([64] * 4, seq_len=64)
-    out = objective(StepInput(ids, torch.arange(4), STEP, SEED, 0.01, 0.01))
+
+    out = module(StepInput(ids, torch.arange(4), STEP, SEED, *SCALES))
     out.loss.backward()
+
     assert not table.grad[model.vocab_size :].any()
-    assert Sums(*out.sums.tolist()).mlm_loss_sum / 64 < 2 * np.log(model.vocab_size)
+    # At most 64 tokens are masked. A uniform guess costs log(V) nats; a share of the padding rows would cost far more.
+    mlm_loss_sum = Sums(*out.sums.tolist()).mlm_loss_sum
+    assert mlm_loss_sum / 64 < 2 * np.log(model.vocab_size)
 
 
-def test_samples_carry_no_gradient(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> None:
-    objective, _ = make_model(mlm_weight=0.0)
+def test_the_discriminators_loss_sends_no_gradient_through_samples_to_the_generator(
+    make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
+) -> None:
+    module, _ = make_model(mlm_weight=0.0)
     ids = make_ids([64] * 2, 64)
-    objective(StepInput(ids, torch.arange(2), STEP, SEED, 0.01, 0.01)).loss.backward()
-    assert not any(p.grad.any() for p in objective.towers.generator.parameters())
-    assert objective.towers.discriminator.layers[0].expand.weight.grad.any()
+
+    module(StepInput(ids, torch.arange(2), STEP, SEED, *SCALES)).loss.backward()
+
+    for parameter in module.towers.generator.parameters():
+        assert not parameter.grad.any()
+    assert module.towers.discriminator.layers[0].expand.weight.grad.any()
 
 
 @pytest.mark.parametrize("how", ["cast", "autocast"])
-def test_bf16_sums_are_fp32(how: str, make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> None:
-    """In bf16 the loss moves by the rounding of features, not by that of sums."""
-    objective, _ = make_model()
-    ids, rows = make_ids([64] * 16, seq_len=64), torch.arange(16)
+def test_in_bf16_losses_are_summed_in_fp32(
+    how: str, make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
+) -> None:
+    """The sums then differ from fp32's only by the rounding of features. A sum in bf16 would be off by far more."""
+    module, _ = make_model()
+    step_input = StepInput(make_ids([64] * 16, seq_len=64), torch.arange(16), STEP, SEED, 1.0, 1.0)
     with torch.no_grad():
-        for parameter in objective.parameters():
+        for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
-    exact = objective(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
+
+    in_fp32 = module(step_input)
     if how == "cast":
-        out = objective.bfloat16()(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
+        in_bf16 = module.bfloat16()(step_input)
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            out = objective(StepInput(ids, rows, STEP, SEED, 1.0, 1.0))
-    assert out.loss.dtype == torch.float32
-    assert out.rtd_logit_BS.dtype == torch.float32
-    exact_sums, sums = Sums(*exact.sums.tolist()), Sums(*out.sums.tolist())
-    assert sums.mlm_loss_sum == pytest.approx(exact_sums.mlm_loss_sum, rel=2e-3)
-    assert (sums.tokens, sums.mlm_weight) == (exact_sums.tokens, exact_sums.mlm_weight)
-    assert sums.rtd_loss_sum == pytest.approx(exact_sums.rtd_loss_sum, rel=2e-2)
-    out.loss.backward()
-    assert all(p.grad.isfinite().all() for p in objective.parameters())
+            in_bf16 = module(step_input)
+    in_bf16.loss.backward()
+
+    assert in_bf16.loss.dtype == torch.float32
+    assert in_bf16.rtd_logit_BS.dtype == torch.float32
+    expected_sums = Sums(*in_fp32.sums.tolist())
+    sums = Sums(*in_bf16.sums.tolist())
+    assert sums.tokens == expected_sums.tokens
+    assert sums.mlm_weight == expected_sums.mlm_weight
+    assert sums.mlm_loss_sum == pytest.approx(expected_sums.mlm_loss_sum, rel=2e-3)
+    assert sums.rtd_loss_sum == pytest.approx(expected_sums.rtd_loss_sum, rel=2e-2)
+    for parameter in module.parameters():
+        assert parameter.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("masking", ["without_replacement", "reference"])
-def test_nothing_waits_for_the_device(masking: Any, make_model: Callable[..., Any]) -> None:
+def test_a_step_never_waits_for_values_of_the_device(masking: Any, make_model: Callable[..., Any]) -> None:
     """On the meta device there are no values: any `.item()`, boolean index or data-dependent shape raises."""
-    objective, _ = make_model(masking=masking)
-    objective.backend = "reference"
-    objective.to("meta")
-    ids, rows = torch.zeros(4, 64, dtype=torch.int64, device="meta"), torch.arange(4, device="meta")
-    num_masked(ids, objective.special, objective.objective)
-    out = objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01))
+    module, _ = make_model(masking=masking)
+    module.backend = "reference"
+    module.to("meta")
+    ids = torch.zeros(4, 64, dtype=torch.int64, device="meta")
+    rows = torch.arange(4, device="meta")
+
+    num_masked(ids, module.special, module.objective)
+    out = module(StepInput(ids, rows, STEP, SEED, *SCALES))
     out.loss.backward()
+
     assert out.sums.shape == (len(Sums._fields),)
     assert out.label_BS.shape == ids.shape
 
 
-def test_dropout_repeats_with_the_seed_and_is_off_in_evaluation(
+def test_dropout_repeats_with_torchs_seed_and_is_off_in_evaluation_mode(
     make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]
 ) -> None:
-    objective, _ = make_model(dropout=0.1)
-    ids, rows = make_ids([64] * 2, seq_len=64), torch.arange(2)
+    module, _ = make_model(dropout=0.1)
+    step_input = StepInput(make_ids([64] * 2, seq_len=64), torch.arange(2), STEP, SEED, *SCALES)
 
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return objective(StepInput(ids, rows, STEP, SEED, 0.01, 0.01)).loss.item()
+    def loss_with(torch_seed: int) -> float:
+        torch.manual_seed(torch_seed)
+        return module(step_input).loss.item()
 
-    assert loss(1) == loss(1) != loss(2)
-    objective.eval()
-    assert loss(1) == loss(2)
+    first = loss_with(1)
+    repeated = loss_with(1)
+    with_other_seed = loss_with(2)
+    assert repeated == first
+    assert with_other_seed != first
+
+    module.eval()
+    assert loss_with(1) == loss_with(2)

@@ -1,9 +1,12 @@
-"""Two stages under the real engine, one rank in this process: the copy, the rest, one result at every ZeRO stage."""
+"""Training in two stages under the real engine, on one rank in this process.
+
+In the first stage only the generator learns. Then its weights are copied to the discriminator, and only that learns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,91 +22,163 @@ from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-FIRST, LAST = 3, 6
-Run = tuple[list[float], list[float], list[dict[str, torch.Tensor]]]
-DONE: dict[tuple[int, str], Run] = {}
-PAIRS = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "towers.discriminator_embeddings."}
+GENERATOR_STEPS = 3  # steps of the first stage
+NUM_STEPS = 6
+SEED = 11
+# The parameters of the generator, and the discriminator's parameters to which they are copied.
+COPIED_PREFIXES = {
+    "towers.generator.": "towers.discriminator.",
+    "towers.embeddings.": "towers.discriminator_embeddings.",
+}
+# "towers.generator" without a dot is also a prefix of its head, towers.generator_head.
+GENERATOR_PREFIXES = ("towers.generator", "towers.embeddings.")
+NUM_HEAD_PARAMETERS = 5  # of the generator's head, which the discriminator does not have
+
+Weights = dict[str, torch.Tensor]
+
+
+class TwoStageRun(NamedTuple):
+    """Losses and gradient norms of every step, and fp32 master weights at four points of the run."""
+
+    losses: list[float]
+    norms: list[float]
+    at_start: Weights
+    before_switch: Weights
+    after_switch: Weights
+    at_end: Weights
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> None:
+    """A process group of one rank in this process."""
     init_distributed()
 
 
-def engine_of(stage: int, precision: str) -> tuple[Engine, Config]:
+def two_stage_config(zero_stage: int, precision: str) -> Config:
+    """A tiny run whose towers have equal sizes and share nothing."""
     tower = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
     settings = {
         "model.generator": tower,
         "model.sharing": "none",
-        "objective.generator_only_steps": FIRST,
+        "objective.generator_only_steps": GENERATOR_STEPS,
         "train.global_batch": 4,
         "train.micro_batch": 4,
         "train.precision": precision,
-        "engine.zero_stage": stage,
+        "engine.zero_stage": zero_stage,
     }
-    config = Config.model_validate(tiny_tree("unused", "unused", **settings))
-    return Engine(
-        build_objective(config.model, config.objective, SPECIAL, 3), config.train, config.engine, config.optimizer
-    ), config
+    return Config.model_validate(tiny_tree("unused", "unused", **settings))
 
 
-def masters(engine: Engine) -> dict[str, torch.Tensor]:
-    held = held_fragments(engine.deepspeed.module, engine.optimizer)
-    return {fragment.name: fragment.views["master"].clone() for fragment in held}
+def master_weights(engine: Engine) -> Weights:
+    """Copies of the fp32 master weights, by parameter name."""
+    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    return {fragment.name: fragment.views["master"].clone() for fragment in fragments}
 
 
-def copied(weights: dict[str, torch.Tensor]) -> list[str]:
-    """Parameters of the generator that the discriminator has bit for bit."""
-    pairs = [(n, b + n.removeprefix(a)) for a, b in PAIRS.items() for n in weights if n.startswith(a)]
-    return [name for name, twin in pairs if torch.equal(weights[name], weights[twin])]
+def run_two_stages(zero_stage: int, precision: str, ids: torch.Tensor) -> TwoStageRun:
+    """Train `NUM_STEPS` steps on one batch."""
+    config = two_stage_config(zero_stage, precision)
+    objective = build_objective(config.model, config.objective, SPECIAL, 3)
+    engine = Engine(objective, config.train, config.engine, config.optimizer)
+    stages = Stages(engine, config.objective)
+    scales = 1 / loss_counts(ids, SPECIAL, config.objective).sum(0)
+    losses = []
+    norms = []
+    at_start = master_weights(engine)
+    for step in range(NUM_STEPS):
+        if step == GENERATOR_STEPS:
+            before_switch = master_weights(engine)
+        has_switched = stages.enter(step)
+        assert has_switched == (step == GENERATOR_STEPS)
+        if step == GENERATOR_STEPS:
+            after_switch = master_weights(engine)
+        out = engine.forward(StepInput(ids, torch.arange(len(ids)), step, SEED, *scales))
+        engine.backward(out.loss)
+        norm = engine.step(1e-3)[0]
+        losses.append(out.loss.item())
+        norms.append(norm)
+    at_end = master_weights(engine)
+    engine.close()
+    return TwoStageRun(losses, norms, at_start, before_switch, after_switch, at_end)
+
+
+FINISHED_RUNS: dict[tuple[int, str], TwoStageRun] = {}
 
 
 @pytest.fixture
-def train(make_ids: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def run(stage: int, precision: str = "fp32") -> Run:
-        if (stage, precision) not in DONE:
-            DONE[stage, precision] = train_once(stage, precision)
-        return DONE[stage, precision]
+def two_stage_run(make_ids: Callable[..., torch.Tensor]) -> Callable[..., TwoStageRun]:
+    """A function that returns the run of a ZeRO stage and precision; each run is computed once for all tests."""
 
-    def train_once(stage: int, precision: str) -> Run:
-        engine, config = engine_of(stage, precision)
-        ids, stages = make_ids([32, 30, 32, 25], seq_len=32), Stages(engine, config.objective)
-        scales = 1 / loss_counts(ids, SPECIAL, config.objective).sum(0)
-        losses, norms, seen = [], [], [masters(engine)]
-        for step in range(LAST):
-            assert stages.enter(step) == (step == FIRST)
-            if step == FIRST:
-                seen.append(masters(engine))
-            out = engine.forward(StepInput(ids, torch.arange(4), step, 11, *scales))
-            engine.backward(out.loss)
-            norms.append(engine.step(1e-3)[0])
-            losses.append(out.loss.item())
-            seen.append(masters(engine))
-        engine.close()
-        return losses, norms, seen
+    def run_once(zero_stage: int, precision: str = "fp32") -> TwoStageRun:
+        key = (zero_stage, precision)
+        if key not in FINISHED_RUNS:
+            ids = make_ids([32, 30, 32, 25], seq_len=32)
+            FINISHED_RUNS[key] = run_two_stages(zero_stage, precision, ids)
+        return FINISHED_RUNS[key]
 
-    return run
+    return run_once
 
 
-def test_the_discriminator_rests_then_begins_as_the_generator_which_rests(train: Callable[..., Any]) -> None:
-    losses, _, seen = train(1)
-    start, before, switched, after = seen[0], seen[FIRST], seen[FIRST + 1], seen[-1]
-    learning = {n for n in start if n.startswith(("towers.generator", "towers.embeddings."))}
-    assert {n for n in start if not torch.equal(start[n], before[n])} == learning
-    assert len(copied(switched)) == len(learning) - 5 > len(copied(before))  # all but the generator's head
-    assert all(torch.equal(before[n], switched[n]) for n in learning)
-    assert {n for n in start if not torch.equal(switched[n], after[n])} == start.keys() - learning
-    assert losses[FIRST - 1] < losses[0]
-    assert losses[-1] < losses[FIRST]
+def equal_copies(weights: Weights) -> set[str]:
+    """The generator's parameters whose counterpart in the discriminator is equal bit for bit."""
+    names = set()
+    for generator_prefix, discriminator_prefix in COPIED_PREFIXES.items():
+        for name in weights:
+            if not name.startswith(generator_prefix):
+                continue
+            counterpart = discriminator_prefix + name.removeprefix(generator_prefix)
+            if torch.equal(weights[name], weights[counterpart]):
+                names.add(name)
+    return names
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16")])
-def test_every_zero_stage_computes_the_same(stage: int, precision: str, train: Callable[..., Any]) -> None:
-    losses, norms, seen = train(stage, precision)
-    expected, expected_norms, _ = train(1)
-    tolerance = {"abs": 2e-5} if precision == "fp32" else {"rel": 0.02}
-    assert losses == pytest.approx(expected, **tolerance)
-    assert norms == pytest.approx(expected_norms, rel=2e-4 if precision == "fp32" else 0.05)
-    assert len(copied(seen[FIRST + 1])) > len(copied(seen[FIRST]))
-    rests = [n for n in seen[-1] if n.startswith(("towers.generator", "towers.embeddings."))]
-    assert all(torch.equal(seen[FIRST][n], seen[-1][n]) for n in rests)
+def changed_names(earlier: Weights, later: Weights) -> set[str]:
+    """The parameters that differ between two points of a run."""
+    return {name for name in earlier if not torch.equal(earlier[name], later[name])}
+
+
+def generator_names(weights: Weights) -> set[str]:
+    """The parameters of the generator, its head and its embeddings."""
+    return {name for name in weights if name.startswith(GENERATOR_PREFIXES)}
+
+
+def test_the_generator_learns_then_is_copied_to_the_discriminator_then_only_that_learns(
+    two_stage_run: Callable[..., TwoStageRun],
+) -> None:
+    run = two_stage_run(1)
+
+    generator = generator_names(run.at_start)
+    discriminator = run.at_start.keys() - generator
+    assert changed_names(run.at_start, run.before_switch) == generator
+    copies = equal_copies(run.after_switch)
+    assert len(copies) == len(generator) - NUM_HEAD_PARAMETERS
+    assert len(copies) > len(equal_copies(run.before_switch))
+    for name in generator:
+        assert torch.equal(run.before_switch[name], run.after_switch[name])
+    assert changed_names(run.after_switch, run.at_end) == discriminator
+
+    first_stage_losses = run.losses[:GENERATOR_STEPS]
+    second_stage_losses = run.losses[GENERATOR_STEPS:]
+    assert first_stage_losses[-1] < first_stage_losses[0]
+    assert second_stage_losses[-1] < second_stage_losses[0]
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16")])
+def test_losses_norms_and_copies_of_both_stages_are_those_of_zero_stage_1_in_fp32(
+    zero_stage: int, precision: str, two_stage_run: Callable[..., TwoStageRun]
+) -> None:
+    if precision == "fp32":
+        loss_tolerance = {"abs": 2e-5}
+        norm_tolerance = {"rel": 2e-4}
+    else:
+        loss_tolerance = {"rel": 0.02}
+        norm_tolerance = {"rel": 0.05}
+
+    run = two_stage_run(zero_stage, precision)
+    expected = two_stage_run(1)
+
+    assert run.losses == pytest.approx(expected.losses, **loss_tolerance)
+    assert run.norms == pytest.approx(expected.norms, **norm_tolerance)
+    assert len(equal_copies(run.after_switch)) > len(equal_copies(run.before_switch))
+    for name in generator_names(run.at_end):
+        assert torch.equal(run.before_switch[name], run.at_end[name])

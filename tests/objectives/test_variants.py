@@ -1,4 +1,4 @@
-"""What defines each variant: where gradients go, what is frozen, what is drawn, and what is refused."""
+"""Properties that define each objective: where gradients flow, what is frozen or drawn, which options are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 from support.float64_truth import shaken
 
@@ -16,283 +17,392 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
-from electra_dist.objectives.base import StepInput
+from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective, check_objective
 from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights
-from electra_dist.objectives.masking import mask_rows
+from electra_dist.objectives.masking import Masking, mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-SEED, STEP = 5, 77
-TOWER = TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
-SMALL = TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32)
+FIRST_TEXT_ID = 5  # ids below are special tokens
+VOCAB_SIZE = 300
+SEED = 5
+STEP = 77
+LOSS_SCALE = 0.01  # factor of both loss sums in every step below
+LARGE_TOWER = TowerConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+SMALL_TOWER = TowerConfig(hidden_size=16, num_layers=2, num_heads=1, intermediate_size=32)
 
 
-def model_of(**fields: Any) -> ModelConfig:
-    base = {"vocab_size": 300, "embedding_size": 24, "max_positions": 64, "discriminator": TOWER, "generator": SMALL}
-    return ModelConfig(**{**base, "hidden_dropout": 0.0, "attention_dropout": 0.0, **fields})
+def small_model_config(**fields: Any) -> ModelConfig:
+    """A model of two small towers without dropout; `fields` override the defaults."""
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "embedding_size": 24,
+        "max_positions": 64,
+        "discriminator": LARGE_TOWER,
+        "generator": SMALL_TOWER,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return ModelConfig(**{**defaults, **fields})
 
 
-def build(model: dict[str, Any] | None = None, **objective: Any) -> Any:
-    return shaken(build_objective(model_of(**(model or {})), ObjectiveConfig(**objective), SPECIAL, 3))
+def noisy_objective(model_fields: dict[str, Any] | None = None, **objective_fields: Any) -> Any:
+    """An objective over small towers, with noise on every parameter so that none is at its default."""
+    model = small_model_config(**(model_fields or {}))
+    module = build_objective(model, ObjectiveConfig(**objective_fields), SPECIAL, 3)
+    return shaken(module)
 
 
 @pytest.fixture
 def ids(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Three rows of 48 ids; the last two end with padding."""
     return make_ids([48, 40, 33], seq_len=48)
 
 
-def given(ids: torch.Tensor, step: int = STEP) -> StepInput:
-    return StepInput(ids, torch.arange(len(ids)), step, SEED, 0.01, 0.01)
+def step_input(ids: torch.Tensor, step: int = STEP) -> StepInput:
+    """The input of one step over `ids`, whose rows are numbered from 0."""
+    return StepInput(ids, torch.arange(len(ids)), step, SEED, LOSS_SCALE, LOSS_SCALE)
 
 
-def run(module: Any, ids: torch.Tensor, step: int = STEP) -> Any:
+def masking_of(module: Any, ids: torch.Tensor, step: int = STEP) -> Masking:
+    """The masking that `module` applies to `ids` in `step`."""
+    return mask_rows(ids, SPECIAL, module.objective, SEED, step, torch.arange(len(ids)))
+
+
+def times_masked(ids: torch.Tensor, masking: Masking) -> torch.Tensor:
+    """How many slots masked each position, [B, S] float32."""
+    return torch.zeros(ids.shape).scatter_add(1, masking.position_BN, masking.weight_BN)
+
+
+def run_step(module: Any, ids: torch.Tensor, step: int = STEP) -> Any:
+    """Run forward and backward with cleared gradients; return the output of the forward pass."""
     module.zero_grad()
-    out = module(given(ids, step))
+    out = module(step_input(ids, step))
     if out.loss.requires_grad:
         out.loss.backward()
     return out
 
 
-def gradient_of_states(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[B, S]: size of the loss's gradient with respect to the discriminator's last states."""
-    kept = []
+def state_gradient_sizes(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[B, S]: sum of absolute values of the loss's gradient with respect to the discriminator's last states."""
+    recorded_states: list[torch.Tensor] = []
 
-    def keep(_: Any, __: Any, states: torch.Tensor) -> None:
+    def record(_module: Any, _inputs: Any, states: torch.Tensor) -> None:
         states.retain_grad()
-        kept.append(states)
+        recorded_states.append(states)
 
-    handle = module.towers.discriminator.register_forward_hook(keep)
-    run(module, ids)
+    handle = module.towers.discriminator.register_forward_hook(record)
+    run_step(module, ids)
     handle.remove()
-    return kept[-1].grad.abs().sum(-1)
+    last_states = recorded_states[-1]
+    return last_states.grad.abs().sum(-1)
 
 
-def masked_positions(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    masking = mask_rows(ids, SPECIAL, module.objective, SEED, STEP, torch.arange(len(ids)))
-    return torch.zeros(ids.shape).scatter_add(1, masking.position_BN, masking.weight_BN) > 0
+def logit_of_true_label(out: Any) -> torch.Tensor:
+    """[B, S]: the logit of the true answer to "was this token replaced?"; its softplus(-x) is the loss."""
+    return torch.where(out.label_BS, out.rtd_logit_BS, -out.rtd_logit_BS)
 
 
 @pytest.mark.parametrize("name", ["rtd_masked_only", "replace_mlm", "mlm"])
 @pytest.mark.parametrize("masking", ["without_replacement", "reference"])
-def test_no_gradient_comes_from_positions_that_were_not_masked(name: Any, masking: Any, ids: torch.Tensor) -> None:
-    module = build(name=name, masking=masking)
-    size, masked = gradient_of_states(module, ids), masked_positions(module, ids)
-    assert (size[masked] > 0).all()
-    assert not size[~masked].any()
+def test_objectives_over_masked_tokens_get_gradients_at_masked_positions_only(
+    name: Any, masking: Any, ids: torch.Tensor
+) -> None:
+    module = noisy_objective(name=name, masking=masking)
+
+    gradient_size = state_gradient_sizes(module, ids)
+
+    is_masked = times_masked(ids, masking_of(module, ids)) > 0
+    assert (gradient_size[is_masked] > 0).all()
+    assert not gradient_size[~is_masked].any()
 
 
 @pytest.mark.parametrize("name", ["rtd", "all_tokens_mlm", "electric", "adversarial"])
-def test_every_real_token_sends_a_gradient_elsewhere(name: Any, ids: torch.Tensor) -> None:
-    size = gradient_of_states(build(name=name), ids)
-    assert (size[ids != 0] > 0).all()
-    assert not size[ids == 0].any()
+def test_objectives_over_all_tokens_get_a_gradient_at_every_real_token_and_none_at_padding(
+    name: Any, ids: torch.Tensor
+) -> None:
+    module = noisy_objective(name=name)
+
+    gradient_size = state_gradient_sizes(module, ids)
+
+    is_real = ids != SPECIAL.pad
+    assert (gradient_size[is_real] > 0).all()
+    assert not gradient_size[~is_real].any()
 
 
-def test_a_position_drawn_twice_weighs_double_in_electra_15(ids: torch.Tensor) -> None:
-    module = build(name="rtd_masked_only", masking="reference", mask_prob=0.5)
-    out = run(module, ids)
-    masking = mask_rows(ids, SPECIAL, module.objective, SEED, STEP, torch.arange(len(ids)))
-    times = torch.zeros(ids.shape).scatter_add(1, masking.position_BN, masking.weight_BN)
-    assert times.max() >= 2
-    right = torch.where(out.label_BS, out.rtd_logit_BS, -out.rtd_logit_BS).double()
-    assert out.sums[6].item() == pytest.approx((torch.nn.functional.softplus(-right) * times).sum().item(), rel=1e-6)
+def test_rtd_masked_only_counts_the_loss_of_a_position_once_per_draw(ids: torch.Tensor) -> None:
+    """The reference draws positions with replacement, and ELECTRA 15% weighs a position drawn twice double."""
+    module = noisy_objective(name="rtd_masked_only", masking="reference", mask_prob=0.5)
+
+    out = run_step(module, ids)
+
+    draws = times_masked(ids, masking_of(module, ids))
+    assert draws.max() >= 2
+    loss_BS = F.softplus(-logit_of_true_label(out).double())
+    expected_loss_sum = (loss_BS * draws).sum().item()
+    assert Sums(*out.sums.tolist()).rtd_loss_sum == pytest.approx(expected_loss_sum, rel=1e-6)
 
 
-def test_the_copy_gate_learns_to_copy_where_the_input_is_right(ids: torch.Tensor) -> None:
-    """dL/dz of a copied token is (D(1-D)/p)(softmax - 1) <= 0: more copying; of a replaced one it is D > 0."""
-    module = build(name="all_tokens_mlm", mlm_weight=0.0)
-    gates: list[torch.Tensor] = []
+def test_copy_gate_gradient_favours_copying_exactly_where_the_input_token_is_correct(ids: torch.Tensor) -> None:
+    """With D = sigmoid(z) of the gate logit z, p the mixture's and softmax the head's probability of the true token:
+    dL/dz of a copied token is (D(1-D)/p)(softmax - 1) <= 0, and dL/dz of a replaced token is D > 0.
+    """
+    module = noisy_objective(name="all_tokens_mlm", mlm_weight=0.0)
+    gate_logits: list[torch.Tensor] = []
+    embedded_ids: list[torch.Tensor] = []
 
-    def keep(_: Any, __: Any, gate: torch.Tensor) -> None:
-        gate.retain_grad()
-        gates.append(gate)
+    def record_gate(_module: Any, _inputs: Any, gate_logit: torch.Tensor) -> None:
+        gate_logit.retain_grad()
+        gate_logits.append(gate_logit)
 
-    module.towers.copy_gate.register_forward_hook(keep)
-    corrupted: list[torch.Tensor] = []
-    module.towers.embeddings.word.register_forward_hook(lambda _, inputs, __: corrupted.append(inputs[0]))
-    run(module, ids)
-    slope = gates[0].grad.view(ids.shape) / 0.01
-    is_copy, real = corrupted[-1] == ids, ids != 0
-    assert (slope[real & is_copy] < 0).all()
-    D = gates[0].detach().view(ids.shape).sigmoid()
-    torch.testing.assert_close(slope[real & ~is_copy], D[real & ~is_copy], rtol=1e-5, atol=0)
-    assert (real & ~is_copy).any()
-    assert not slope[~real].any()
+    def record_ids(_module: Any, inputs: Any, _output: Any) -> None:
+        embedded_ids.append(inputs[0])
+
+    module.towers.copy_gate.register_forward_hook(record_gate)
+    module.towers.embeddings.word.register_forward_hook(record_ids)
+
+    run_step(module, ids)
+
+    corrupted_ids = embedded_ids[-1]  # the discriminator is the last to embed
+    gate_logit = gate_logits[0]
+    slope = gate_logit.grad.view(ids.shape) / LOSS_SCALE
+    gate = gate_logit.detach().view(ids.shape).sigmoid()
+    is_real = ids != SPECIAL.pad
+    is_copied = is_real & (corrupted_ids == ids)
+    is_replaced = is_real & (corrupted_ids != ids)
+    assert is_replaced.any()
+    assert (slope[is_copied] < 0).all()
+    torch.testing.assert_close(slope[is_replaced], gate[is_replaced], rtol=1e-5, atol=0)
+    assert not slope[~is_real].any()
 
 
 def test_gdes_sends_no_discriminator_gradient_into_the_generators_tables(ids: torch.Tensor) -> None:
-    for sharing, reaches in (("gdes", False), ("embeddings", True)):
-        module = build({"sharing": sharing}, mlm_weight=0.0)
-        run(module, ids)
+    """Plainly shared embeddings, the control, do get one; the generator itself has no loss in both cases."""
+    for sharing, is_reached in (("gdes", False), ("embeddings", True)):
+        module = noisy_objective({"sharing": sharing}, mlm_weight=0.0)
+
+        run_step(module, ids)
+
         towers = module.towers
-        tables = [towers.embeddings.word, towers.embeddings.position, towers.embeddings.token_type]
-        assert all(bool(t.weight.grad is not None and t.weight.grad.any()) == reaches for t in tables)
+        for table in (towers.embeddings.word, towers.embeddings.position, towers.embeddings.token_type):
+            gradient = table.weight.grad
+            has_gradient = gradient is not None and bool(gradient.any())
+            assert has_gradient == is_reached
         if sharing == "gdes":
             assert towers.discriminator_embeddings.word.weight.grad.any()
             assert towers.discriminator_embeddings.layer_norm.weight.grad.any()
 
 
-def test_a_fresh_difference_reads_the_generators_tables(ids: torch.Tensor) -> None:
-    towers = build_objective(model_of(sharing="gdes"), ObjectiveConfig(), SPECIAL, 3).towers
+def test_under_gdes_a_new_discriminator_embeds_like_the_generator(ids: torch.Tensor) -> None:
+    """The discriminator's own tables are differences from the generator's, and they start at zero."""
+    model = small_model_config(sharing="gdes")
+    towers = build_objective(model, ObjectiveConfig(), SPECIAL, 3).towers
     layout = derive(ids, SPECIAL)
+
     torch.testing.assert_close(towers.embed_discriminator(ids, layout), towers.embed(ids, layout))
 
 
-def test_electrics_noise_model_has_no_gradient_from_the_discriminator(ids: torch.Tensor) -> None:
-    module = build({"sharing": "none"}, name="electric", mlm_weight=0.0)
-    run(module, ids)
-    parts = (module.towers.generator, module.towers.generator_reverse, module.towers.generator_head)
-    assert not any(p.grad is not None and p.grad.any() for part in parts for p in part.parameters())
-    assert module.towers.discriminator_head.out.weight.grad.any()
+def test_electrics_discriminator_loss_has_no_gradient_in_the_noise_model(ids: torch.Tensor) -> None:
+    module = noisy_objective({"sharing": "none"}, name="electric", mlm_weight=0.0)
 
+    run_step(module, ids)
 
-def test_electrics_towers_do_not_see_the_token_that_they_predict(ids: torch.Tensor) -> None:
-    """A change of token t moves the cloze states of its example, but never its own, nor those of other examples."""
-    module = build(name="electric")
-    batch = module.batch(given(ids))
-    before = module._cloze_states(batch)
-    for t in (1, 7, 30):
-        changed = ids.clone()
-        changed[:, t] = (changed[:, t] - 5 + 17) % 290 + 5
-        after = module._cloze_states(dataclasses.replace(module.batch(given(changed)), layout=batch.layout))
-        moved = (after - before).abs().amax(-1) > 1e-9
-        same = batch.layout.example_BS == batch.layout.example_BS[:, t : t + 1]
-        others = same.clone()
-        others[:, t] = False
-        assert not moved[:, t].any()
-        assert not moved[~same].any()
-        assert moved[others].all()
-
-
-def test_the_adversarial_gradient_is_reinforces(ids: torch.Tensor) -> None:
-    """(reward - baseline) * grad log p(sample) per slot, written out with full softmaxes and plain autograd."""
-    module = build({"sharing": "none"}, name="adversarial", temperature=1.5, rtd_weight=0.0).double()
-    out = run(module, ids)
     towers = module.towers
-    found = {name: p.grad.clone() for name, p in towers.named_parameters() if p.grad is not None}
-    assert not any(g.any() for name, g in found.items() if name.startswith("discriminator"))
+    for part in (towers.generator, towers.generator_reverse, towers.generator_head):
+        for parameter in part.parameters():
+            assert parameter.grad is None or not parameter.grad.any()
+    assert towers.discriminator_head.out.weight.grad.any()
 
-    batch = module.batch(given(ids))
+
+def test_electrics_prediction_of_a_token_sees_all_of_its_example_except_the_token(ids: torch.Tensor) -> None:
+    """A changed token moves the cloze states of the rest of its example, not its own or those of other examples."""
+    module = noisy_objective(name="electric")
+    batch = module.batch(step_input(ids))
+    states = module._cloze_states(batch)
+    example_BS = batch.layout.example_BS
+
+    for position in (1, 7, 30):
+        changed_ids = ids.clone()
+        # Rotate the 290 ids from FIRST_TEXT_ID by 17: another text token. The layout stays that of the original rows.
+        changed_ids[:, position] = (changed_ids[:, position] - FIRST_TEXT_ID + 17) % 290 + FIRST_TEXT_ID
+        changed_batch = dataclasses.replace(module.batch(step_input(changed_ids)), layout=batch.layout)
+        changed_states = module._cloze_states(changed_batch)
+
+        has_moved = (changed_states - states).abs().amax(-1) > 1e-9
+        is_same_example = example_BS == example_BS[:, position : position + 1]
+        is_rest_of_example = is_same_example.clone()
+        is_rest_of_example[:, position] = False
+        assert not has_moved[:, position].any()
+        assert not has_moved[~is_same_example].any()
+        assert has_moved[is_rest_of_example].all()
+
+
+def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(ids: torch.Tensor) -> None:
+    """The policy gradient is (reward - baseline) * grad log p(sample) per slot, and the baseline learns the reward by
+    cross entropy. The expected gradient comes from full softmaxes and plain autograd.
+    """
+    temperature = 1.5
+    module = noisy_objective({"sharing": "none"}, name="adversarial", temperature=temperature, rtd_weight=0.0).double()
+    towers = module.towers
+
+    out = run_step(module, ids)
+    gradients = {name: p.grad.clone() for name, p in towers.named_parameters() if p.grad is not None}
+
+    batch = module.batch(step_input(ids))
     masking = module.mask(batch)
     states = module.generator_states(batch, masking)
     sampled = module.fill(batch, masking, states.detach()).sampled_M.view(masking.position_BN.shape)
-    logits = (
-        towers.generator_head.transform(states) @ towers.embeddings.word.weight[:300].T + towers.generator_head.bias
-    )
-    log_prob = (logits / 1.5).log_softmax(-1).view(*sampled.shape, -1).gather(-1, sampled[..., None])[..., 0]
-    label = out.label_BS.gather(1, masking.position_BN)
+    table = towers.embeddings.word.weight[:VOCAB_SIZE]
+    logits = towers.generator_head.transform(states) @ table.T + towers.generator_head.bias
+    log_probs = (logits / temperature).log_softmax(-1).view(*sampled.shape, -1)
+    log_prob_of_sample = log_probs.gather(-1, sampled[..., None])[..., 0]
+
+    was_replaced = out.label_BS.gather(1, masking.position_BN)
     p_replaced = out.rtd_logit_BS.double().gather(1, masking.position_BN).sigmoid()
-    right = torch.where(label, p_replaced, 1 - p_replaced)
-    guess = towers.baseline(states.detach()).view(sampled.shape).sigmoid()
-    policy = (-right.log() + guess.log()).detach() * log_prob  # reward - baseline, baseline = -log guess
-    entropy = -(right * guess.log() + (1 - right) * (1 - guess).log())
+    p_right = torch.where(was_replaced, p_replaced, 1 - p_replaced)  # the discriminator's, of the true label
+    p_right_guess = towers.baseline(states.detach()).view(sampled.shape).sigmoid()
+    reward = -p_right.log()
+    baseline = -p_right_guess.log()
+    policy_gain = (reward - baseline).detach() * log_prob_of_sample
+    baseline_loss = -(p_right * p_right_guess.log() + (1 - p_right) * (1 - p_right_guess).log())
+    expected_loss = LOSS_SCALE * ((baseline_loss - policy_gain) * masking.weight_BN).sum()
     module.zero_grad()
-    (0.01 * ((entropy - policy) * masking.weight_BN).sum()).backward()
+    expected_loss.backward()
+
+    for name, gradient in gradients.items():
+        if name.startswith("discriminator"):
+            assert not gradient.any()
     for name, parameter in towers.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
-    assert found["baseline.weight"].any()
-    assert found["generator.layers.0.expand.weight"].any()
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
+    assert gradients["baseline.weight"].any()
+    assert gradients["generator.layers.0.expand.weight"].any()
 
 
-def test_a_reinforced_generator_turns_to_samples_that_fool(ids: torch.Tensor) -> None:
-    """Against a fixed discriminator the mean reward rises."""
-    module = build({"sharing": "none"}, name="adversarial", rtd_weight=0.0, mlm_weight=1.0)
+def test_adversarial_generator_earns_a_higher_reward_against_a_fixed_discriminator(ids: torch.Tensor) -> None:
+    """The reward of a sample is the discriminator's loss on it."""
+    module = noisy_objective({"sharing": "none"}, name="adversarial", rtd_weight=0.0, mlm_weight=1.0)
     with torch.no_grad():
-        module.towers.discriminator_head.out.weight.mul_(20.0)  # a discriminator with opinions
-    mine = [p for n, p in module.towers.named_parameters() if not n.startswith("discriminator")]
-    optimizer, rewards = torch.optim.Adam(mine, lr=5e-3), []
+        module.towers.discriminator_head.out.weight.mul_(20.0)  # confident answers, so that rewards differ
+    generator_parameters = [p for n, p in module.towers.named_parameters() if not n.startswith("discriminator")]
+    optimizer = torch.optim.Adam(generator_parameters, lr=5e-3)
+
+    mean_rewards = []
     for step in range(40):
-        out = run(module, ids, step)
+        out = run_step(module, ids, step)
         optimizer.step()
-        masked = mask_rows(ids, SPECIAL, module.objective, SEED, step, torch.arange(len(ids)))
-        right = torch.where(out.label_BS, out.rtd_logit_BS, -out.rtd_logit_BS).gather(1, masked.position_BN)
-        rewards.append((-torch.nn.functional.logsigmoid(right) * masked.weight_BN).sum() / masked.weight_BN.sum())
-    assert torch.stack(rewards[-10:]).mean() > torch.stack(rewards[:10]).mean()
+        masking = masking_of(module, ids, step)
+        logit_BN = logit_of_true_label(out).gather(1, masking.position_BN)
+        reward_BN = -F.logsigmoid(logit_BN)
+        mean_rewards.append((reward_BN * masking.weight_BN).sum() / masking.weight_BN.sum())
+
+    first_steps = torch.stack(mean_rewards[:10])
+    last_steps = torch.stack(mean_rewards[-10:])
+    assert last_steps.mean() > first_steps.mean()
 
 
-@pytest.mark.parametrize("disallow", [False, True])
-def test_a_fixed_generator_draws_its_weights(disallow: bool) -> None:
-    weight = np.array([0, 1, 0, 5, 2, 0, 8, 0], float)
-    target = torch.full((4000, 16), 3)
-    drawn = FixedGenerator(weight, disallow)(target, torch.arange(4000), STEP, SEED)
-    if disallow:
-        weight[3] = 0
-    share = torch.bincount(drawn.flatten(), minlength=8).double() / drawn.numel()
-    np.testing.assert_allclose(share, weight / weight.sum(), atol=4 * 0.5 / drawn.numel() ** 0.5)
-    assert not share[weight == 0].any()
-    again = FixedGenerator(np.array([0, 1, 0, 5, 2, 0, 8, 0], float), disallow)(
-        target[7:9], torch.tensor([7, 8]), STEP, SEED
-    )
-    assert torch.equal(again, drawn[7:9])
+@pytest.mark.parametrize("disallow_correct", [False, True])
+def test_fixed_generator_draws_tokens_in_proportion_to_their_weights(disallow_correct: bool) -> None:
+    """With `disallow_correct` the true token has share 0. A row's draws do not depend on the other rows."""
+    weights = np.array([0, 1, 0, 5, 2, 0, 8, 0], float)
+    true_token = 3
+    target = torch.full((4000, 16), true_token)
+
+    drawn = FixedGenerator(weights.copy(), disallow_correct)(target, torch.arange(4000), STEP, SEED)
+    drawn_of_two_rows = FixedGenerator(weights.copy(), disallow_correct)(target[7:9], torch.tensor([7, 8]), STEP, SEED)
+
+    expected_weights = weights.copy()
+    if disallow_correct:
+        expected_weights[true_token] = 0
+    expected_share = expected_weights / expected_weights.sum()
+    share = torch.bincount(drawn.flatten(), minlength=len(weights)).double() / drawn.numel()
+    four_deviations = 4 * 0.5 / drawn.numel() ** 0.5  # a share's deviation is at most 0.5 / sqrt(n)
+    np.testing.assert_allclose(share, expected_share, atol=four_deviations)
+    assert not share[expected_weights == 0].any()
+    assert torch.equal(drawn_of_two_rows, drawn[7:9])
     assert not torch.equal(drawn[7], drawn[8])
 
 
-def test_no_word_falls_outside_the_vocabulary() -> None:
-    """The first and the last word of the range, for weights whose shares round."""
+def test_fixed_generator_maps_the_lowest_and_the_highest_random_word_to_tokens_of_positive_weight() -> None:
+    """The shares of these weights round; still every 32-bit word falls to a token of the vocabulary."""
+    lowest_and_highest_word = torch.tensor([0, 2**32 - 1])
     generator = FixedGenerator(np.array([0.0, 1.0, 1e-30, 3.0, 0.0]), False)
-    assert torch.searchsorted(generator.ends_V, torch.tensor([0, 2**32 - 1]), right=True).tolist() == [1, 3]
+
+    tokens = torch.searchsorted(generator.ends_V, lowest_and_highest_word, right=True)
+
+    assert tokens.tolist() == [1, 3]
     assert FixedGenerator(uniform_weights(7), False).ends_V[-1] == 2**32
 
 
-def test_unigram_weights_follow_counts_temperature_and_specials() -> None:
+def test_unigram_weights_are_tempered_counts_and_zero_for_special_tokens() -> None:
     counts = np.array([900, 50, 10, 10, 0, 4, 16])
-    weight = unigram_weights(counts, (0, 2, 3), temperature=2.0)
-    np.testing.assert_allclose(weight, [0, 50**0.5, 0, 0, 0, 2, 4])
+    special_ids = (0, 2, 3)
+
+    weights = unigram_weights(counts, special_ids, temperature=2.0)
+
+    np.testing.assert_allclose(weights, [0, 50**0.5, 0, 0, 0, 2, 4])  # count ** (1 / temperature)
 
 
 @pytest.mark.parametrize("rows", [1, 7, CHUNK_ROWS + 3])
-def test_token_log_probs_and_gradients_equal_a_full_softmax(rows: int) -> None:
+def test_token_log_probs_and_their_gradients_equal_a_full_softmax_in_float64(rows: int) -> None:
+    vocab_size = 29
+    padded_size = 32
     generator = torch.Generator().manual_seed(rows)
-    x, table = torch.randn(rows, 8, generator=generator), torch.randn(32, 8, generator=generator)
-    bias, target = torch.randn(29, generator=generator), torch.randint(29, (rows,), generator=generator)
+    x = torch.randn(rows, 8, generator=generator)
+    table = torch.randn(padded_size, 8, generator=generator)
+    bias = torch.randn(vocab_size, generator=generator)
+    target = torch.randint(vocab_size, (rows,), generator=generator)
     upstream = torch.randn(rows, generator=generator)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, table, bias)]
-        if dtype == torch.float32:
-            log_prob, best = token_log_probs(*leaves, target, 29)
-        else:
-            full = (leaves[0] @ leaves[1][:29].T + leaves[2]).log_softmax(-1)
-            log_prob, best = full.gather(1, target[:, None])[:, 0], full.argmax(1)
-        (log_prob * upstream.to(dtype)).sum().backward()
-        results.append((log_prob.detach(), best, [leaf.grad for leaf in leaves]))
-    (ours, ours_best, ours_grads), (true, true_best, true_grads) = results
-    torch.testing.assert_close(ours.double(), true, rtol=0, atol=2e-5)
-    assert torch.equal(ours_best, true_best)
-    for mine, theirs in zip(ours_grads, true_grads):
-        scale = theirs.abs().max()
-        torch.testing.assert_close(mine.double() / scale, theirs / scale, rtol=0, atol=1e-5)
-    assert not ours_grads[1][29:].any()
+
+    leaves = [t.clone().requires_grad_() for t in (x, table, bias)]
+    log_prob, best = token_log_probs(*leaves, target, vocab_size)
+    (log_prob * upstream).sum().backward()
+
+    exact_leaves = [t.double().requires_grad_() for t in (x, table, bias)]
+    exact_x, exact_table, exact_bias = exact_leaves
+    exact_log_probs = (exact_x @ exact_table[:vocab_size].T + exact_bias).log_softmax(-1)
+    exact_log_prob = exact_log_probs.gather(1, target[:, None])[:, 0]
+    (exact_log_prob * upstream.double()).sum().backward()
+
+    torch.testing.assert_close(log_prob.detach().double(), exact_log_prob.detach(), rtol=0, atol=2e-5)
+    assert torch.equal(best, exact_log_probs.argmax(1))
+    for leaf, exact_leaf in zip(leaves, exact_leaves, strict=True):
+        scale = exact_leaf.grad.abs().max()
+        torch.testing.assert_close(leaf.grad.double() / scale, exact_leaf.grad / scale, rtol=0, atol=1e-5)
+    table_gradient = leaves[1].grad
+    assert not table_gradient[vocab_size:].any()
 
 
 @pytest.mark.parametrize(
-    ("model", "objective", "said"),
+    ("model_fields", "objective_fields", "message"),
     [
         ({}, {"generator_only_steps": 5}, "they must be of one size"),
-        ({"generator": TOWER}, {"generator_only_steps": 5}, "model.sharing is embeddings"),
+        ({"generator": LARGE_TOWER}, {"generator_only_steps": 5}, "model.sharing is embeddings"),
         ({"sharing": "none"}, {"name": "mlm"}, "has one tower only"),
         ({"sharing": "gdes"}, {"generator": "uniform"}, "has one tower only"),
-        ({"sharing": "all", "generator": TOWER}, {"name": "electric"}, "two causal towers"),
+        ({"sharing": "all", "generator": LARGE_TOWER}, {"name": "electric"}, "two causal towers"),
     ],
 )
-def test_sections_that_do_not_fit_together_are_refused_in_one_line(model: Any, objective: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
-        check_objective(model_of(**model), ObjectiveConfig(**objective))
+def test_model_and_objective_that_do_not_fit_are_refused_with_a_message_of_one_line(
+    model_fields: Any, objective_fields: Any, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        check_objective(small_model_config(**model_fields), ObjectiveConfig(**objective_fields))
+
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("section", "fields"),
+    ("make_section", "fields"),
     [
         (ObjectiveConfig, {"name": "mlm", "generator": "uniform"}),
         (ObjectiveConfig, {"name": "rtd_masked_only", "generator_only_steps": 5}),
         (ObjectiveConfig, {"name": "adversarial", "disallow_correct": True}),
         (ObjectiveConfig, {"name": "bert"}),
-        (model_of, {"sharing": "all"}),
-        (model_of, {"generator_embedding_size": 16}),
+        (small_model_config, {"sharing": "all"}),
+        (small_model_config, {"generator_embedding_size": 16}),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(section: Any, fields: Any) -> None:
+def test_config_sections_with_options_that_exclude_each_other_are_refused(make_section: Any, fields: Any) -> None:
     with pytest.raises(ValidationError):
-        section(**fields)
+        make_section(**fields)

@@ -1,8 +1,8 @@
-"""The objective under DeepSpeed, one rank in this process: the tied table at every ZeRO stage."""
+"""Objectives under DeepSpeed on one rank in this process: every ZeRO stage gives the losses of plain PyTorch."""
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import pytest
@@ -16,31 +16,36 @@ from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
 NUM_STEPS = 4
+SEED = 11
+ROW_LENGTHS = [64, 50, 64, 33]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> None:
+    """A process group of one rank in this process."""
     init_distributed()
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all runs in this file."""
     return ForeachAdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01)
 
 
 def train(engine: Any, backward: Callable[..., None], step: Callable[[], None], ids: torch.Tensor) -> list[float]:
-    """Losses of a few steps over one batch, with fresh masks each step."""
+    """Train `NUM_STEPS` steps on one batch, with fresh masks in each step; return the losses."""
     module = getattr(engine, "module", engine)
-    first, second = loss_counts(ids, module.special, module.objective).sum(0).tolist()
+    first_count, second_count = loss_counts(ids, module.special, module.objective).sum(0).tolist()
     losses = []
     for number in range(NUM_STEPS):
-        out = engine(StepInput(ids, torch.arange(len(ids)), number, 11, 1 / first, 1 / second))
+        out = engine(StepInput(ids, torch.arange(len(ids)), number, SEED, 1 / first_count, 1 / second_count))
         backward(out.loss)
         step()
         losses.append(out.loss.item())
     return losses
 
 
-def under_deepspeed(module: torch.nn.Module, stage: int, precision: str, ids: torch.Tensor) -> list[float]:
+def losses_under_deepspeed(module: torch.nn.Module, stage: int, precision: str, ids: torch.Tensor) -> list[float]:
+    """Losses of a copy of `module` in a DeepSpeed engine of a ZeRO stage."""
     module = copy.deepcopy(module)
     config = {
         "train_micro_batch_size_per_gpu": len(ids),
@@ -57,12 +62,14 @@ def under_deepspeed(module: torch.nn.Module, stage: int, precision: str, ids: to
     losses = train(engine, engine.backward, engine.step, ids)
     with torch.no_grad():  # evaluation between steps reads the same partitioned parameters
         engine.eval()
-        assert engine(StepInput(ids, torch.arange(len(ids)), 0, 11, 1.0, 1.0)).loss.isfinite()
+        evaluated = engine(StepInput(ids, torch.arange(len(ids)), 0, SEED, 1.0, 1.0))
+        assert evaluated.loss.isfinite()
     engine.destroy()
     return losses
 
 
-def under_plain_torch(module: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+def losses_under_plain_torch(module: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    """Losses of a copy of `module` with the same optimizer, but without an engine."""
     module = copy.deepcopy(module)
     optimizer = optimizer_of(module)
 
@@ -73,43 +80,59 @@ def under_plain_torch(module: torch.nn.Module, ids: torch.Tensor) -> list[float]
     return train(module, torch.Tensor.backward, step, ids)
 
 
+class PlainRun(NamedTuple):
+    """An untrained RTD objective, a batch, and the losses of plain PyTorch on it."""
+
+    objective: Any
+    ids: torch.Tensor
+    losses: list[float]
+
+
 @pytest.fixture
-def plain_losses(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> Any:
+def plain_run(make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor]) -> PlainRun:
+    """The run with which those under DeepSpeed are compared."""
     objective, _ = make_model()
-    ids = make_ids([64, 50, 64, 33], seq_len=64)
-    return objective, ids, under_plain_torch(objective, ids)
+    ids = make_ids(ROW_LENGTHS, seq_len=64)
+    return PlainRun(objective, ids, losses_under_plain_torch(objective, ids))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp32_losses_equal_plain_torch(stage: int, plain_losses: Any) -> None:
-    objective, ids, expected = plain_losses
-    losses = under_deepspeed(objective, stage, "fp32", ids)
-    assert losses == pytest.approx(expected, abs=2e-5)
+def test_fp32_losses_at_every_zero_stage_are_those_of_plain_torch(stage: int, plain_run: PlainRun) -> None:
+    losses = losses_under_deepspeed(plain_run.objective, stage, "fp32", plain_run.ids)
+
+    assert losses == pytest.approx(plain_run.losses, abs=2e-5)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_generator_that_makes_its_gradients_early_gives_the_same_losses(stage: int, plain_losses: Any) -> None:
-    objective, ids, expected = plain_losses
-    early = copy.deepcopy(objective)
+def test_early_generator_under_deepspeed_gives_the_losses_of_plain_torch(stage: int, plain_run: PlainRun) -> None:
+    """With `early_generator` the generator's gradients arise in the forward pass, outside the engine's backward."""
+    early = copy.deepcopy(plain_run.objective)
     early.early_generator = True
-    assert under_deepspeed(early, stage, "fp32", ids) == pytest.approx(expected, abs=2e-5)
+
+    losses = losses_under_deepspeed(early, stage, "fp32", plain_run.ids)
+
+    assert losses == pytest.approx(plain_run.losses, abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_layers_computed_again_give_the_same_losses(stage: int, plain_losses: Any) -> None:
-    objective, ids, expected = plain_losses
-    again = copy.deepcopy(objective)
-    for module in again.modules():
+def test_recomputed_layers_under_deepspeed_give_the_losses_of_plain_torch(stage: int, plain_run: PlainRun) -> None:
+    """Under ZeRO-3 the backward pass must gather a layer's parameters before it computes the layer again."""
+    recomputing = copy.deepcopy(plain_run.objective)
+    for module in recomputing.modules():
         if isinstance(module, Encoder):
             module.recompute = True
-    assert under_deepspeed(again, stage, "fp32", ids) == pytest.approx(expected, abs=2e-5)
+
+    losses = losses_under_deepspeed(recomputing, stage, "fp32", plain_run.ids)
+
+    assert losses == pytest.approx(plain_run.losses, abs=2e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_losses_are_near_fp32(stage: int, plain_losses: Any) -> None:
-    objective, ids, expected = plain_losses
-    assert under_deepspeed(objective, stage, "bf16", ids) == pytest.approx(expected, rel=0.02)
+def test_bf16_losses_are_within_2_percent_of_fp32(stage: int, plain_run: PlainRun) -> None:
+    losses = losses_under_deepspeed(plain_run.objective, stage, "bf16", plain_run.ids)
+
+    assert losses == pytest.approx(plain_run.losses, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +146,17 @@ def test_bf16_losses_are_near_fp32(stage: int, plain_losses: Any) -> None:
         ("rtd", "all"),
     ],
 )
-def test_stage_3_gathers_what_each_objective_reads(
+def test_zero_stage_3_gathers_every_parameter_that_an_objective_reads(
     name: Any, sharing: Any, make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor], special: Any
 ) -> None:
-    """Tables that heads are tied to are read outside the embeddings' own forward, again in backward."""
-    _, model = make_model()
-    fields = {**model.model_dump(), "sharing": sharing}
+    """Heads read the tables they are tied to outside the embeddings' own forward pass, and again in backward."""
+    _, rtd_model = make_model()
+    fields = {**rtd_model.model_dump(), "sharing": sharing}
     if sharing == "all":
         fields["generator"] = fields["discriminator"]
     objective = build_objective(ModelConfig(**fields), ObjectiveConfig(name=name), special, 3)
-    ids = make_ids([64, 50, 64, 33], seq_len=64)
-    losses = under_deepspeed(objective, 3, "fp32", ids)
-    assert losses == pytest.approx(under_plain_torch(objective, ids), abs=2e-5)
+    ids = make_ids(ROW_LENGTHS, seq_len=64)
+
+    losses = losses_under_deepspeed(objective, 3, "fp32", ids)
+
+    assert losses == pytest.approx(losses_under_plain_torch(objective, ids), abs=2e-5)

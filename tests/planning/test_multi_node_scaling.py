@@ -1,4 +1,4 @@
-"""The scaling model: bytes against the collectives of real steps, time and fabrics against sums by hand."""
+"""The scaling model: bytes against the collectives of real steps; time and bandwidth against sums by hand."""
 
 import io
 import json
@@ -23,57 +23,75 @@ from electra_dist.planning.multi_node_scaling import (
 from electra_dist.planning.plan_tables import print_plan
 
 WORKER = Path(__file__).parent / "wire_worker.py"
-SENT = {"all_reduce": 2, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 1}  # shares of (W - 1) / W
+LARGE_CONFIG = REPOSITORY / "configs" / "large_25pct_mask.yaml"
+
+# How often a ring sends each element of a message, in units of (W - 1) / W for W ranks. An all-reduce is a
+# reduce-scatter followed by an all-gather.
+RING_PASSES = {"all_reduce": 2, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 1}
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())]
-    done = subprocess.run([*command, str(WORKER)], capture_output=True, text=True, timeout=300)
+def measured_steps() -> dict[str, Any]:
+    """Collectives of one real step of two ranks, for every ZeRO stage and precision; see wire_worker.py.
+
+    `runs` has the stage, the precision, `sizes` (elements of each parameter tensor) and `calls`, which are pairs of
+    the collective's name and the bytes of its whole message. `micro_batches` is the number of micro-batches in a step.
+    """
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    command = [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), str(WORKER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("COUNTED")).split(" ", 1)[1])
+    result_line = next(line for line in done.stdout.splitlines() if line.startswith("COUNTED"))
+    return json.loads(result_line.removeprefix("COUNTED "))
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bytes_are_those_of_real_steps(counted: dict[str, Any], stage: int, precision: Any) -> None:
-    [run] = [r for r in counted["runs"] if (r["stage"], r["precision"]) == (stage, precision)]
+def test_predicted_bytes_equal_those_of_the_collectives_of_a_real_step(
+    measured_steps: dict[str, Any], stage: int, precision: Any
+) -> None:
     ranks = 2
-    sent = sum(SENT[name] * size * (ranks - 1) / ranks for name, size in run["calls"])
+    [run] = [run for run in measured_steps["runs"] if (run["stage"], run["precision"]) == (stage, precision)]
+
     predicted = bytes_on_wire(
         sum(run["sizes"]),
         stage,
         precision,
         ranks,
-        micro_batches=counted["micro_batches"],
+        micro_batches=measured_steps["micro_batches"],
         persistent=persistent_parameters(run["sizes"]),
     )
-    # Beside the model's tensors only norms, flags and padding to equal parts.
+
+    sent = sum(RING_PASSES[name] * num_bytes * (ranks - 1) / ranks for name, num_bytes in run["calls"])
+    # A step also sends norms, flags and padding to equal parts: less than a thousandth.
     assert predicted <= sent <= predicted * 1.001
 
 
-def test_one_rank_sends_nothing_and_many_send_nearly_all() -> None:
+def test_one_rank_sends_nothing_and_many_ranks_send_almost_every_element() -> None:
+    # ZeRO 1 in bf16 sends each element three times in 2 bytes; each of 4 ranks sends 3/4 of a message.
     assert bytes_on_wire(10**6, 1, "bf16", 1) == 0
     assert bytes_on_wire(10**6, 1, "bf16", 4) == 3 * 2 * 10**6 * 3 / 4
-    assert bytes_on_wire(10**6, 0, "bf16", 10**6) == pytest.approx(8e6, rel=1e-5)  # autocast: fp32 gradients
+    # Stage 0 in bf16 is autocast: it sends fp32 gradients, 4 bytes, twice.
+    assert bytes_on_wire(10**6, 0, "bf16", 10**6) == pytest.approx(8e6, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
     [("400Gb", 50e9), ("8x400Gb", 400e9), ("50GB", 50e9), ("2.5Gbit", 312.5e6), ("1Tb", 125e9)],
 )
-def test_fabrics(text: str, bytes_per_s: float) -> None:
+def test_a_bandwidth_is_read_in_bits_or_bytes_with_the_number_of_links(text: str, bytes_per_s: float) -> None:
     assert parse_fabric(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["400", "fast", "400Kb", "x400Gb", ""])
-def test_what_is_no_fabric_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_bandwidth_is_refused_with_the_name_of_the_option(text: str) -> None:
     with pytest.raises(UserError, match="--fabric"):
         parse_fabric(text)
 
 
-def _cluster(**changed: Any) -> Cluster:
+def h200_cluster(**changes: Any) -> Cluster:
+    """Return a cluster of 8 nodes of 8 H200, each of 200,000 tokens/s, with 400 Gb/s (50 GB/s) per node."""
     fields = {
         "nodes": 8,
         "gpu": "H200",
@@ -82,38 +100,47 @@ def _cluster(**changed: Any) -> Cluster:
         "gpu_tokens_per_s": 200_000.0,
         "gpu_hour_price": None,
     }
-    return Cluster(**{**fields, **changed})
+    return Cluster(**{**fields, **changes})
 
 
-def test_a_plan_by_hand() -> None:
-    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml")
-    one, *_, eight = scale(config, _cluster())
-    assert [one.nodes, one.ranks, one.micro_batches] == [1, 8, 8]
-    assert [eight.nodes, eight.ranks, eight.micro_batches] == [8, 64, 1]
-    # 2048 rows of 512 over 64 GPUs of 200,000 tokens/s; 354.65 M parameters of 2 bytes, sent three times.
-    assert eight.compute_s == pytest.approx(2048 * 512 / 64 / 200_000)
-    assert eight.wire_bytes == pytest.approx(3 * 2 * 354.65e6 * 63 / 64, rel=1e-4)
-    assert eight.communication_s == pytest.approx(eight.wire_bytes / 50e9)
-    assert one.communication_s == pytest.approx(one.wire_bytes / 450e9)  # NVLink: no fabric between
-    assert eight.step_s == step_seconds(eight.compute_s, eight.wire_bytes, 50e9)
-    assert eight.days == pytest.approx(400_000 * eight.step_s / 86_400)
-    assert eight.gpu_hours == pytest.approx(64 * 24 * eight.days)
-    assert one.efficiency > eight.efficiency > 0.5
+def test_the_plan_of_electra_large_on_one_and_eight_nodes_equals_the_sums_by_hand() -> None:
+    """A step has 2048 rows of 512 tokens; ZeRO 1 in bf16 sends 354.65 M parameters of 2 bytes three times."""
+    network_bytes_per_s = 50e9
+    nvlink_bytes_per_s = 450e9
+
+    plans = scale(load_config(LARGE_CONFIG), h200_cluster())
+
+    one_node = plans[0]
+    eight_nodes = plans[-1]
+    assert [one_node.nodes, one_node.ranks, one_node.micro_batches] == [1, 8, 8]
+    assert [eight_nodes.nodes, eight_nodes.ranks, eight_nodes.micro_batches] == [8, 64, 1]
+
+    assert eight_nodes.compute_s == pytest.approx(2048 * 512 / 64 / 200_000)
+    assert eight_nodes.wire_bytes == pytest.approx(3 * 2 * 354.65e6 * 63 / 64, rel=1e-4)
+    assert eight_nodes.communication_s == pytest.approx(eight_nodes.wire_bytes / network_bytes_per_s)
+    assert one_node.communication_s == pytest.approx(one_node.wire_bytes / nvlink_bytes_per_s)
+
+    assert eight_nodes.step_s == step_seconds(eight_nodes.compute_s, eight_nodes.wire_bytes, network_bytes_per_s)
+    assert eight_nodes.days == pytest.approx(400_000 * eight_nodes.step_s / 86_400)
+    assert eight_nodes.gpu_hours == pytest.approx(64 * 24 * eight_nodes.days)
+    assert one_node.efficiency > eight_nodes.efficiency > 0.5
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
-    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml")
+def test_a_cluster_that_cannot_share_the_batch_or_has_unknown_links_is_refused() -> None:
+    config = load_config(LARGE_CONFIG)
+
     with pytest.raises(UserError, match="24 GPUs do not share"):
-        scale(config, _cluster(nodes=3))
+        scale(config, h200_cluster(nodes=3))
     with pytest.raises(UserError, match="links within a node is not known"):
-        scale(config, _cluster(gpu="L4"))
+        scale(config, h200_cluster(gpu="L4"))
 
 
-def test_the_printed_plan_says_what_it_assumes() -> None:
-    out = io.StringIO()
-    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml")
-    print_plan(config, stream=out, cluster=_cluster(gpu_hour_price=2.0))
-    text = out.getvalue()
+def test_the_printed_plan_states_the_assumptions_of_the_scaling_model() -> None:
+    stream = io.StringIO()
+
+    print_plan(load_config(LARGE_CONFIG), stream=stream, cluster=h200_cluster(gpu_hour_price=2.0))
+
+    text = stream.getvalue()
     assert "Scaling on H200, 400 Gb/s a node" in text
-    for words in ("cost", "200k tok/s a GPU, given", "nothing of one is hidden", "latency"):
-        assert words in text
+    for phrase in ("cost", "200k tok/s a GPU, given", "nothing of one is hidden", "latency"):
+        assert phrase in text

@@ -1,4 +1,4 @@
-"""The text of the plan against a golden file; epochs, warnings and refusals; the same cells on a terminal."""
+"""The printed plan: its text against a golden file, epochs, warnings and errors, and its tables on a terminal."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 
 
 def plan_text(config: Config, corpus: CorpusManifest | None = None) -> str:
-    """Return what `print_plan` prints where there is no terminal."""
+    """Return what `print_plan` prints to a file or a pipe, without the last newline."""
     stream = io.StringIO()
     print_plan(config, corpus, stream)
     return stream.getvalue().rstrip("\n")
 
 
-def _large(*overrides: str) -> Config:
+def large_config(*overrides: str) -> Config:
+    """Return the config of ELECTRA-Large: 400,000 steps of 2048 rows of 512 tokens."""
     return load_config(CONFIGS / "large_25pct_mask.yaml", overrides)
 
 
-def _manifest() -> CorpusManifest:
+def corpus_of_four_shards() -> CorpusManifest:
+    """Return the manifest of a corpus of four equal shards, with 4,000 rows and 2,000,000 tokens in all."""
     shard = {"rows": 1000, "tokens": 500_000, "bytes": 1_024_000, "sha256": "0" * 64}
     return CorpusManifest.model_validate(
         {
@@ -43,44 +45,58 @@ def _manifest() -> CorpusManifest:
     )
 
 
-def test_text_is_that_of_the_golden_file():
-    assert plan_text(_large()) + "\n" == (GOLDEN / "plan_large_25pct_mask.txt").read_text()
+def test_the_plan_of_electra_large_equals_the_golden_file():
+    golden_text = (GOLDEN / "plan_large_25pct_mask.txt").read_text()
+
+    assert plan_text(large_config()) + "\n" == golden_text
 
 
-def test_a_known_corpus_gives_epochs():
-    [line] = [x for x in plan_text(_large("train.num_steps=10"), _manifest()).splitlines() if "epochs" in x]
-    assert line.split(maxsplit=2) == [
+def test_with_a_corpus_the_plan_has_the_number_of_epochs():
+    """10 steps of 2048 rows read a corpus of 4,000 rows 5.12 times."""
+    lines = plan_text(large_config("train.num_steps=10"), corpus_of_four_shards()).splitlines()
+
+    [epochs_line] = [line for line in lines if "epochs" in line]
+    assert epochs_line.split(maxsplit=2) == [
         "epochs",
         "5.12",
         "s3://electra-corpus/33b-512: 4,000 rows, 2,000,000 tokens in 4 shards",
     ]
 
 
-def test_fp32_and_odd_gpu_counts_are_named():
-    assert "no time is predicted in fp32" in plan_text(_large("train.precision=fp32"))
-    assert "plan.num_gpus 7 is not one of them" in plan_text(_large("plan.num_gpus=7"))
+def test_fp32_and_gpu_counts_that_do_not_fit_are_noted_and_an_unknown_gpu_is_an_error():
+    assert "no time is predicted in fp32" in plan_text(large_config("train.precision=fp32"))
+    assert "plan.num_gpus 7 is not one of them" in plan_text(large_config("plan.num_gpus=7"))
     with pytest.raises(
         UserError, match=r"plan\.gpu: no dense bf16 peak is known for 'TPUv3'; set plan.gpu to one of .*H200"
     ):
-        plan_text(_large("plan.gpu=TPUv3"))
+        plan_text(large_config("plan.gpu=TPUv3"))
 
 
-class _TerminalStream(io.StringIO):
+class TerminalStream(io.StringIO):
+    """Stream that claims to be a terminal, for which the plan is printed as tables."""
+
     def isatty(self) -> bool:
         return True
 
 
-def test_a_terminal_gets_the_same_cells_in_tables(monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_gets_tables_with_the_cells_of_the_plain_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
-    plain, terminal = io.StringIO(), _TerminalStream()
-    print_plan(_large(), stream=plain)
-    print_plan(_large(), stream=terminal)
-    assert plain.getvalue() == plan_text(_large()) + "\n"
+    plain = io.StringIO()
+    terminal = TerminalStream()
+
+    print_plan(large_config(), stream=plain)
+    print_plan(large_config(), stream=terminal)
+
+    assert plain.getvalue() == plan_text(large_config()) + "\n"
     for cell in ("335.14 M", "2.169 GFLOP", "2P + 6P + 4P/W + 8P/W", "638.6"):
         assert cell in plain.getvalue()
         assert cell in terminal.getvalue()
 
 
 def test_the_plan_does_not_import_torch():
+    """Commands without training answer in a fraction of a second on a login node; importing torch takes seconds."""
     code = "import sys, electra_dist.planning.plan_tables; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    finished = subprocess.run([sys.executable, "-c", code], check=False)
+
+    assert finished.returncode == 0

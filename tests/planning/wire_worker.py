@@ -1,7 +1,7 @@
-"""One of two ranks that train a few steps at every ZeRO stage and precision; prints every byte given to a collective.
+"""One of two ranks that train a few steps at every ZeRO stage and precision; prints the bytes of every collective.
 
-torch.distributed's functions are wrapped before DeepSpeed sees them, so what is counted is what goes into the
-transport; small messages (norms, overflow flags) are counted with the rest.
+The functions of torch.distributed are wrapped before DeepSpeed is imported, so what is counted is what goes into the
+transport. Small messages (norms, overflow flags) are counted with the rest.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-calls: list[tuple[str, int]] = []  # collective, bytes of its whole message
-# Where the whole message is among the arguments: its position, its name.
-WHOLE = {
+calls: list[tuple[str, int]] = []  # (name of the collective, bytes of its whole message)
+# Argument of each collective that holds its whole message: position and name.
+MESSAGE_ARGUMENT = {
     "all_reduce": (0, "tensor"),
     "broadcast": (0, "tensor"),
     "reduce": (0, "tensor"),
@@ -28,44 +28,58 @@ WHOLE = {
 }
 
 
-def wrap(name: str) -> None:
-    inner, (position, keyword) = getattr(dist, name), WHOLE[name]
+def count_calls_of(name: str) -> None:
+    """Replace the collective `name` of torch.distributed by one that adds each call to `calls`."""
+    collective = getattr(dist, name)
+    position, keyword = MESSAGE_ARGUMENT[name]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         message = kwargs[keyword] if keyword in kwargs else args[position]
         tensors = message if isinstance(message, (list, tuple)) else [message]
-        calls.append((name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
-        return inner(*args, **kwargs)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        calls.append((name, num_bytes))
+        return collective(*args, **kwargs)
 
     setattr(dist, name, counted)
 
 
-for collective in WHOLE:
-    wrap(collective)
+for collective_name in MESSAGE_ARGUMENT:
+    count_calls_of(collective_name)
 
 # DeepSpeed keeps the functions that it finds when it is imported.
 from electra_dist.config_file import load_config  # noqa: E402
 from electra_dist.engine.engine import Engine  # noqa: E402
 from electra_dist.engine.process_group import init_distributed  # noqa: E402
 
+RANKS = 2
+MICRO_BATCH = 2
 MICRO_BATCHES = 2
-WIDTHS = [(400, 400), (400, 400), (400, 50)]  # two tensors that stage 3 cuts up, and one that it does not
+NUM_STEPS = 3
+# Two tensors that stage 3 partitions, and one that is too small for it.
+WEIGHT_SHAPES = [(400, 400), (400, 400), (400, 50)]
 
 
-def count(stage: int, precision: str) -> dict[str, Any]:
-    """The calls of a third step (the first ones also set up)."""
-    net = torch.nn.Sequential(*(torch.nn.Linear(*width, bias=False) for width in WIDTHS))
-    sizes = [p.numel() for p in net.parameters()]
-    settings = [f"engine.zero_stage={stage}", f"train.precision={precision}"]
-    settings += [f"train.global_batch={4 * MICRO_BATCHES}", "train.micro_batch=2"]
-    config = load_config(Path(__file__).parents[2] / "configs" / "demo_cpu.yaml", settings)
+def count_step(stage: int, precision: str) -> dict[str, Any]:
+    """Return the collectives of a third step; the first two steps are left out, because they also set up."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(*shape, bias=False) for shape in WEIGHT_SHAPES))
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    overrides = [
+        f"engine.zero_stage={stage}",
+        f"train.precision={precision}",
+        f"train.global_batch={RANKS * MICRO_BATCH * MICRO_BATCHES}",
+        f"train.micro_batch={MICRO_BATCH}",
+    ]
+    config = load_config(Path(__file__).parents[2] / "configs" / "demo_cpu.yaml", overrides)
     engine = Engine(net, config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
-    for _ in range(3):
+    # Stage 0 trains in bf16 by autocast, so its weights and inputs are fp32.
+    dtype = torch.bfloat16 if stage and precision == "bf16" else torch.float32
+    for _ in range(NUM_STEPS):
         calls.clear()
-        for micro in range(engine.num_micro_batches):
-            inputs = torch.ones(2, 400, dtype=torch.bfloat16 if stage and precision == "bf16" else torch.float32)
+        for micro_batch in range(engine.num_micro_batches):
+            inputs = torch.ones(MICRO_BATCH, 400, dtype=dtype)
             engine.backward(engine.deepspeed(inputs).float().pow(2).mean())
-            if micro + 1 < engine.num_micro_batches:
+            is_last = micro_batch + 1 == engine.num_micro_batches
+            if not is_last:
                 engine.step_micro_batch()
         engine.step(1e-3)
     engine.close()
@@ -74,7 +88,7 @@ def count(stage: int, precision: str) -> dict[str, Any]:
 
 warnings.simplefilter("ignore")
 init_distributed()
-found = [count(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
+runs = [count_step(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 if os.environ["RANK"] == "0":
-    print("COUNTED", json.dumps({"micro_batches": MICRO_BATCHES, "runs": found}), flush=True)
+    print("COUNTED", json.dumps({"micro_batches": MICRO_BATCHES, "runs": runs}), flush=True)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Small models, a tiny encoder and its vocabulary."""
+"""Fixtures of small models, and of a tiny encoder with its vocabulary; they are defined in tests/support/."""
 
 from support.small_encoder import encoder, model, vocabulary
 from support.small_models import hf_twins, make_config, make_rows, make_towers, special

@@ -1,4 +1,4 @@
-"""An encoder from every source is the one that was trained."""
+"""An encoder loaded from a Hugging Face folder or a run computes what the trained network computes."""
 
 from __future__ import annotations
 
@@ -19,80 +19,102 @@ from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
-IDS = [[2, 60, 61, 3, 70, 71, 72, 3], [2, 62, 74, 75, 3]]
+# Rows of two texts and of one text: 2 is [CLS], 3 is [SEP].
+PAIR_ROW = [2, 60, 61, 3, 70, 71, 72, 3]
+SINGLE_ROW = [2, 62, 74, 75, 3]
+PAD = 0
 
 
-def write_vocab(vocabulary: Vocabulary, folder: Path) -> Path:
+def vocabulary_file(vocabulary: Vocabulary, folder: Path) -> Path:
+    """Write a vocab.txt to `folder` and return its path."""
     file = folder / "vocab.txt"
     file.write_text(vocabulary.text)
     return file
 
 
-def test_a_hugging_face_discriminator_gives_the_logits_that_transformers_gives(
+def test_an_exported_discriminator_has_the_logits_that_transformers_computes(
     encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
-    state = build_towers(model, 3).state_dict()
-    vocab = write_vocab(vocabulary, tmp_path)
+    state = build_towers(model, 3).state_dict()  # the weights of `encoder`
+    vocab = vocabulary_file(vocabulary, tmp_path)
     export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+
     loaded = load_pretrained(str(tmp_path / "hf"))
+
     assert loaded.digest == encoder.digest
-    theirs = ElectraForPreTraining.from_pretrained(tmp_path / "hf").eval()
-    ids = torch.tensor(IDS[:1])
+    hf_model = ElectraForPreTraining.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.tensor([PAIR_ROW])
+    token_types = derive(ids, loaded.special).token_type_BS
     with torch.no_grad():
-        logits = theirs(ids, token_type_ids=derive(ids, loaded.special).token_type_BS).logits[0]
+        hf_logits = hf_model(ids, token_type_ids=token_types).logits[0]
     for position in (0, 3, 6):
-        found = replaced_logits(loaded, IDS[:1], [position], CPU)
-        assert found.item() == pytest.approx(logits[position].item(), abs=1e-5)
+        logit = replaced_logits(loaded, [PAIR_ROW], [position], CPU)
+        assert logit.item() == pytest.approx(hf_logits[position].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "gdes", "all"])
-def test_every_way_of_sharing_gives_the_discriminator_that_was_trained(
+def test_both_encoders_of_a_run_have_the_states_of_its_towers_whatever_the_towers_share(
     model: ModelConfig, vocabulary: Vocabulary, sharing: str
 ) -> None:
-    update: dict[str, object] = {"sharing": sharing, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if sharing == "all":
-        update["generator"] = model.discriminator
-    if sharing == "none":
-        update["generator_embedding_size"] = 20
-    model = model.model_copy(update=update)
-    towers = build_towers(model, 5, ObjectiveConfig())
+    changes: dict[str, object] = {"sharing": sharing, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if sharing == "all":  # needs towers of one shape
+        changes["generator"] = model.discriminator
+    if sharing == "none":  # allows embeddings of two widths
+        changes["generator_embedding_size"] = 20
+    run_model = model.model_copy(update=changes)
+    towers = build_towers(run_model, 5, ObjectiveConfig())
     with torch.no_grad():
-        for parameter in towers.parameters():  # differences start at zero
+        # With gdes the difference of the two tables starts at zero; random values show that it is added.
+        for parameter in towers.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    ids = torch.tensor(IDS[:1])
-    loaded = Pretrained.from_state("run", towers.state_dict(), model, vocabulary, True)
-    layout = derive(ids, loaded.special)
+    state = towers.state_dict()
+
+    discriminator = Pretrained.from_state("run", state, run_model, vocabulary, True)
+    generator = Pretrained.from_state("run", state, run_model, vocabulary, True, "generator")
+
+    ids = torch.tensor([PAIR_ROW])
+    layout = derive(ids, discriminator.special)
     embedded = towers.embed_discriminator(ids, layout)
     expected = towers.discriminator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
-    torch.testing.assert_close(loaded.backbone()(ids), expected)
-    generator = Pretrained.from_state("run", towers.state_dict(), model, vocabulary, True, "generator")
+    torch.testing.assert_close(discriminator.backbone()(ids), expected)
     embedded = towers.embed(ids, layout)
     expected = towers.generator(embedded, attention_bias(layout, embedded.dtype), DropoutKeys.off(ids))
     torch.testing.assert_close(generator.backbone()(ids), expected)
 
 
-def test_a_model_that_predicts_tokens_brings_its_token_head(model: ModelConfig, vocabulary: Vocabulary) -> None:
+def test_a_run_trained_with_mlm_keeps_its_token_head_and_has_no_generator(
+    model: ModelConfig, vocabulary: Vocabulary
+) -> None:
     state = build_towers(model, 5, ObjectiveConfig(name="mlm")).state_dict()
+
     loaded = Pretrained.from_state("run", state, model, vocabulary, True)
+
     assert "layer_norm.weight" in loaded.head_state()
-    assert pseudo_log_likelihood(loaded, IDS, CPU).max() < 0
+    assert pseudo_log_likelihood(loaded, [PAIR_ROW, SINGLE_ROW], CPU).max() < 0
     with pytest.raises(UserError, match="no bidirectional generator"):
         Pretrained.from_state("run", state, model, vocabulary, True, "generator")
 
 
-def test_padding_and_dropout_of_other_rows_change_nothing(encoder: Pretrained) -> None:
+def test_the_states_of_a_row_do_not_depend_on_padding_or_on_other_rows(encoder: Pretrained) -> None:
     backbone = encoder.backbone(hidden_dropout=0.3).eval()
-    alone = backbone(torch.tensor(IDS[1:]))
-    together = backbone(torch.tensor([IDS[0], [*IDS[1], 0, 0, 0]]))
-    torch.testing.assert_close(together[1, :5], alone[0])
+    num_pads = len(PAIR_ROW) - len(SINGLE_ROW)
+
+    states_alone = backbone(torch.tensor([SINGLE_ROW]))
+    states_in_batch = backbone(torch.tensor([PAIR_ROW, [*SINGLE_ROW, *[PAD] * num_pads]]))
+
+    torch.testing.assert_close(states_in_batch[1, : len(SINGLE_ROW)], states_alone[0])
 
 
-def test_what_is_no_model_is_one_line(tmp_path: Path, encoder: Pretrained, model: ModelConfig) -> None:
+def test_folders_without_an_electra_model_and_too_small_vocabularies_are_refused(
+    tmp_path: Path, encoder: Pretrained, model: ModelConfig
+) -> None:
     with pytest.raises(UserError, match="neither a run"):
-        load_pretrained(str(tmp_path))
+        load_pretrained(str(tmp_path))  # an empty folder
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(UserError, match="not an ELECTRA model"):
         load_pretrained(str(tmp_path))
-    small = Vocabulary("\n".join(encoder.vocabulary.tokens[:50]), "small")
+
+    small_vocabulary = Vocabulary("\n".join(encoder.vocabulary.tokens[:50]), "small")
+    state = build_towers(model, 3).state_dict()
     with pytest.raises(UserError, match="the vocabulary has 50 entries"):
-        Pretrained.from_state("x", build_towers(model, 3).state_dict(), model, small, True)
+        Pretrained.from_state("x", state, model, small_vocabulary, True)

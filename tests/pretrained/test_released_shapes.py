@@ -1,14 +1,14 @@
-"""Small, Base and Large as released: out to Hugging Face, its answers, and back."""
+"""ELECTRA-Small, Base and Large: exported to Hugging Face, run there, and imported again."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
+from electra_dist.config import ModelConfig
 from electra_dist.config_file import load_config
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
@@ -17,70 +17,92 @@ from electra_dist.pretrained.hf_conversion import export_towers
 from electra_dist.pretrained.load_towers import load_pretrained
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+VOCAB_SIZE = 30522
 SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)  # where BERT's uncased vocabulary has them
+FIRST_WORD_ID = 1000
 WORDS = ["the", "cat", "sat", "on", "mat", "."]
 TEXT = "the cat [MASK] on the mat."
+MASK_POSITION = 3  # in the row of TEXT: [CLS] the cat [MASK] on the mat . [SEP]
 
 
-def random_towers(model: Any) -> ElectraTowers:
-    """Every parameter off its default; much faster than the real initialisation."""
+def towers_without_values(model: ModelConfig) -> ElectraTowers:
+    """Return towers with uninitialised parameters, which takes much less time than the real initialisation."""
     with torch.device("meta"):
         towers = ElectraTowers(model)
-    towers.to_empty(device="cpu")
+    return towers.to_empty(device="cpu")
+
+
+def random_towers(model: ModelConfig) -> ElectraTowers:
+    """Return towers none of whose parameters has its default value, so that a parameter that is left out shows."""
+    towers = towers_without_values(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in towers.named_parameters():
-            middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            is_norm_weight = "norm" in name and name.endswith("weight")
+            middle = 1.0 if is_norm_weight else 0.0
             parameter.uniform_(middle - 0.03, middle + 0.03, generator=generator)
-        towers.embeddings.word.weight[model.vocab_size :] = 0.0
+        padding_rows = towers.embeddings.word.weight[model.vocab_size :]
+        padding_rows.zero_()
     return towers.eval()
 
 
-def vocabulary(folder: Path, size: int) -> Path:
-    names = [f"[unused{i}]" for i in range(size)]
-    names[0], names[100:104] = "[PAD]", ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    names[1000 : 1000 + len(WORDS)] = WORDS
-    (folder / "vocab.txt").write_text("\n".join(names) + "\n")
-    return folder / "vocab.txt"
+def write_vocabulary(folder: Path) -> Path:
+    """Write a vocab.txt with the special tokens, WORDS and unused entries, and return its path."""
+    tokens = [f"[unused{i}]" for i in range(VOCAB_SIZE)]
+    tokens[SPECIAL.pad] = "[PAD]"
+    tokens[SPECIAL.unk] = "[UNK]"
+    tokens[SPECIAL.cls] = "[CLS]"
+    tokens[SPECIAL.sep] = "[SEP]"
+    tokens[SPECIAL.mask] = "[MASK]"
+    tokens[FIRST_WORD_ID : FIRST_WORD_ID + len(WORDS)] = WORDS
+    file = folder / "vocab.txt"
+    file.write_text("\n".join(tokens) + "\n")
+    return file
 
 
 @pytest.mark.parametrize("name", ["small", "base_size", "large_25pct_mask"])
-def test_round_trip(name: str, tmp_path: Path) -> None:
+def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Logits of both towers, the fill-mask pipeline's answer and the states of AutoModel are those of the towers."""
     model = load_config(CONFIGS / f"{name}.yaml").model
     towers = random_towers(model)
-    folders = export_towers(towers.state_dict(), model, SPECIAL, vocabulary(tmp_path, 30522), True, tmp_path)
+
+    folders = export_towers(towers.state_dict(), model, SPECIAL, write_vocabulary(tmp_path), True, tmp_path)
+
     ids = AutoTokenizer.from_pretrained(folders["discriminator"])(TEXT, return_tensors="pt")["input_ids"]
     assert ids.shape == (1, 9)
 
+    # The logits of our towers.
     layout = derive(ids, SPECIAL)
-    bias, table = attention_bias(layout, torch.float32), towers.embeddings.word.weight[: model.vocab_size]
+    bias = attention_bias(layout, torch.float32)
+    word_table = towers.embeddings.word.weight[: model.vocab_size]
     with torch.no_grad():
         embedded = towers.embed(ids, layout)
         states = towers.discriminator(embedded, bias, DropoutKeys.off(ids))
-        detected = towers.discriminator_head.logits(states)
-        slots = towers.generator_head.transform(towers.generator(embedded, bias, DropoutKeys.off(ids)))
-        predicted = slots @ table.T + towers.generator_head.bias
+        detection_logits = towers.discriminator_head.logits(states)
+        generator_states = towers.generator(embedded, bias, DropoutKeys.off(ids))
+        token_logits = towers.generator_head.transform(generator_states) @ word_table.T + towers.generator_head.bias
 
-        theirs = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
-        assert (theirs(ids).logits - detected).abs().max() <= 1e-5
-        assert detected.std() > 0.01
-        filler = pipeline("fill-mask", model=str(folders["generator"]), device="cpu")
-        assert (filler.model(ids).logits - predicted).abs().max() <= 1e-5
+        # The logits of Hugging Face's models.
+        hf_discriminator = AutoModelForPreTraining.from_pretrained(folders["discriminator"]).eval()
+        fill_mask = pipeline("fill-mask", model=str(folders["generator"]), device="cpu")
+        assert (hf_discriminator(ids).logits - detection_logits).abs().max() <= 1e-5
+        assert detection_logits.std() > 0.01  # they are not all alike
+        assert (fill_mask.model(ids).logits - token_logits).abs().max() <= 1e-5
 
-    answer = filler(TEXT)
-    probability, token = predicted[0, 3].softmax(-1).max(-1)
-    assert answer[0]["token"] == token
-    assert answer[0]["score"] == pytest.approx(probability.item(), rel=1e-4)
+    best_answer = fill_mask(TEXT)[0]
+    probability, token = token_logits[0, MASK_POSITION].softmax(-1).max(-1)
+    assert best_answer["token"] == token
+    assert best_answer["score"] == pytest.approx(probability.item(), rel=1e-4)
 
-    if name != "large_25pct_mask":  # the same path with 1.3 GB more to read
-        features = pipeline("feature-extraction", model=str(folders["discriminator"]), device="cpu")(TEXT)
-        assert (torch.tensor(features) - states).abs().max() <= 1e-5  # by AutoModel
+    # The pipeline opens the folder with AutoModel. Large would take the same path with 1.3 GB more to read.
+    if name != "large_25pct_mask":
+        hf_states = pipeline("feature-extraction", model=str(folders["discriminator"]), device="cpu")(TEXT)
+        assert (torch.tensor(hf_states) - states).abs().max() <= 1e-5
 
-    del theirs, filler
-    with torch.device("meta"):
-        again = ElectraTowers(model)
-    again.to_empty(device="cpu")
-    notes = load_pretrained(again, folders["discriminator"], folders["generator"])
+    del hf_discriminator, fill_mask  # frees memory
+    imported = towers_without_values(model)
+    notes = load_pretrained(imported, folders["discriminator"], folders["generator"])
     assert notes == ["optimizer: a Hugging Face folder holds no moments; they start at zero"]
-    ours = towers.state_dict()
-    assert all(torch.equal(tensor, ours[key]) for key, tensor in again.state_dict().items())
+    exported_state = towers.state_dict()
+    for key, tensor in imported.state_dict().items():
+        assert torch.equal(tensor, exported_state[key]), key

@@ -1,4 +1,8 @@
-"""The report of whole, young, damaged and strange runs; its curves; the picture."""
+"""The report of a run as an HTML page, its curves, and the picture of the curves.
+
+Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced; `run_dir` is the
+folder of a finished run with its report.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +27,40 @@ from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+TAGS_WITHOUT_END = {"meta", "br", "hr", "img", "input", "link"}
 
 
-class _Checker(HTMLParser):
-    """Fails on tags that are not closed in order; collects text and attributes."""
+class PageParser(HTMLParser):
+    """Parser that fails on tags that are not closed in order, and collects the text and the attributes of a page."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.text = ""
         self.attributes: list[tuple[str, str | None]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
+        if tag not in TAGS_WITHOUT_END:
+            self.open_tags.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.text += data
 
 
-def _parse(page: str) -> _Checker:
-    checker = _Checker()
-    checker.feed(page)
-    checker.close()
-    assert checker.open == []
-    return checker
+def parsed_page(page: str) -> PageParser:
+    """Return the parser after a whole page, all of whose tags must be closed."""
+    parser = PageParser()
+    parser.feed(page)
+    parser.close()
+    assert parser.open_tags == []
+    return parser
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +69,21 @@ def run_dir(
     step_record: Callable[..., StepRecord],
     eval_record: Callable[..., EvalRecord],
 ) -> Path:
-    """A finished run of 400 steps that was resumed once at step 200, with its report."""
+    """The folder of a finished run of 400 steps, with its report.
+
+    The run was resumed once, at step 200 after step 250, and made an evaluation and a checkpoint every 100 steps. Its
+    name holds a tag, which the report must escape.
+    """
     run = tmp_path_factory.mktemp("runs") / "my run <b>"
-    writer, ledger = MetricsWriter(run, tensorboard=False), Ledger(run)
-    (run / "config.yaml").write_text(dump_yaml(load_config(CONFIGS / "demo_cpu.yaml", ["train.num_steps=400"])))
+    writer = MetricsWriter(run, tensorboard=False)
+    ledger = Ledger(run)
+    config = load_config(CONFIGS / "demo_cpu.yaml", ["train.num_steps=400"])
+    (run / "config.yaml").write_text(dump_yaml(config))
     ledger.append("start", 0, attempt=1, ranks=2)
     for step in range(10, 401, 10):
-        writer.write(step_record(step=step, mlm_loss=2 + 900 / (step + 100), rtd_loss=0.1 + 50 / (step + 100)))
+        mlm_loss = 2 + 900 / (step + 100)
+        rtd_loss = 0.1 + 50 / (step + 100)
+        writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss))
         if step % 100 == 0:
             writer.write(eval_record(step=step, auc=0.5 + step / 1000))
             ledger.append("checkpoint", step, stall_s=0.25)
@@ -84,13 +97,10 @@ def run_dir(
     return run
 
 
-def test_a_finished_run(run_dir: Path):
-    assert not (run_dir / "report.html.tmp").exists()
-    page = (run_dir / "report.html").read_text()
-    parsed = _parse(page)
-    assert page.count("<svg") == len(PANELS)
-    for text in (
-        "my run <b>",  # escaped
+def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_versions(run_dir: Path):
+    vocab_size = load_config(run_dir / "config.yaml").model.vocab_size
+    expected_texts = [
+        "my run <b>",  # the name of the run, escaped in the page
         "finished: step 400 of 400",
         "0.9000",  # the last AUC
         "2 starts",
@@ -98,83 +108,120 @@ def test_a_finished_run(run_dir: Path):
         "Where the time went: ",
         "4 checkpoints, the newest of step 400, each held the training up for 0.25 s (median).",
         "attempt 2, repeated 50",
-        f"vocab_size: {load_config(run_dir / 'config.yaml').model.vocab_size}",
+        f"vocab_size: {vocab_size}",
         "deepspeed",
-    ):
-        assert text in parsed.text, text
-    assert len(page) < 400_000
+    ]
 
-
-def test_nothing_is_loaded_from_elsewhere(run_dir: Path):
     page = (run_dir / "report.html").read_text()
-    parsed = _parse(page)
-    addresses = [value for name, value in parsed.attributes if name in ("src", "href", "xlink:href", "data") and value]
-    assert all(value.startswith("#") for value in addresses)
+
+    text = parsed_page(page).text
+    for expected_text in expected_texts:
+        assert expected_text in text, expected_text
+    assert page.count("<svg") == len(PANELS)
+    assert len(page) < 400_000
+    assert not (run_dir / "report.html.tmp").exists()
+
+
+def test_the_report_loads_nothing_from_another_file_or_server(run_dir: Path):
+    """All addresses in the page are anchors within it, and it has no script, style sheet or image to load."""
+    page = (run_dir / "report.html").read_text()
+
+    for name, value in parsed_page(page).attributes:
+        if name in ("src", "href", "xlink:href", "data") and value:
+            assert value.startswith("#")
     assert not re.findall(r"@import|url\((?!#)|<script|<link|<img", page)
 
 
-def test_curves_take_their_colours_from_the_page(run_dir: Path):
+def test_curves_scale_with_the_page_and_take_their_colors_from_its_css_variables(run_dir: Path):
+    """Matplotlib draws with placeholder colors such as #010203, which must all be replaced."""
+    placeholder_color = r"#0[1-4]0[1-4]0[1-4]"
     records = read_metrics(run_dir)
+
     for panel in PANELS:
         svg = panel_svg(panel, records, resumes=[200])
+
         assert svg is not None
         root = ET.fromstring(svg)
         assert "width" not in root.attrib
         assert root.attrib["viewBox"]
         assert "var(--ink)" in svg
         assert "var(--series-1)" in svg or "var(--series-2)" in svg
-        assert not re.findall(r"#0[1-4]0[1-4]0[1-4]", svg)
+        assert not re.findall(placeholder_color, svg)
         assert panel.title in "".join(root.itertext())
 
 
-def test_a_run_without_a_step_and_one_with_nothing_but_undefined_values(
+def test_a_report_is_written_for_a_run_without_a_step_and_for_one_with_undefined_values_only(
     tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
 ):
-    assert "No step has been recorded yet" in write_report(tmp_path).read_text()
+    page_without_steps = write_report(tmp_path).read_text()
+    assert "No step has been recorded yet" in page_without_steps
+
     nan = float("nan")
+    inf = float("inf")
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    writer.write(step_record(mlm_loss=nan, rtd_loss=nan, replaced_accuracy=nan, grad_norm=float("inf"), mfu=None))
+    writer.write(step_record(mlm_loss=nan, rtd_loss=nan, replaced_accuracy=nan, grad_norm=inf, mfu=None))
     writer.write(eval_record(auc=nan))
     writer.close()
     page = write_report(tmp_path).read_text()
-    _parse(page)
+    parsed_page(page)
     assert "MFU" not in page
     write_curves_png(tmp_path, tmp_path / "curves.png")
 
 
-@pytest.mark.parametrize(("event", "text"), [("stop", "stopped on purpose after step 30"), ("crash", "crashed after")])
-def test_how_it_ended(tmp_path: Path, event: Event, text: str):
+@pytest.mark.parametrize(
+    ("last_event", "text"), [("stop", "stopped on purpose after step 30"), ("crash", "crashed after")]
+)
+def test_the_report_shows_whether_a_run_was_stopped_or_crashed(tmp_path: Path, last_event: Event, text: str):
     ledger = Ledger(tmp_path)
     ledger.append("start", 0)
-    ledger.append(event, 30)
+    ledger.append(last_event, 30)
     ledger.close()
-    assert text in _parse(write_report(tmp_path).read_text()).text
+
+    page = write_report(tmp_path).read_text()
+
+    assert text in parsed_page(page).text
 
 
-def test_no_run_folder_is_a_user_error(tmp_path: Path):
+def test_a_report_of_a_missing_run_folder_is_a_user_error(tmp_path: Path):
     with pytest.raises(UserError, match="no such run folder"):
         write_report(tmp_path / "typo")
 
 
-def test_the_picture_is_a_png_of_the_stated_size(run_dir: Path, tmp_path: Path):
-    picture = write_curves_png(run_dir, tmp_path / "curves.png").read_bytes()
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(picture[16:20], "big"), int.from_bytes(picture[20:24], "big")) == (1500, 900)
+def test_the_picture_of_the_curves_is_a_png_of_1500_by_900_pixels(run_dir: Path, tmp_path: Path):
+    """A PNG begins with a signature of 8 bytes; bytes 16 to 23 are its width and height, big-endian."""
+    data = write_curves_png(run_dir, tmp_path / "curves.png").read_bytes()
+
+    signature = data[:8]
+    width = int.from_bytes(data[16:20], "big")
+    height = int.from_bytes(data[20:24], "big")
+    assert signature == b"\x89PNG\r\n\x1a\n"
+    assert width == 1500
+    assert height == 900
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 40))
-def test_thinning_keeps_order_ends_and_extremes(values: list[float], buckets: int):
-    steps = np.arange(len(values), dtype=float) * 10
-    thin_steps, thin_values = thinned(steps, np.array(values), buckets)
-    assert len(thin_values) <= 2 * buckets + 2
+def test_a_thinned_curve_has_points_of_the_curve_in_order_with_its_ends_and_extremes(
+    values: list[float], num_buckets: int
+):
+    step_distance = 10
+    steps = np.arange(len(values), dtype=float) * step_distance
+
+    thin_steps, thin_values = thinned(steps, np.array(values), num_buckets)
+
+    assert len(thin_values) <= 2 * num_buckets + 2
     assert list(thin_steps) == sorted(set(thin_steps))
-    assert {values[int(step) // 10] for step in thin_steps} == set(thin_values)
-    assert (thin_steps[0], thin_steps[-1]) == (steps[0], steps[-1])
-    assert (thin_values.min(), thin_values.max()) == (min(values), max(values))
+    values_at_thin_steps = [values[int(step) // step_distance] for step in thin_steps]
+    assert list(thin_values) == values_at_thin_steps
+    assert thin_steps[0] == steps[0]
+    assert thin_steps[-1] == steps[-1]
+    assert thin_values.min() == min(values)
+    assert thin_values.max() == max(values)
 
 
-def test_smoothing_keeps_a_constant_and_a_lines_middle():
-    assert smoothed(np.full(50, 3.0)) == pytest.approx(np.full(50, 3.0))
+def test_smoothing_leaves_a_constant_as_it_is_and_does_not_lag_behind_a_line():
+    constant = np.full(50, 3.0)
     line = np.arange(1001.0)
-    assert smoothed(line)[500] == pytest.approx(500, abs=1e-3)  # no lag
+
+    assert smoothed(constant) == pytest.approx(constant)
+    assert smoothed(line)[500] == pytest.approx(500, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Bit-exact floats, strict JSON, torn lines, atomic replacement."""
+"""Files of JSON lines: floats are kept bit for bit, lines are strict JSON, torn lines are dropped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from electra_dist.run.jsonl import JsonlFile, encode, read_records
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats())
-def test_floats_come_back_bit_for_bit_and_lines_are_strict_json(tmp_path_factory: pytest.TempPathFactory, x: float):
-    line = encode({"x": x, "deep": {"list": [x]}})
+def test_every_float_is_read_back_bit_for_bit_from_lines_of_strict_json(
+    tmp_path_factory: pytest.TempPathFactory, number: float
+):
+    """Strict JSON has no NaN and no Infinity, yet these are read back, too (of NaN not the bits)."""
+    line = encode({"x": number, "deep": {"list": [number]}})
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -28,66 +31,81 @@ def test_floats_come_back_bit_for_bit_and_lines_are_strict_json(tmp_path_factory
     path = tmp_path_factory.mktemp("floats") / "x.jsonl"
     path.write_bytes(line)
     [record] = read_records(path)
-    for back in (record["x"], record["deep"]["list"][0]):
-        if math.isnan(x):
-            assert math.isnan(back)
+    numbers_read = [record["x"], record["deep"]["list"][0]]
+    for number_read in numbers_read:
+        if math.isnan(number):
+            assert math.isnan(number_read)
         else:
-            assert struct.pack("<d", back) == struct.pack("<d", x)
+            assert struct.pack("<d", number_read) == struct.pack("<d", number)
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_torn_last_line_is_dropped_and_cut_off(tmp_path: Path, cut: int):
+@pytest.mark.parametrize("num_missing_bytes", range(1, 12))
+def test_a_torn_last_line_is_ignored_by_readers_and_removed_before_the_next_record(
+    tmp_path: Path, num_missing_bytes: int
+):
     path = tmp_path / "a.jsonl"
-    whole = encode({"step": 1}) + encode({"step": 2})
-    path.write_bytes(whole[: len(whole) - cut])
+    whole_data = encode({"step": 1}) + encode({"step": 2})
+    path.write_bytes(whole_data[:-num_missing_bytes])
     assert read_records(path) == [{"step": 1}]
+
     file = JsonlFile(path)
     file.append({"step": 3})
     file.close()
-    file.close()
+    file.close()  # a second close does nothing
+
     assert read_records(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_record_is_readable_as_soon_as_it_is_appended(tmp_path: Path):
+    record = {"a": "NaNny", "b": None, "c": True}
     file = JsonlFile(tmp_path / "new" / "folder" / "a.jsonl")
-    file.append({"a": "NaNny", "b": None, "c": True})
-    assert read_records(file.path) == [{"a": "NaNny", "b": None, "c": True}]
+
+    file.append(record)
+
+    assert read_records(file.path) == [record]
     file.close()
 
 
-def test_replacement_is_atomic_and_appending_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_replacing_all_records_is_atomic_and_records_can_be_appended_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Until the new file is renamed over the old one, a reader gets all old records."""
     file = JsonlFile(tmp_path / "a.jsonl")
     for step in range(5):
         file.append({"step": step})
-    seen_before_rename = []
+    num_records_before_rename = []
     rename = os.replace
 
-    def spy(source: Path, target: Path) -> None:
-        seen_before_rename.append(len(read_records(file.path)))
+    def observed_rename(source: Path, target: Path) -> None:
+        num_records_before_rename.append(len(read_records(file.path)))
         rename(source, target)
 
-    monkeypatch.setattr(os, "replace", spy)
+    monkeypatch.setattr(os, "replace", observed_rename)
+
     file.replace({"step": step} for step in range(2))
     file.append({"step": 9})
     file.close()
-    assert seen_before_rename == [5]
+
+    assert num_records_before_rename == [5]
     assert [record["step"] for record in read_records(file.path)] == [0, 1, 9]
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_no_file_has_no_records(tmp_path: Path):
+def test_a_missing_file_has_no_records(tmp_path: Path):
     assert read_records(tmp_path / "none.jsonl") == []
 
 
-@pytest.mark.parametrize("damage", [b"{oops}\n", b"[1]\n", b"\xff\xfe\n", b"\n"])
-def test_a_damaged_whole_line_is_an_error_that_names_it(tmp_path: Path, damage: bytes):
+@pytest.mark.parametrize("damaged_line", [b"{oops}\n", b"[1]\n", b"\xff\xfe\n", b"\n"])
+def test_a_damaged_line_that_is_not_the_last_is_an_error_that_names_its_number(tmp_path: Path, damaged_line: bytes):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(encode({"step": 1}) + damage + encode({"step": 2}))
+    path.write_bytes(encode({"step": 1}) + damaged_line + encode({"step": 2}))
+
     with pytest.raises(UserError, match=r"a\.jsonl:2: not a JSON object"):
         read_records(path)
 
 
-def test_an_unwritable_folder_is_a_user_error(tmp_path: Path):
+def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
+
     with pytest.raises(UserError, match="cannot be written"):
         JsonlFile(tmp_path / "file" / "a.jsonl")

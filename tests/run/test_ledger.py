@@ -1,4 +1,4 @@
-"""The ledger is durable, ordered, and survives a torn line."""
+"""The ledger of a run: its events are in order and on the disk, and a torn last line is dropped."""
 
 from __future__ import annotations
 
@@ -12,38 +12,48 @@ from electra_dist.run.folder import LEDGER_FILE
 from electra_dist.run.ledger import Ledger, read_ledger
 
 
-def test_events_in_order_with_details_and_utc_time(tmp_path: Path):
+def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times(tmp_path: Path):
     before = datetime.now(UTC) - timedelta(seconds=1)
-    ledger = Ledger(tmp_path)
-    ledger.append("start", 0, world_size=2, host="a")
-    ledger.append("checkpoint", 100, stall_s=0.25)
-    ledger.close()
-    again = Ledger(tmp_path)
-    again.append("resume", 100)
-    again.close()
+
+    first_start = Ledger(tmp_path)
+    first_start.append("start", 0, world_size=2, host="a")
+    first_start.append("checkpoint", 100, stall_s=0.25)
+    first_start.close()
+    second_start = Ledger(tmp_path)
+    second_start.append("resume", 100)
+    second_start.close()
+
     events = read_ledger(tmp_path)
-    assert [(e["event"], e["step"]) for e in events] == [("start", 0), ("checkpoint", 100), ("resume", 100)]
+    assert [event["event"] for event in events] == ["start", "checkpoint", "resume"]
+    assert [event["step"] for event in events] == [0, 100, 100]
     assert events[0]["world_size"] == 2
     assert events[1]["stall_s"] == 0.25
-    times = [datetime.fromisoformat(e["time"]) for e in events]
+    times = [datetime.fromisoformat(event["time"]) for event in events]
     assert before <= times[0] <= times[1] <= times[2] <= datetime.now(UTC)
 
 
-def test_an_event_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    synced: list[bytes] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((tmp_path / LEDGER_FILE).read_bytes()))
+def test_an_event_is_in_the_file_when_it_is_synced_to_the_disk_by_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    contents_at_sync: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: contents_at_sync.append((tmp_path / LEDGER_FILE).read_bytes()))
     ledger = Ledger(tmp_path)
+
     ledger.append("start", 0)
-    assert synced
-    assert b'"start"' in synced[-1]
+
+    assert contents_at_sync, "append does not call fsync"
+    assert b'"start"' in contents_at_sync[-1]
     ledger.close()
 
 
-def test_a_torn_event_is_dropped(tmp_path: Path):
+def test_a_torn_last_event_is_dropped_and_a_missing_ledger_has_no_events(tmp_path: Path):
     ledger = Ledger(tmp_path)
     ledger.append("start", 0)
     ledger.close()
     with open(tmp_path / LEDGER_FILE, "ab") as file:
         file.write(b'{"time": "2026-')
-    assert [e["event"] for e in read_ledger(tmp_path / LEDGER_FILE)] == ["start"]
+
+    events = read_ledger(tmp_path / LEDGER_FILE)
+
+    assert [event["event"] for event in events] == ["start"]
     assert read_ledger(tmp_path / "elsewhere") == []

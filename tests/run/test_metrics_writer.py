@@ -1,4 +1,7 @@
-"""metrics.jsonl over resumes; TensorBoard holds what it should."""
+"""metrics.jsonl and the TensorBoard files of a run: complete, and without repeated steps after any number of resumes.
+
+Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,96 +13,120 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
 
 
-def test_fields_and_kinds(
+def test_records_are_read_back_with_all_fields_and_their_kind(
     tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
 ):
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    train, evaluation = step_record(mfu=None, replaced_accuracy=float("inf")), eval_record()
+    train = step_record(mfu=None, replaced_accuracy=float("inf"))
+    evaluation = eval_record()
+
     writer.write(train)
     writer.write(evaluation)
     writer.sync()
     writer.close()
-    assert read_metrics(tmp_path) == [
+
+    records = read_metrics(tmp_path)
+    assert records == [
         {"kind": "train", **dataclasses.asdict(train)},
         {"kind": "eval", **dataclasses.asdict(evaluation)},
     ]
-    assert read_metrics(tmp_path / METRICS_FILE) == read_metrics(tmp_path)
+    assert read_metrics(tmp_path / METRICS_FILE) == records
     assert not (tmp_path / TENSORBOARD_DIR).exists()
 
 
-def _loss(step: int) -> float:
-    return 10.0 / 3.0 ** (step / 7)
+def record_of_step(step: int) -> StepRecord:
+    """Return the record of a step, whose loss is a number with many digits that depends on the step."""
+    fields = {field.name: 0.5 for field in dataclasses.fields(StepRecord)}
+    loss = 10.0 / 3.0 ** (step / 7)
+    return StepRecord(**{**fields, "step": step, "tokens_seen": 1, "mlm_loss": loss})
+
+
+def write_attempt(folder: Path, start: int, last: int, every: int) -> None:
+    """Write the records of one start of a run, which resumes at step `start` and is killed after step `last`.
+
+    A record is written every `every` steps.
+    """
+    steps_recorded = [record["step"] for record in read_metrics(folder)]
+    last_recorded_step = max(steps_recorded, default=0)
+    writer = MetricsWriter(folder, tensorboard=False)
+    assert writer.truncate_after(start) == max(start, last_recorded_step)
+    for step in range(start + 1, last + 1):
+        if step % every == 0:
+            writer.write(record_of_step(step))
+    writer.close()
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), every=st.integers(1, 4), save_every=st.integers(1, 7))
-def test_a_run_cut_anywhere_any_number_of_times_has_the_file_of_an_uncut_one(
+def test_metrics_of_a_run_killed_at_any_steps_equal_those_of_an_unkilled_run_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, every: int, save_every: int
 ):
-    total = 24
+    """Each kill may leave a torn line of up to 15 bytes. The next start resumes at the newest checkpoint."""
+    total_steps = 24
+    unkilled = tmp_path_factory.mktemp("uncut")
+    write_attempt(unkilled, 0, total_steps, every)
 
-    def attempt(folder: Path, start: int, last: int) -> None:
-        writer = MetricsWriter(folder, tensorboard=False)
-        furthest = max((record["step"] for record in read_metrics(folder)), default=0)
-        assert writer.truncate_after(start) == max(start, furthest)
-        for step in range(start + 1, last + 1):
-            if step % every == 0:
-                writer.write(dataclasses.replace(BASE, step=step, mlm_loss=_loss(step)))
-        writer.close()
+    killed = tmp_path_factory.mktemp("cut")
+    checkpoint_step = 0
+    last_steps = data.draw(st.lists(st.integers(0, total_steps), max_size=4))
+    for last_step in last_steps:
+        write_attempt(killed, checkpoint_step, last_step, every)
+        num_torn_bytes = 3 * data.draw(st.integers(0, 5))
+        with open(killed / METRICS_FILE, "ab") as file:
+            file.write(b'{"kind": "train"'[:num_torn_bytes])
+        newest_save = last_step // save_every * save_every
+        checkpoint_step = max(checkpoint_step, newest_save)
+    write_attempt(killed, checkpoint_step, total_steps, every)
 
-    uncut, cut = tmp_path_factory.mktemp("uncut"), tmp_path_factory.mktemp("cut")
-    attempt(uncut, 0, total)
-    checkpoint = 0
-    for last in data.draw(st.lists(st.integers(0, total), max_size=4)):
-        attempt(cut, checkpoint, last)
-        torn = data.draw(st.integers(0, 5))
-        with open(cut / METRICS_FILE, "ab") as file:
-            file.write(b'{"kind": "train"'[: 3 * torn])
-        checkpoint = max(checkpoint, last // save_every * save_every)
-    attempt(cut, checkpoint, total)
-    assert (cut / METRICS_FILE).read_bytes() == (uncut / METRICS_FILE).read_bytes()
+    assert (killed / METRICS_FILE).read_bytes() == (unkilled / METRICS_FILE).read_bytes()
 
 
-BASE = StepRecord(
-    **{field.name: 1 if field.name in ("step", "tokens_seen") else 0.5 for field in dataclasses.fields(StepRecord)}
-)
-
-
-def test_every_line_is_an_object_with_a_step(tmp_path: Path, step_record: Callable[..., StepRecord]):
+def test_every_line_of_the_metrics_file_is_a_json_object_with_its_step(
+    tmp_path: Path, step_record: Callable[..., StepRecord]
+):
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    for step in (1, 2):
-        writer.write(step_record(step=step))
+    writer.write(step_record(step=1))
+    writer.write(step_record(step=2))
     writer.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [1, 2]
+
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_tensorboard_has_the_scalars_and_forgets_repeated_steps(
+def test_tensorboard_shows_each_step_once_with_the_values_of_the_newest_start_and_no_undefined_value(
     tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
 ):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    """The first start makes steps 1 to 6; the second resumes at 4 with another learning rate, and repeats 5 and 6."""
 
-    for start, last, lr in ((0, 6, 1.0), (4, 8, 2.0)):
+    def write_start(first_step: int, last_step: int, lr: float) -> None:
         writer = MetricsWriter(tmp_path, tensorboard=True)
-        if start:
-            assert writer.truncate_after(start) == 6  # what is lost: two steps
-        for step in range(start + 1, last + 1):
+        if first_step > 1:
+            last_recorded_step = writer.truncate_after(first_step - 1)
+            assert last_recorded_step == 6
+        for step in range(first_step, last_step + 1):
             writer.write(step_record(step=step, lr=lr, mfu=None, grad_norm=float("nan")))
-        writer.write(eval_record(step=last))
+        writer.write(eval_record(step=last_step))
         writer.sync()
         writer.close()
-        writer.close()
+        writer.close()  # a second close does nothing
+
+    write_start(first_step=1, last_step=6, lr=1.0)
+    write_start(first_step=5, last_step=8, lr=2.0)
+
     events = EventAccumulator(str(tmp_path / TENSORBOARD_DIR))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("optimizer/lr")] == [
-        (s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)
-    ]
-    assert [e.step for e in events.Scalars("eval/auc")] == [8]
+    lr_points = events.Scalars("optimizer/lr")
+    assert [point.step for point in lr_points] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [point.value for point in lr_points] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    assert [point.step for point in events.Scalars("eval/auc")] == [8]
     tags = set(events.Tags()["scalars"])
     assert "loss/mlm" in tags
-    assert not tags & {"speed/mfu", "optimizer/grad_norm"}  # None and NaN are not drawn
+    undefined_tags = {"speed/mfu", "optimizer/grad_norm"}  # None and NaN in every record
+    assert tags.isdisjoint(undefined_tags)

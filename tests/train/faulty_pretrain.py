@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from electra_dist.data.loader import RowLoader
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 from launcher.pretrain import main
 
 FAULTS: dict[str, Any] = json.loads(os.environ["FAULTS"])

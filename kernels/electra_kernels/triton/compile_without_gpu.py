@@ -86,9 +86,10 @@ _SIZES = ("seq_len", "num_slots", "hidden", "num_tokens")  # multiples of 16 in 
 
 
 def cases() -> list[KernelCase]:
-    """Return the compilations to report, in the order of the printed table: every kernel in bf16, two also in fp32.
+    """Return what is to be compiled, in the order of the printed table: every kernel in bf16, and two also in fp32.
 
-    Argument types and sizes are those of the large model's launches.
+    The two are the training variant of the generator's head and the forward kernel of
+    the discriminator's output layer. Argument types and sizes are those of the large model's launches.
     """
     head_train, head_evaluate, sample = _head_cases()
     tail_forward, tail_backward = _tail_cases()
@@ -99,7 +100,13 @@ def cases() -> list[KernelCase]:
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
-    """Return the cases of the token head's row kernel: training, evaluation, and sampling alone."""
+    """Return three variants of the kernel `mlm_head.row_kernel` to compile, as (train, evaluate, sample).
+
+    The kernel handles one row of vocabulary logits of the generator's head. In training it writes the loss, the most
+    likely token, a sampled token and the gradient of the logits; in evaluation it writes no gradient; in the last
+    variant it writes the sampled token only. Each is a `KernelCase`: the kernel with the argument types and constants
+    to compile it for.
+    """
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -120,7 +127,7 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
     }
 
     def head_case(name: str, with_loss: bool, with_gradient: bool) -> KernelCase:
-        """Return the row kernel's case called `name`: with the loss or without, and with the gradient or without."""
+        """Return the variant of the kernel with or without loss and gradient; `name` is its name in the report."""
         return KernelCase(
             name=name,
             kernel=mlm_head.row_kernel,
@@ -138,7 +145,11 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    """Return the two cases of the discriminator tail: the forward and the backward kernel, in bf16 at H = 1024."""
+    """Return what to compile for the discriminator tail: its forward and its backward kernel, bf16, hidden size 1024.
+
+    The tail is everything after the matrix product of the discriminator's dense layer: bias, GELU, output unit and
+    loss.
+    """
     types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
         "out_weight_ptr": "*bf16",
@@ -163,17 +174,17 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 
 
 def _as_fp32(case: KernelCase, name: str) -> KernelCase:
-    """Return the case of the same kernel for fp32 tensors, under another name.
+    """Return `case` changed so that the same kernel is compiled for fp32 tensors, under the name `name`.
 
-    It also sets PAIR, which makes the kernel keep the sum of a value and its bias as two numbers, the rounded sum and
-    the rounding error; bf16 values need only one.
+    The result also sets the constant PAIR, with which the kernel keeps the sum of a value and its bias as two fp32
+    numbers, the rounded sum and its rounding error. For bf16 values one fp32 number is enough.
     """
     types = {argument: triton_type.replace("bf16", "fp32") for argument, triton_type in case.types.items()}
     return case._replace(name=name, types=types, constants=case.constants | {"PAIR": True})
 
 
 def _slot_cases() -> list[KernelCase]:
-    """Return the cases of the two kernels that handle masked positions (slots).
+    """Return what to compile for the two kernels that handle the masked positions of a row (slots), in bf16.
 
     They are the kernel that replaces tokens and labels them, and the backward kernel that adds the gradients of
     gathered hidden states at their positions.
@@ -212,10 +223,11 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return the cases of dropout + add + LayerNorm: forward and backward, for hidden sizes 256 and 1024.
+    """Return what to compile for LayerNorm(residual + dropout(x)): its forward and its backward kernel.
 
-    Each is compiled with dropout and without. The suffix `_p0` of a name stands for dropout probability 0:
-    norm_fwd_256_p0 is the forward kernel at hidden size 256 without dropout.
+    Each is compiled for hidden sizes 256 and 1024, with dropout and without, which makes eight cases. The suffix `_p0`
+    of a name stands for dropout probability 0: norm_fwd_256_p0 is the forward kernel at hidden size 256 without
+    dropout.
     """
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
@@ -274,8 +286,8 @@ def compile_case(case: KernelCase, arch: int) -> Compiled:
 def _kernel_source(case: KernelCase) -> ASTSource:
     """Return the input of Triton's compiler for a kernel: function, argument types, constants and alignment.
 
-    When a kernel is launched, Triton reads types and alignment from the arguments. There is no launch, so `case`
-    states them. Every pointer is declared as aligned to 16 bytes, as the memory of torch tensors is.
+    When a kernel is launched, Triton reads types and alignment from the arguments. This program launches nothing, so
+    it takes them from `case`. Every pointer is declared as aligned to 16 bytes, as the memory of torch tensors is.
     """
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}

@@ -60,7 +60,8 @@ def keep_scale(
         step: Global step, as int32.
         site_quads: Index, divided by 4, of the first random number that this dropout site (a place in the model that
             applies dropout) uses in each row.
-        limit: `keyed_random.drop_threshold` as int32 with the bits of its unsigned word.
+        limit: Threshold below which an element is dropped, probability * 2**32 (`keyed_random.drop_threshold`): the
+            32 bits of the unsigned number, passed as int32.
         scale: 1 / (1 - probability).
         seq_len: Tokens of a row.
         hidden: Columns of a token, a multiple of 4.
@@ -74,10 +75,13 @@ def keep_scale(
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """Return (summed - mean) / sqrt(variance), and 1 / sqrt(variance) as a pair (high, low) whose sum is the result.
+    """Return three values (normed, root, root_low) for one token: its normalised vector, and 1 / sqrt(variance).
 
-    `summed` is the vector residual + dropout(x) of a token, and `variance` includes eps. `inside` is true for the
-    columns below H; in the others, which only fill the block up to a power of 2, the result is 0.
+    The vector is normed = (summed - mean) / sqrt(variance). The scalar 1 / sqrt(variance) is returned as two fp32
+    numbers, the rounded value `root` and the correction `root_low`; root + root_low is more accurate than `root`.
+
+    `summed` is the vector residual + dropout(x) of the token, and `variance` includes eps. `inside` is true for the
+    columns below H. In the other columns, which only fill the block up to a power of 2, `normed` is 0.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -228,7 +232,7 @@ def forward_pass(
         bias_H: Shift of the LayerNorm.
         row_B: Contiguous int64 row numbers within the global batch.
         eps: Added to the variance.
-        dropout: Probability and key.
+        dropout: Probability of dropping an element, and the seed, step and site that decide which ones are dropped.
 
     Returns:
         The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, two views of one buffer.
@@ -278,7 +282,7 @@ def backward_pass(
         variance_T: Variance of each token with eps, from `forward_pass`.
         weight_H: Scale of the LayerNorm.
         row_B: int64 row numbers within the global batch.
-        dropout: Probability and key.
+        dropout: Probability, seed, step and site, as in the forward pass.
 
     Returns:
         The gradients; those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.

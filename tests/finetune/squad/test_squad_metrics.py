@@ -1,4 +1,4 @@
-"""SQuAD's scores against hand-made cases and thresholds found by brute force."""
+"""SQuAD's scores against cases made by hand, and thresholds against those that brute force finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from electra_dist.finetune.squad.squad_metrics import (
 
 
 @pytest.mark.parametrize(
-    ("answer", "plain"),
+    ("answer", "normalized_answer"),
     [
         ("The Apple, an  orange!", "apple orange"),
         ("theatre and a-b", "theatre and ab"),  # articles are whole words; punctuation is deleted, not spaced
@@ -27,43 +27,70 @@ from electra_dist.finetune.squad.squad_metrics import (
         ("$5.00 \u2014 \u00c9t\u00e9", "500 \u2014 \u00e9t\u00e9"),  # only ASCII punctuation; accents stay
     ],
 )
-def test_answers_are_normalised_by_the_official_rules(answer: str, plain: str) -> None:
-    assert normalized(answer) == plain
+def test_answers_are_normalised_by_the_rules_of_the_official_script(answer: str, normalized_answer: str) -> None:
+    assert normalized(answer) == normalized_answer
 
 
-def test_squad_exact_and_f1_of_hand_made_cases() -> None:
+def test_exact_match_and_f1_of_one_answer_equal_the_values_by_hand() -> None:
     assert exact("The cat", "cat.") == 1.0
     assert exact("cats", "cat") == 0.0
+    # Without the article: precision 2 of 2 words, recall 2 of 3.
     assert f1("the black cat", "black cat sat", 1) == pytest.approx(2 * 1 * (2 / 3) / (1 + 2 / 3))
-    assert f1("x x y", "x y y", 1) == pytest.approx(2 / 3)  # a bag of words: one x and one y in common
-    assert (f1("the", "a", 1), f1("the", "a", 2)) == (0.0, 1.0)  # nothing is left of either side
-    assert (f1("", "cat", 1), f1("", "cat", 2)) == (0.0, 0.0)
+    # Answers are bags of words: one x and one y are common.
+    assert f1("x x y", "x y y", 1) == pytest.approx(2 / 3)
+    # Both answers are empty without their article; the versions of SQuAD count this differently.
+    assert f1("the", "a", 1) == 0.0
+    assert f1("the", "a", 2) == 1.0
+    assert f1("", "cat", 1) == 0.0
+    assert f1("", "cat", 2) == 0.0
 
 
-def test_squad_1_takes_the_best_gold_answer_and_counts_missing_predictions() -> None:
+def test_squad_1_takes_the_best_gold_answer_and_counts_a_missing_prediction_as_wrong() -> None:
     gold = {"q1": ["red car", "car"], "q2": ["Paris"], "q3": ["x"]}
-    found = squad1_metrics({"q1": "the car", "q2": "in Paris"}, gold)
-    assert found == {"exact": pytest.approx(100 / 3), "f1": pytest.approx(100 * (1 + 2 / 3) / 3)}
+
+    metrics = squad1_metrics({"q1": "the car", "q2": "in Paris"}, gold)
+
+    # q1 equals its second gold answer; q2 has precision 1/2 and recall 1, so F1 2/3; q3 has no prediction.
+    assert metrics == {"exact": pytest.approx(100 / 3), "f1": pytest.approx(100 * (1 + 2 / 3) / 3)}
 
 
-def test_squad_2_finds_the_best_threshold_that_brute_force_finds() -> None:
+def exact_with_threshold(
+    threshold: float, gold: dict[str, list[str]], predicted: dict[str, str], no_answer: dict[str, float]
+) -> float:
+    """Return the percentage of correct questions if those with a no-answer score above `threshold` stay unanswered."""
+    num_correct = 0
+    for question, gold_answers in gold.items():
+        answer = predicted[question] if no_answer[question] <= threshold else ""
+        correct_answer = gold_answers[0] if gold_answers else ""
+        num_correct += answer == correct_answer
+    return 100 * num_correct / len(gold)
+
+
+def test_the_best_exact_match_and_its_threshold_are_those_that_brute_force_finds() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):
         gold = {f"q{i}": ["cat"] if rng.random() < 0.6 else [] for i in range(12)}
-        predicted = {q: "cat" if rng.random() < 0.6 else "dog" for q in gold}
+        predicted = {question: "cat" if rng.random() < 0.6 else "dog" for question in gold}
         no_answer = dict(zip(gold, rng.normal(size=12).tolist()))
-        found = squad2_metrics(predicted, no_answer, gold)
 
-        def score_at(threshold: float, gold=gold, predicted=predicted, no_answer=no_answer) -> float:
-            answers = {q: predicted[q] if no_answer[q] <= threshold else "" for q in gold}
-            return 100 * sum(answers[q] == (gold[q][0] if gold[q] else "") for q in gold) / 12
+        metrics = squad2_metrics(predicted, no_answer, gold)
 
-        best = max(map(score_at, [-math.inf, *no_answer.values()]))
-        assert found["best_exact"] == pytest.approx(best)
-        if best > score_at(-math.inf):
-            assert score_at(found["best_exact_threshold"]) == pytest.approx(best)
+        thresholds = [-math.inf, *no_answer.values()]
+        best = max(exact_with_threshold(threshold, gold, predicted, no_answer) for threshold in thresholds)
+        never_answering = exact_with_threshold(-math.inf, gold, predicted, no_answer)
+        assert metrics["best_exact"] == pytest.approx(best)
+        if best > never_answering:
+            found_threshold = metrics["best_exact_threshold"]
+            assert exact_with_threshold(found_threshold, gold, predicted, no_answer) == pytest.approx(best)
 
 
-def test_a_threshold_that_never_pays_stays_at_zero() -> None:
-    gold = {"a": [], "b": []}
-    assert best_threshold({"a": 0.0, "b": 0.0}, {"a": "x", "b": "y"}, {"a": -3.0, "b": 2.0}, gold) == (100.0, 0.0)
+def test_the_threshold_stays_at_zero_if_no_threshold_beats_never_answering() -> None:
+    gold = {"a": [], "b": []}  # neither question has an answer
+    scores_of_answers = {"a": 0.0, "b": 0.0}
+    predicted = {"a": "x", "b": "y"}
+    no_answer = {"a": -3.0, "b": 2.0}
+
+    score, threshold = best_threshold(scores_of_answers, predicted, no_answer, gold)
+
+    assert score == 100.0
+    assert threshold == 0.0

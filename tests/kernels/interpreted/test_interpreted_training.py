@@ -49,7 +49,7 @@ def train(backend: str, objective: ObjectiveConfig) -> tuple[list[torch.Tensor],
     return sums, labels
 
 
-def test_twenty_steps_agree():
+def test_twenty_training_steps_with_the_kernels_have_the_labels_and_sums_of_the_references():
     objective = ObjectiveConfig(mask_prob=0.25)
     (sums, labels), (sums_triton, labels_triton) = (train(backend, objective) for backend in ("reference", "triton"))
     assert torch.stack(labels).any()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from launcher.supervise import __main__ as supervise
-from launcher.supervise import start_monitor
+from launcher.supervise import wait_for_ranks
 from launcher.supervise.rank_placement import Placement
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
@@ -42,6 +42,6 @@ if __name__ == "__main__":
         start_ranks(sys.argv[2].split(","), sys.argv[3:])
         sys.exit(0)  # the supervisor does not rely on the exit code of a launcher
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
-    start_monitor._LEAVE_S = 3.0
+    wait_for_ranks._LEAVE_S = 3.0
     Placement.command = with_fake_ranks  # type: ignore[method-assign]
     sys.exit(supervise.main(sys.argv[1 if DEEPSPEED else 2 :]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.train.skipped_steps import SkipList
+from electra_dist.train.skip_list_file import SkipList
 
 
 def test_skip_list_keeps_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> None:

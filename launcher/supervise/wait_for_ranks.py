@@ -236,7 +236,7 @@ class StartMonitor:
             self._limits,
             started=self._ranks.started,
             ranks=ranks_at_work,
-            everyone=functools.partial(read_heartbeats, self._run_dir),
+            read_all_beats=functools.partial(read_heartbeats, self._run_dir),
         )
         done = {beat.rank for beat in beats if beat.phase == "done"}
         return silent + self._find_lingering(alive, done.union(codes), now)
