@@ -5,8 +5,8 @@ is needed. Every assumption is stated in the config: GPU, number of GPUs and uti
 
 Cost: microseconds.
 
-Limits: activations, communication buffers, fragmentation, evaluation, checkpoints and stalls are not counted. A token
-is a position of a row, so padding counts as tokens.
+Limits: activations (`activation_memory.py` computes them), communication buffers, fragmentation, evaluation,
+checkpoints and stalls are not counted. A token is a position of a row, so padding counts as tokens.
 """
 
 from __future__ import annotations

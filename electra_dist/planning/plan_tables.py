@@ -4,7 +4,7 @@ Guarantee: the plan is a function of the config, and of the corpus manifest if i
 written, no GPU is needed and torch is not imported. On a terminal the plan is printed as tables, on any other stream
 as aligned plain text, with the same words and numbers.
 
-Limits: the docstring of budget.py names what the numbers leave out, such as activations.
+Limits: the docstrings of budget.py and activation_memory.py name what the numbers leave out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.text import Text
 from electra_dist.config import Config, TowerConfig
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.engine.state_layout import PARTS, state_layout
+from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
 from electra_dist.run.number_formats import format_count, format_duration
@@ -72,7 +73,7 @@ def print_plan(
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """Return the plan as tables: parameters, data, state per GPU, compute and possible numbers of GPUs.
+    """Return the plan as tables: parameters, data, memory per GPU, compute and possible numbers of GPUs.
 
     The state is weights, gradients and what the optimizer keeps, in memory.
 
@@ -88,6 +89,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
         _model(config, budget),
         _data(config, budget, corpus),
         _memory(config, budget),
+        _largest_micro_batch(config),
         _compute(config, budget),
         _world_sizes(config, budget),
     ]
@@ -217,7 +219,7 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
     notes = [f"P = {_millions(num_parameters)} parameters"]
     if config.engine.offload_optimizer:
         notes.append("master and moments in host memory")
-    notes.append("activations and buffers come on top")
+    notes.append("activations and buffers come on top: see the next table")
     return PlanSection(
         f"State per GPU in {unit_name}, {config.train.precision} on W = {world_size} GPUs",
         rows,
@@ -225,6 +227,39 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
         mark=config.engine.zero_stage,
         note="; ".join(notes),
     )
+
+
+def _largest_micro_batch(config: Config) -> PlanSection:
+    """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save memory.
+
+    The ways are `engine.early_generator` and `engine.activation_checkpointing`. The column of the config's settings is
+    marked in the header. GPUs with equal memory share a row. The numbers are arithmetic, not measurements, and they
+    are not limited by the rows of a step.
+    """
+    engine = config.engine
+    settings = [(False, False), (True, False), (False, True), (True, True)]
+    names = ["neither", "early_generator", "activation_checkpointing", "both"]
+    chosen = settings.index((engine.early_generator, engine.activation_checkpointing))
+    names[chosen] = f"> {names[chosen]}"
+
+    rows = []
+    for memory_gb in sorted(set(GPU_MEMORY_GB.values()), reverse=True):
+        limits = [
+            micro_batch_limit(config, memory_gb, early_generator=early, recompute=recompute)
+            for early, recompute in settings
+        ]
+        gpus = [name for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
+        rows.append([f"{memory_gb} GB", *(f"{limit.fitting_rows:,}" for limit in limits), ", ".join(gpus)])
+
+    row_megabytes = [
+        f"{micro_batch_limit(config, 0, early_generator=early, recompute=recompute).row_bytes / 1e6:.3g}"
+        for early, recompute in settings
+    ]
+    rows.append(["MB a row", *row_megabytes, "activations only"])
+    unused_memory = f"{100 * FREE_FRACTION:g} % of the memory stays free"
+    note = f"predicted, not measured; {unused_memory}; a micro-batch must divide the rows per GPU"
+    title = f"Largest micro-batch in rows, ZeRO-{engine.zero_stage} on W = {config.plan.num_gpus} GPUs"
+    return PlanSection(title, rows, header=["engine", *names, ""], note=note)
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
