@@ -1,177 +1,49 @@
 """Check and time every fused operation and whole training steps on the local GPU.
 
-    python benchmarks/gpu.py            # planned for 9 minutes of one H200; writes JSON to benchmarks/results/
-    python benchmarks/gpu.py --smoke    # the same code at toy sizes on the CPU; no file, and its times mean nothing
+    python benchmarks/gpu.py                 # all parts; writes JSON to benchmarks/results/
+    python benchmarks/gpu.py --minutes 9     # ends by itself: cases that no longer fit are left out
+    python benchmarks/gpu.py --smoke         # the same code at toy sizes on the CPU; its times mean nothing
+    python benchmarks/gpu.py --list-wheels   # what must be carried to a machine with only torch, triton and numpy
 
-It has three parts:
+The parts, in the order in which their answers are needed:
 
-1. Correctness (`gpu_parts/checks.py`): each operation and its reference, in fp32 and bf16, against float64;
-   chi-squared tests on 1e6 draws; the head without host synchronisation and in a CUDA graph. The discriminator tail is
-   also checked in the CUDA library, which is built first if nvcc is on PATH.
-2. Time (median of CUDA events, forward and backward) and peak memory above the inputs, against eager torch,
-   torch.compile, and Liger and cut-cross-entropy with a separate sampler where these are installed.
-3. Training steps of the large model (`gpu_parts/steps.py`, `gpu_parts/breakdown.py`): several micro-batches, kernels
-   and references, eager and compiled, each fusion alone, the time by part of the step, and Hugging Face's modules.
+    ceilings    a copy, and the model's matrix products alone (`gpu_parts/ceilings.py`)
+    profile     one eager step of 64 rows: time by kind of kernel, the attention kernel (`gpu_parts/profile.py`)
+    attention   torch's attention kernels compared, each against float64 (`gpu_parts/attention.py`)
+    deepspeed   optimizer steps under DeepSpeed, its timer on and off (`gpu_parts/engine_step.py`)
+    steps       128 rows, eager and compiled (`gpu_parts/steps.py`)
+    values, integers, chi_square, without_host    correctness of every operation (`gpu_parts/checks.py`)
+    heads, operations    each operation against eager torch, torch.compile, Liger, cut-cross-entropy
+    fusions     64 rows, one change at a time (`gpu_parts/fusions.py`)
+    breakdown, rivals    the step by part, and Hugging Face's step (`gpu_parts/breakdown.py`)
+    more_steps  the other micro-batches and the references
 
-Guarantee: the script runs all parts and then exits with an error if one of our results is wrong or one of our
-operations failed. No time makes it fail. A rival that fails, or anything that does not fit into memory, is a row of
-the table that states so. The JSON is written after each part, so an interrupted run keeps the finished parts.
+Guarantee: a case that fails is a row with the error, and the next one runs; the JSON is written after every case. The
+exit code is 1 at the end if one of our results was wrong or one of our operations failed, else 0. No time makes it
+fail.
 
-Limits: one GPU; our side runs without DeepSpeed. It needs scipy, pydantic and pyyaml.
+Limits: one GPU; only the part `deepspeed` and two rivals run under DeepSpeed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from electra_kernels import BackendUnavailable
-from electra_kernels.backend_choice import resolve
-from electra_kernels.native import discriminator_tail
-from gpu_parts.breakdown import breakdown, time_rivals
-from gpu_parts.cases import LARGE, TOY, GpuCase, Sizes, cases, head_inputs, our_head, rival_heads
-from gpu_parts.checks import chi_square, integers, values, without_host
-from gpu_parts.steps import StepBench, time_fusions, time_steps
+from gpu_parts.carried_packages import TO_MEASURE, TO_TRAIN, requirement_lines
 
-PACKAGES = ("torch", "triton", "liger_kernel", "cut_cross_entropy")
-REPEATS, WARM_UP = 20, 5
-_NO_MEMORY = "out of memory"
-# The device sleeps for about 20 ms while the host queues the calls, so that the times of short calls do not include
-# gaps in which the device waits for the host.
-_AHEAD_CYCLES = 40_000_000
-Rows = list[dict[str, Any]]
-
-
-def time_and_peak(run: Callable[[], object], on_gpu: bool, repeats: int) -> dict[str, float]:
-    """Time a call after a warm-up, and measure its peak memory.
-
-    Args:
-        run: The call.
-        on_gpu: Whether to time it with CUDA events; otherwise one call is timed by the wall clock.
-        repeats: Timed calls on a GPU.
-
-    Returns:
-        `ms`, the median milliseconds, and `peak_bytes`, the peak of device memory above what was allocated before the
-        timed calls; 0 without a GPU.
-    """
-    for _ in range(WARM_UP if on_gpu else 1):
-        run()
-    if not on_gpu:
-        start = time.perf_counter()
-        run()
-        return {"ms": 1e3 * (time.perf_counter() - start), "peak_bytes": 0}
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    event_pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda._sleep(_AHEAD_CYCLES)
-    for start_event, end_event in event_pairs:
-        start_event.record()
-        run()
-        end_event.record()
-    torch.cuda.synchronize()
-    times = [start_event.elapsed_time(end_event) for start_event, end_event in event_pairs]
-    return {"ms": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
-
-
-def row_of(operation: str, by: str, run: Callable[[], object], smoke: bool, repeats: int = REPEATS) -> dict[str, Any]:
-    """Time a call and return it as one row of the table; an error of the call is recorded and not raised.
-
-    Args:
-        operation: What is measured; first column of the row.
-        by: Implementation that is measured; those of this project begin with "ours".
-        run: The call.
-        smoke: Whether to time it on the CPU.
-        repeats: Timed calls on a GPU.
-
-    Returns:
-        `operation` and `by`, with `ms` and `peak_bytes`, or with `failed`: "out of memory" or the error.
-    """
-    row: dict[str, Any] = {"operation": operation, "by": by}
-    try:
-        return row | time_and_peak(run, not smoke, repeats)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return row | {"failed": _NO_MEMORY}
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0] if str(error) else ""
-        return row | {"failed": f"{type(error).__name__}: {first_line}"[:160]}
-
-
-def time_heads(sizes: Sizes, device: str, backend: str, smoke: bool) -> Rows:
-    """Time forward, sample and backward of our generator head and its rivals at each number of masked rows.
-
-    Args:
-        sizes: Sizes of the inputs; `masked` holds the numbers of rows.
-        device: Device of the inputs.
-        backend: Implementation of our head.
-        smoke: Whether to time on the CPU in fp32, without torch.compile.
-    """
-    heads = {f"ours ({backend})": lambda inputs: our_head(inputs, sizes.vocab, backend)}
-    heads |= rival_heads(sizes.vocab, with_compile=not smoke)
-    rows = []
-    for num_rows in sizes.masked:
-        inputs = head_inputs(sizes, num_rows, device, torch.float32 if smoke else torch.bfloat16)
-        for name, head in heads.items():
-
-            def run(head: Any = head, inputs: Any = inputs) -> None:
-                loss, _ = head(inputs)
-                torch.autograd.grad(loss, inputs.differentiable())
-
-            rows.append(row_of(f"head M={num_rows}", name, run, smoke))
-    return rows
-
-
-def time_cases(sizes: Sizes, device: str, backends: list[str], smoke: bool) -> Rows:
-    """Time forward and backward of every operation except the head: ours, eager torch and torch.compile.
-
-    A row that has a time also has `tb_per_s`: the least memory traffic of the operation divided by its time, in TB/s.
-
-    Args:
-        sizes: Sizes of the inputs.
-        device: Device of the inputs.
-        backends: Implementations of ours; only the discriminator tail is timed with all, the others with the first.
-        smoke: Whether to time on the CPU in fp32, without torch.compile.
-    """
-    rows = []
-    for case in cases(sizes, device, torch.float32 if smoke else torch.bfloat16):
-        our_backends = backends if case.name == "discriminator tail" else backends[:1]
-        functions: dict[str, Any] = {
-            f"ours ({backend})": functools.partial(_run_ours, case, backend) for backend in our_backends
-        }
-        functions["eager"] = case.eager
-        if not smoke:
-            functions["torch.compile"] = torch.compile(case.eager, dynamic=False)
-        upstream = torch.ones_like(case.eager(case.inputs)) if case.inputs else None
-        for name, function in functions.items():
-
-            def run(function: Any = function, case: Any = case, upstream: Any = upstream) -> None:
-                out = function(case.inputs)
-                if case.inputs:
-                    torch.autograd.grad(out, case.inputs, upstream.to(out.dtype))
-
-            row = row_of(case.name, name, run, smoke)
-            if "ms" in row:
-                row["tb_per_s"] = case.num_bytes / row["ms"] / 1e9
-            rows.append(row)
-    return rows
-
-
-def _run_ours(case: GpuCase, backend: str, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Run our implementation of an operation; with the first two arguments bound, it takes inputs as the rivals do."""
-    return case.ours(inputs, backend)
+PACKAGES = ("torch", "triton", "numpy", "deepspeed", "transformers", "liger_kernel", "cut_cross_entropy")
 
 
 def hardware() -> dict[str, Any]:
@@ -179,6 +51,8 @@ def hardware() -> dict[str, Any]:
 
     A package that is missing has the version "not installed". Without a GPU its properties are left out.
     """
+    import torch
+
     installed = {}
     for package in PACKAGES:
         try:
@@ -193,112 +67,167 @@ def hardware() -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "capability": list(torch.cuda.get_device_capability()),
             "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
         }
     return facts
 
 
-def main() -> None:
-    """Run all parts, print and write their rows, and exit with an error if a result of ours is wrong or failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes on the CPU")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the JSON file (default: benchmarks/results/; with --smoke the default writes no file)",
-    )
-    arguments = parser.parse_args()
-    smoke = arguments.smoke
-    if not smoke and not torch.cuda.is_available():
-        sys.exit("torch finds no CUDA device: run on a machine with a GPU, or pass --smoke for toy sizes on the CPU")
-    device, sizes = ("cpu", TOY) if smoke else ("cuda", LARGE)
+def our_backends(device: str) -> list[str]:
+    """Return the implementations of our operations on this device; the CUDA library is built first if nvcc exists."""
+    from electra_kernels.backend_choice import resolve
+    from electra_kernels.native import discriminator_tail
+
     backends = [resolve("auto", device)]
-    if not smoke and shutil.which("nvcc"):
+    if device == "cuda" and shutil.which("nvcc"):
         try:
             discriminator_tail.build(discriminator_tail.library_path())
             backends.append("cuda")
-        except BackendUnavailable as error:
+        except Exception as error:  # noqa: BLE001  Whatever a compiler says, the Triton kernels can be measured.
             print(f"the CUDA library was not built and is left out of the comparison: {error}")
-    name = "CPU, smoke run: figures without meaning" if smoke else torch.cuda.get_device_name()
-    record: dict[str, Any] = {
-        "benchmark": "gpu-smoke" if smoke else "gpu",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": name,
-        **hardware(),
-        "backends": backends,
-    }
-    print(f"{name} | kernels: {', '.join(backends)} | " + " ".join(f"{k} {v}" for k, v in record["versions"].items()))
-    folder = arguments.output or (None if smoke else Path(__file__).parent / "results")
-    torch.manual_seed(0)
-    draws = 20_000 if smoke else 1_000_000
+    return backends
+
+
+def all_parts(device: str, smoke: bool, backends: list[str]) -> dict[str, Callable[[], Iterator[Any]]]:
+    """Return the parts in their order: name -> function that yields the part's cases.
+
+    A part's modules are imported when it begins, so that a package or a kernel that cannot be imported costs one part
+    and not the run.
+
+    Args:
+        device: "cuda" or "cpu".
+        smoke: Whether to use toy sizes and fp32.
+        backends: Implementations of our operations; the first is used where only one is measured.
+    """
+    import torch
+
+    backend = backends[0]
+    dtype = torch.float32 if smoke else torch.bfloat16
 
     @functools.cache
-    def bench() -> StepBench:
-        """Return the large model for the step parts; it is built when the first of them starts."""
-        return StepBench(device, backends[0], smoke, row_of)
+    def bench() -> Any:
+        """Return the config and the weights of the steps, which are made when they are first needed."""
+        return part("steps").StepBench(device, backend, smoke)
 
-    parts: dict[str, Callable[[], Rows]] = {
-        "values": lambda: values(sizes, device, backends),
-        "integers": lambda: integers(sizes, device, backends[0]),
-        "chi_square": lambda: chi_square(device, backends[0], draws, sizes.vocab),
-        "without_host": lambda: [] if smoke else without_host(sizes),
-        "heads": lambda: time_heads(sizes, device, backends[0], smoke),
-        "operations": lambda: time_cases(sizes, device, backends, smoke),
-        "steps": lambda: time_steps(bench()),
-        "fusions": lambda: time_fusions(bench()),
-        "breakdown": lambda: breakdown(bench()),
-        "rivals": lambda: time_rivals(bench()),
+    def sizes() -> Any:
+        return part("cases").TOY if smoke else part("cases").LARGE
+
+    def part(module: str) -> Any:
+        return importlib.import_module(f"gpu_parts.{module}")
+
+    rows, heads, tokens = (2, 2, 64) if smoke else (64, 16, 512)
+    return {
+        "ceilings": lambda: part("ceilings").ceilings(bench().config.model, sizes(), device, dtype),
+        "profile": lambda: part("profile").profile_cases(bench()),
+        "attention": lambda: part("attention").attention(rows, heads, tokens, device, dtype),
+        "deepspeed": lambda: part("engine_step").engine_cases(bench()),
+        "steps": lambda: part("steps").step_cases(bench(), bench().batches[2:], [backend]),
+        "values": lambda: part("checks").value_cases(sizes(), device, backends),
+        "integers": lambda: part("checks").integer_cases(sizes(), device, backend),
+        "chi_square": lambda: part("checks").chi_square_cases(sizes(), device, backend),
+        "without_host": lambda: part("checks").without_host_cases(sizes(), device),
+        "heads": lambda: part("operations").head_cases(sizes(), device, backend, dtype),
+        "operations": lambda: part("operations").operation_cases(sizes(), device, backends, dtype),
+        "fusions": lambda: part("fusions").fusion_cases(bench()),
+        "breakdown": lambda: part("breakdown").breakdown_cases(bench()),
+        "rivals": lambda: part("breakdown").rival_cases(bench()),
+        "more_steps": lambda: part("steps").step_cases(
+            bench(), bench().batches[:2], dict.fromkeys((backend, "reference"))
+        ),
     }
-    for part, run in parts.items():
-        started = time.perf_counter()
-        record[part] = run()
-        print_part(part, record[part], time.perf_counter() - started)
-        if folder:
-            write(record, folder)
-    rows = [row for part in parts for row in record[part]]
-    if not all(row.get("right", True) for row in rows):
+
+
+def main() -> None:
+    """Run all parts, and exit with 1 if a result of ours is wrong or failed."""
+    arguments = _parse()
+    if arguments.list_wheels:
+        print("\n".join(requirement_lines(TO_MEASURE if arguments.list_wheels == "measure" else TO_TRAIN)))
+        return
+    if arguments.smoke:
+        # Threads that wait for one another on a busy machine cost more than toy sizes do. OpenMP reads it at import.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # A smoke run uses the CPU, also where there is a GPU.
+    import torch
+    from gpu_parts.recording import DeviceLost, Recorder, is_failure_of_ours
+
+    smoke = arguments.smoke
+    if not smoke and not torch.cuda.is_available():
+        sys.exit("torch finds no CUDA device: run on a machine with a GPU, or pass --smoke for toy sizes on the CPU")
+    device = "cpu" if smoke else "cuda"
+    backends = our_backends(device)
+    if arguments.resume:
+        record = json.loads(arguments.resume.read_text())
+        path = arguments.resume
+    else:
+        record = _header(smoke, backends)
+        folder = arguments.output or (None if smoke else Path(__file__).parent / "results")
+        path = folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json" if folder else None
+    torch.manual_seed(0)
+    recorder = Recorder(record, path, None if arguments.minutes is None else 60 * arguments.minutes)
+    parts = all_parts(device, smoke, backends)
+    chosen = arguments.parts.split(",") if arguments.parts else list(parts)
+    if not set(chosen) <= parts.keys():
+        sys.exit(f"--parts {arguments.parts} names a part that does not exist; the parts are {', '.join(parts)}")
+    for part in chosen:
+        try:
+            recorder.run_part(part, parts[part])
+        except DeviceLost as error:
+            print(f"the GPU refuses this process ({error}); a new one continues", flush=True)
+            _start_again(recorder)
+    if not all(row.get("right", True) for row in recorder.rows() if str(row.get("by")).startswith("ours")):
         sys.exit("a result of our operations is wrong: search the output for WRONG and correct that operation")
-    if any(_is_failure_of_ours(row) for row in rows):
+    if any(is_failure_of_ours(row) for row in recorder.rows()):
         sys.exit("an operation of ours raised an error: search the output for `failed` in the rows of `ours`")
 
 
-def _is_failure_of_ours(row: dict[str, Any]) -> bool:
-    """Return whether a row records an error of this project's code; too little memory does not count as one."""
-    is_ours = row.get("by", "").startswith("ours")
-    return is_ours and row.get("failed", _NO_MEMORY) != _NO_MEMORY
+def _header(smoke: bool, backends: list[str]) -> dict[str, Any]:
+    """Return the record's header, and print it as one line."""
+    import torch
+
+    name = "CPU, smoke run: figures without meaning" if smoke else torch.cuda.get_device_name()
+    facts = hardware()
+    print(f"{name} | kernels: {', '.join(backends)} | " + " ".join(f"{k} {v}" for k, v in facts["versions"].items()))
+    return {
+        "benchmark": "gpu-smoke" if smoke else "gpu",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": name,
+        **facts,
+        "backends": backends,
+    }
 
 
-def write(record: dict[str, Any], folder: Path) -> None:
-    """Write the record to FOLDER/<benchmark>-<YYYYMMDD>.json, over an earlier file of the same run or day."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+def _start_again(recorder: Any) -> None:
+    """Replace this process by one that goes on behind the cases of the record; without a file the run ends."""
+    if recorder.path is None:
+        sys.exit("there is no file from which to continue: pass --output")
+    command = [sys.executable, __file__, "--resume", str(recorder.path)]
+    options = iter(sys.argv[1:])
+    for option in options:
+        if option in ("--minutes", "--resume"):
+            next(options)
+        else:
+            command.append(option)
+    if recorder.seconds_left is not None:
+        command += ["--minutes", str(max(recorder.seconds_left / 60, 0))]
+    os.execv(sys.executable, command)
 
 
-def print_part(part: str, rows: Rows, seconds: float) -> None:
-    """Print the rows of one part, one line each, with WRONG behind a result that failed its check.
-
-    Args:
-        part: Key of the part in the record.
-        rows: Rows of any part; a fact that a row does not have is left out of its line.
-        seconds: Time that the part took.
-    """
-    print(f"\n{part.replace('_', ' ')} ({seconds:.0f} s)", flush=True)
-    for row in rows:
-        label = " ".join(str(row[key]) for key in ("operation", "what", "logits", "by", "dtype") if key in row)
-        facts = [f"{key} {row[key]:.1e}" for key in ("error", "reference_error") if key in row]
-        facts += [f"{key} {row[key]}" for key in ("share_equal", "found", "p", "failed") if key in row]
-        if "ms" in row:
-            facts.append(f"{row['ms']:>9.3f} ms  peak {row['peak_bytes'] / 1e9:.2f} GB")
-        if "tb_per_s" in row:
-            facts.append(f"{row['tb_per_s']:.2f} TB/s")
-        if "tokens_per_s" in row:
-            facts.append(f"{row['tokens_per_s']:.0f} tokens/s")
-        if "mfu" in row:
-            facts.append(f"MFU {row['mfu']:.1%}")
-        if not row.get("right", True):
-            facts.append("WRONG")
-        print(f"  {label:<44} {'  '.join(facts)}", flush=True)
+def _parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes on the CPU")
+    parser.add_argument("--minutes", type=float, help="leave out the cases that no longer fit into this time")
+    parser.add_argument("--parts", metavar="A,B", help="run these parts only, in this order")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the JSON file (default: "
+                        "benchmarks/results/; with --smoke the default writes no file)")  # fmt: skip
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue an earlier record behind its last case")
+    parser.add_argument(
+        "--list-wheels",
+        nargs="?",
+        const="measure",
+        choices=("measure", "train"),
+        help="print what this script (measure) or a real run (train) needs beside torch, triton and numpy",
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

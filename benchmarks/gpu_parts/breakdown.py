@@ -1,6 +1,6 @@
 """Breakdown of a training step of the large model on a GPU, and the same step by Hugging Face: two parts of `gpu.py`.
 
-    breakdown  64 rows: milliseconds of each part of the step, and of its kernels by kind
+    breakdown  64 rows: milliseconds of each part of the step
     rivals     64 rows: the step of Hugging Face's modules, in plain torch and under DeepSpeed, where installed
 
 Both sides use bf16 throughout, the config's dropout, and the same weights, masks and distribution of samples.
@@ -14,64 +14,40 @@ import copy
 import functools
 import importlib.util
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from gpu_parts.steps import SPECIAL, Rows, StepBench, free, step_input, train
+from gpu_parts.recording import Case, Row, Rows
+from gpu_parts.steps import SPECIAL, StepBench, step_input, train
 
+from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
-# Kinds of kernels, each with words of kernel names. A kernel belongs to the first kind that matches.
-KINDS = {
-    "attention": ("flash", "fmha", "attention", "sdpa", "flex"),
-    "head": ("mlm_head", "head_"),
-    "dropout + norm": ("dropout_add_norm", "layer_norm", "dropout"),
-    "matrix products": ("gemm", "cutlass", "cublas", "nvjet", "xmma", "_mm_"),
-    "optimizer": ("adam", "multi_tensor"),
-    "GELU": ("gelu",),
-    "element-wise and copies": ("elementwise", "copy", "memcpy", "memset", "triton_poi", "fill"),
-    "reductions": ("reduce", "triton_red", "triton_per"),
-}
+
+def breakdown_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the breakdown of the step at the middle micro-batch."""
+    yield Case("part", "ours", "step", functools.partial(_breakdown, bench))
 
 
-def breakdown(bench: StepBench) -> Rows:
-    """Measure the milliseconds of a training step by part of the step, and by kind of kernel.
+def _breakdown(bench: StepBench) -> Rows:
+    """Measure the milliseconds of a training step by part of the step.
 
     The parts are run one after another, with the generator's backward pass before the discriminator's forward pass.
-    The rows are those of the last of three runs. The kernels are summed by torch's profiler over one ordinary step.
+    The rows are those of the last of three runs.
     """
-    batch = bench.batches[1]
     module = bench.module(bench.backend)
-    ids_BS = bench.ids(batch)
+    given = step_input(module, bench.ids(bench.batches[1]))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not bench.smoke)
-    train(module, optimizer, ids_BS)  # Creates the optimizer's states and compiles kernels before anything is timed.
+    train(module, optimizer, given)  # Creates the optimizer's states and compiles kernels before anything is timed.
     rows: Rows = []
     for _ in range(1 if bench.smoke else 3):
-        rows = [_part(bench, name, action) for name, action in _parts(module, optimizer, ids_BS)]
-    activities = [torch.profiler.ProfilerActivity.CPU if bench.smoke else torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        train(module, optimizer, ids_BS)
-    spent: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        microseconds = event.self_cpu_time_total if bench.smoke else event.self_device_time_total
-        spent[_kind_of(event.key.lower())] += microseconds / 1e3
-    rows += [{"operation": "kernels", "by": kind, "ms": ms, "peak_bytes": 0} for kind, ms in spent.most_common()]
-    free()
+        rows = [_part(bench, name, action) for name, action in _parts(module, optimizer, given)]
     return rows
 
 
-def _kind_of(kernel: str) -> str:
-    """Return the first kind of `KINDS` of which a word occurs in the kernel's lower-case name, or "the rest"."""
-    for kind, words in KINDS.items():
-        if any(word in kernel for word in words):
-            return kind
-    return "the rest"
-
-
 def _parts(
-    module: ReplacedTokenDetection, optimizer: torch.optim.Optimizer, ids_BS: torch.Tensor
+    module: ReplacedTokenDetection, optimizer: torch.optim.Optimizer, given: StepInput
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the parts of one training step as (name, action).
 
@@ -79,7 +55,6 @@ def _parts(
     The masks are computed between two parts, outside of any time.
     """
     results: dict[str, Any] = {}
-    given = step_input(module, ids_BS)
 
     def storing(name: str, compute: Callable[[], Any]) -> Callable[[], None]:
         """Return an action that stores the result of `compute` under a name."""
@@ -106,7 +81,7 @@ def _parts(
     yield "optimizer", lambda: (optimizer.step(), optimizer.zero_grad())
 
 
-def _part(bench: StepBench, name: str, action: Callable[[], Any]) -> dict[str, Any]:
+def _part(bench: StepBench, name: str, action: Callable[[], Any]) -> Row:
     """Run one part of a step once and return its row, with milliseconds by CUDA events and absolute peak memory.
 
     The smoke run only runs the part; its row has 0 ms and 0 bytes.
@@ -124,32 +99,33 @@ def _part(bench: StepBench, name: str, action: Callable[[], Any]) -> dict[str, A
     return {"operation": "part", "by": name, "ms": begin.elapsed_time(end), "peak_bytes": peak}
 
 
-def time_rivals(bench: StepBench) -> Rows:
-    """Time the joint step of Hugging Face's modules from the same weights, in plain torch and under DeepSpeed.
+def rival_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the joint step of Hugging Face's modules from the same weights, in plain torch and under DeepSpeed.
 
-    In the rows named "gathered", the generator's head is computed at the masked positions only. What is not installed
-    is a row with `failed`.
+    In the cases named "gathered", the generator's head is computed at the masked positions only. What is not installed
+    is a row with `skipped`.
     """
     batch = bench.batches[1]
     operation = f"step B={batch}"
-    if importlib.util.find_spec("transformers") is None:
-        failure = "transformers is not installed; install it to compare with Hugging Face"
-        return [{"operation": operation, "by": "Hugging Face", "failed": failure}]
-    with_deepspeed = not bench.smoke and importlib.util.find_spec("deepspeed") is not None
-    rows = []
     for gathered in (False, True):
         for engine in ("torch", "DeepSpeed ZeRO-1"):
             by = f"Hugging Face{', gathered' if gathered else ''} ({engine})"
-            under_deepspeed = engine != "torch"
-            if under_deepspeed and not with_deepspeed:
-                failure = "deepspeed is not installed, or this is a smoke run"
-                rows.append({"operation": operation, "by": by, "failed": failure})
-                continue
-            step = _rival(bench, bench.ids(batch), gathered=gathered, under_deepspeed=under_deepspeed)
-            rows.append(bench.time(operation, by, batch, step))
-            del step  # Frees the model before the next is built.
-            free()
-    return rows
+            run = functools.partial(
+                _time_rival, bench, operation, by, gathered=gathered, under_deepspeed=engine != "torch"
+            )
+            yield Case(operation, by, "engine step" if engine != "torch" else "step", run)
+
+
+def _time_rival(bench: StepBench, operation: str, by: str, *, gathered: bool, under_deepspeed: bool) -> Rows:
+    """Time one variant of Hugging Face's step."""
+    row: Row = {"operation": operation, "by": by}
+    if importlib.util.find_spec("transformers") is None:
+        return [row | {"skipped": "transformers is not installed; install it to compare with Hugging Face"}]
+    if under_deepspeed and (bench.smoke or importlib.util.find_spec("deepspeed") is None):
+        return [row | {"skipped": "deepspeed is not installed, or this is a smoke run"}]
+    batch = bench.batches[1]
+    step = _rival(bench, bench.ids(batch), gathered=gathered, under_deepspeed=under_deepspeed)
+    return [bench.time(operation, by, batch, step)]
 
 
 class _Trainable(NamedTuple):
@@ -164,7 +140,7 @@ class _Trainable(NamedTuple):
 def _rival(bench: StepBench, ids_BS: torch.Tensor, *, gathered: bool, under_deepspeed: bool) -> Callable[[], None]:
     """Return a function that takes a training step of Hugging Face's modules.
 
-    Model and optimizer are built in its first call, so that the caller records an error or too little memory as a row.
+    Model and optimizer are built in its first call.
 
     Args:
         bench: Config, initial weights and device.
@@ -178,7 +154,7 @@ def _rival(bench: StepBench, ids_BS: torch.Tensor, *, gathered: bool, under_deep
     def build() -> _Trainable:
         from step_parts.rival import HuggingFace
 
-        module = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered)
+        module = HuggingFace(copy.deepcopy(bench.towers), objective, SPECIAL, gathered=gathered, packed=True)
         module = module.to(bench.device, bench.dtype).train()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=not bench.smoke)
         if not under_deepspeed:

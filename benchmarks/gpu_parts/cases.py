@@ -24,6 +24,8 @@ from electra_kernels.mlm_head import mlm_head_loss_and_sample
 from electra_kernels.operation_types import DropoutKey
 from electra_kernels.replace_tokens import replace_and_label
 
+from electra_dist.objectives.masking import num_slots
+
 
 class Sizes(NamedTuple):
     """Sizes of all inputs: `LARGE` for the large model on one GPU, `TOY` for the smoke run."""
@@ -39,7 +41,18 @@ class Sizes(NamedTuple):
     exact_rows: int  # Masked rows of the head in the comparison with float64.
 
 
-LARGE = Sizes((8192, 16384), 1024, 30522, 30592, 64, 512, 128, (256, 1024), 512)
+_LARGE_SLOTS = num_slots(0.25, 512)  # 130
+LARGE = Sizes(
+    masked=(64 * _LARGE_SLOTS, 128 * _LARGE_SLOTS),
+    embedding=1024,
+    vocab=30522,
+    padded=30592,
+    batch=64,
+    seq_len=512,
+    slots=_LARGE_SLOTS,
+    widths=(256, 1024),
+    exact_rows=512,
+)
 TOY = Sizes((24,), 16, 300, 384, 2, 16, 4, (8, 16), 12)
 
 

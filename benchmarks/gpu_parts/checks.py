@@ -1,4 +1,4 @@
-"""Correctness checks that `gpu.py` runs before it times anything.
+"""Correctness checks of our operations: four parts of `gpu.py`.
 
 They compare values with float64 and integers with the references, test the distribution of the samples, and verify
 that the head never makes the host wait for the device. Each check returns rows for the table with a boolean `right`;
@@ -11,14 +11,14 @@ Shapes: M masked rows, B rows, S tokens, N slots (masked positions) per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from electra_kernels.replace_tokens import replace_and_label
 from electra_kernels.sampling import sample
 from gpu_parts.cases import Head, Sizes, cases, head_inputs, our_head
-from scipy.stats import chisquare
+from gpu_parts.recording import Case, Rows
 
 Run = Callable[[list[torch.Tensor], str], torch.Tensor]
 
@@ -28,22 +28,17 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
 
 
-def values(sizes: Sizes, device: str, backends: list[str]) -> list[dict[str, Any]]:
-    """Compare outputs and gradients of every operation with the reference in float64, in fp32 and in bf16.
+def value_cases(sizes: Sizes, device: str, backends: list[str]) -> Iterator[Case]:
+    """Yield the comparison of every operation with the reference in float64, in fp32 and in bf16.
 
-    A backend is right if no output or gradient has a larger error than the reference has in the same type, plus one
-    unit of rounding. The batch is reduced to 4 rows at most.
+    The batch is reduced to 4 rows at most.
 
     Args:
         sizes: Sizes of the inputs.
         device: Device of the inputs.
         backends: Backends of ours; only the discriminator tail is checked with all, the others with the first.
-
-    Returns:
-        Rows with the largest relative error of the backend and of the reference.
     """
     small = sizes._replace(batch=min(sizes.batch, 4))
-    found = []
     for dtype in (torch.float32, torch.bfloat16):
         head = head_inputs(small, sizes.exact_rows, device, dtype)
 
@@ -54,18 +49,30 @@ def values(sizes: Sizes, device: str, backends: list[str]) -> list[dict[str, Any
         subjects: list[tuple[str, Run, list[torch.Tensor]]] = [("head", run_head, head.differentiable())]
         subjects += [(case.name, case.ours, case.inputs) for case in cases(small, device, dtype) if case.inputs]
         for name, run, inputs in subjects:
-            exact = _outputs(run, [t.detach().double().requires_grad_() for t in inputs], "reference", dtype)
-            reference_values = _outputs(run, inputs, "reference", dtype)
-            reference_errors = [relative_error(value, e) for value, e in zip(reference_values, exact)]
             for backend in backends if name == "discriminator tail" else backends[:1]:
-                backend_values = _outputs(run, inputs, backend, dtype)
-                errors = [relative_error(value, e) for value, e in zip(backend_values, exact)]
-                # One rounding of the result is allowed, because the two may round a tie differently.
-                rounding = torch.finfo(dtype).eps
-                right = all(error <= limit + rounding for error, limit in zip(errors, reference_errors))
-                row = {"operation": name, "by": backend, "dtype": str(dtype).removeprefix("torch.")}
-                found.append(row | {"error": max(errors), "reference_error": max(reference_errors), "right": right})
-    return found
+                check = functools.partial(_compare_values, name, run, inputs, backend, dtype)
+                yield Case(f"{name} {dtype}", f"ours ({backend})", "check", check)
+
+
+def _compare_values(name: str, run: Run, inputs: list[torch.Tensor], backend: str, dtype: torch.dtype) -> Rows:
+    """Compare outputs and gradients of one operation with the reference in float64.
+
+    A backend is right if no output or gradient has a larger error than the reference has in the same type, plus one
+    unit of rounding.
+
+    Returns:
+        A row with the largest relative error of the backend and of the reference.
+    """
+    exact = _outputs(run, [tensor.detach().double().requires_grad_() for tensor in inputs], "reference", dtype)
+    reference_values = _outputs(run, inputs, "reference", dtype)
+    reference_errors = [relative_error(value, e) for value, e in zip(reference_values, exact)]
+    backend_values = _outputs(run, inputs, backend, dtype)
+    errors = [relative_error(value, e) for value, e in zip(backend_values, exact)]
+    # One rounding of the result is allowed, because the two may round a tie differently.
+    rounding = torch.finfo(dtype).eps
+    right = all(error <= limit + rounding for error, limit in zip(errors, reference_errors))
+    row = {"operation": name, "by": f"ours ({backend})", "dtype": str(dtype).removeprefix("torch.")}
+    return [row | {"error": max(errors), "reference_error": max(reference_errors), "right": right}]
 
 
 def _outputs(run: Run, tensors: list[torch.Tensor], backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -86,7 +93,7 @@ def _outputs(run: Run, tensors: list[torch.Tensor], backend: str, dtype: torch.d
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream.to(dtype).to(out.dtype))]
 
 
-def integers(sizes: Sizes, device: str, backend: str) -> list[dict[str, Any]]:
+def integers(sizes: Sizes, device: str, backend: str) -> Rows:
     """Compare a backend's integers with the reference's: replaced ids, labels and samples.
 
     Ids and labels must be equal. Of the samples, 99.9 % must be equal, because two candidates may be closer than
@@ -107,12 +114,17 @@ def integers(sizes: Sizes, device: str, backend: str) -> list[dict[str, Any]]:
     drawn, expected_drawn = (sample(logits, seed=1, step=2, row_M=row_M, backend=b) for b in (backend, "reference"))
     share_equal = (drawn == expected_drawn).double().mean().item()
     return [
-        {"operation": "replace + label", "by": backend, "share_equal": float(are_equal), "right": are_equal},
-        {"operation": "sample", "by": backend, "share_equal": share_equal, "right": share_equal >= 0.999},
+        {
+            "operation": "replace + label",
+            "by": f"ours ({backend})",
+            "share_equal": float(are_equal),
+            "right": are_equal,
+        },
+        {"operation": "sample", "by": f"ours ({backend})", "share_equal": share_equal, "right": share_equal >= 0.999},
     ]
 
 
-def chi_square(device: str, backend: str, draws: int, vocab: int) -> list[dict[str, Any]]:
+def chi_square(device: str, backend: str, draws: int, vocab: int) -> Rows:
     """Test with chi-squared whether the samples follow the softmax, for flat, peaked and Zipf-distributed logits.
 
     A result is right if p > 1e-3. Tokens that are expected fewer than 10 times are counted together.
@@ -137,12 +149,27 @@ def chi_square(device: str, backend: str, draws: int, vocab: int) -> list[dict[s
         if is_rare.any():
             observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
             expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
-        p = float(chisquare(observed.numpy(), expected.numpy()).pvalue)
-        found.append({"logits": name, "draws": draws, "p": p, "right": p > 1e-3})
+        p = chi_square_p(observed, expected)
+        row = {"operation": "chi squared", "by": f"ours ({backend})", "logits": name, "draws": draws}
+        found.append(row | {"p": p, "right": p > 1e-3})
     return found
 
 
-def without_host(sizes: Sizes) -> list[dict[str, Any]]:
+def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the p-value of Pearson's chi-squared test: how likely counts at least as far from `expected` are.
+
+    Args:
+        observed: Counts of each outcome, float64.
+        expected: Expected counts with the same sum, float64.
+    """
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    degrees_of_freedom = torch.tensor(float(len(observed) - 1), dtype=torch.float64)
+    # The chi-squared distribution is a gamma distribution, whose upper tail is the regularised incomplete gamma
+    # function (Abramowitz and Stegun, 26.4.19).
+    return torch.special.gammaincc(degrees_of_freedom / 2, statistic / 2).item()
+
+
+def without_host(sizes: Sizes) -> Rows:
     """Check that the head runs without a host synchronisation and gives equal results from a CUDA graph.
 
     Forward, sample and backward run once while torch turns every synchronisation into an error. They are then captured
@@ -185,8 +212,26 @@ def without_host(sizes: Sizes) -> list[dict[str, Any]]:
     # cuBLAS may choose another kernel in a graph; its rounding then decides near-ties between candidates differently.
     share = (captured[0] == expected[0]).double().mean().item()
     gradients = max(relative_error(value, exact.double()) for value, exact in zip(captured[1:], expected[1:]))
-    return [
+    rows: Rows = [
         {"what": "the host waits for nothing", "found": waits or "no wait", "right": not waits},
         {"what": "share of equal tokens from a CUDA graph", "found": share, "right": share > 0.999},
         {"what": "gradients from a CUDA graph, relative difference", "found": gradients, "right": gradients < 0.01},
     ]
+    return [{"operation": "head", "by": "ours (triton)", **row} for row in rows]
+
+
+def integer_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
+    """Yield the comparison of a backend's integers with the reference's."""
+    yield Case("integers", f"ours ({backend})", "check", lambda: integers(sizes, device, backend))
+
+
+def chi_square_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
+    """Yield the tests of the samples' distribution, with a million draws on a GPU and 20,000 on a CPU."""
+    draws = 1_000_000 if device == "cuda" else 20_000
+    yield Case("chi squared", f"ours ({backend})", "check", lambda: chi_square(device, backend, draws, sizes.vocab))
+
+
+def without_host_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Yield the check of host waits, which needs a GPU."""
+    if device == "cuda":
+        yield Case("head", "ours (triton)", "check", lambda: without_host(sizes))

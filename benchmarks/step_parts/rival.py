@@ -38,7 +38,13 @@ class HuggingFace(torch.nn.Module):
     """Hugging Face's generator and discriminator with shared embeddings; calling it computes both ELECTRA losses."""
 
     def __init__(
-        self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, *, gathered: bool
+        self,
+        towers: ElectraTowers,
+        objective: ObjectiveConfig,
+        special: SpecialIds,
+        *,
+        gathered: bool,
+        packed: bool | None = None,
     ) -> None:
         """Build both modules and copy the weights of `towers` into them.
 
@@ -47,12 +53,15 @@ class HuggingFace(torch.nn.Module):
             objective: Share and kind of masking.
             special: Ids of the special tokens.
             gathered: Whether the generator's head is computed at the masked slots only.
+            packed: Whether rows hold several examples. None looks at the rows of every batch, for which the host
+                waits for the device.
         """
         super().__init__()
         model = towers.model
         self.objective = objective
         self.special = special
         self.gathered = gathered
+        self.packed = packed
         self.generator = ElectraForMaskedLM(_config(model, "generator", special))
         self.discriminator = ElectraForPreTraining(_config(model, "discriminator", special))
         state = towers.state_dict()
@@ -77,8 +86,11 @@ class HuggingFace(torch.nn.Module):
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
         inputs = {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
-        if layout.example_BS.max() > 0:  # In packed rows, examples must not attend to each other.
-            inputs |= {"attention_mask": attention_bias(layout, torch.float32), "position_ids": layout.position_BS}
+        packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
+        if packed:  # Examples of one row must not attend to each other.
+            # Attention kernels of a GPU refuse a mask of another type than the queries'.
+            bias = attention_bias(layout, self.generator.dtype)
+            inputs |= {"attention_mask": bias, "position_ids": layout.position_BS}
         weight_M = masking.weight_BN.flatten()
         target_BN = ids_BS.gather(1, masking.position_BN)
         logits_MV = self._slot_logits(masking, inputs).float()

@@ -1,6 +1,52 @@
 """The benchmarks are scripts that import each other by file name."""
 
+import subprocess
 import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+# What a GPU machine has: torch with what torch requires, triton and numpy.
+TORCH_AND_ITS_NEEDS = (
+    "torch", "filelock", "typing_extensions", "setuptools", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
+    "fsspec", "triton", "numpy",
+)  # fmt: skip
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> Callable[[Sequence[str]], Path]:
+    """`bare_python(packages)`: a Python that can import torch, triton, numpy, these packages, and nothing else."""
+
+    def make(packages: Sequence[str]) -> Path:
+        folder = tmp_path / "bare"
+        venv.create(folder, symlinks=True)
+        site = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+        for package in {*TORCH_AND_ITS_NEEDS, *packages}:
+            files = metadata.files(package) or []
+            for name in {file.parts[0] for file in files} - {"..", "__pycache__", "distutils-precedence.pth"}:
+                link = site / name
+                if not link.exists():
+                    link.symlink_to(Path(str(metadata.distribution(package).locate_file(name))))
+        return folder / "bin" / "python"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus of `make pretrain`; built if it does not exist (25 s)."""
+    repository = Path(__file__).parents[2]
+    if (repository / "corpora" / "demo" / "corpus.json").exists():
+        return repository / "corpora" / "demo"
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
+    subprocess.run([*command, "python-docs", "--output", str(folder / "text")], cwd=repository, check=True)
+    build = ["build", "--input", str(folder / "text"), "--output", str(folder / "rows"), "--config"]
+    subprocess.run([*command, *build, "configs/demo_cpu.yaml"], cwd=repository, check=True)
+    return folder / "rows"

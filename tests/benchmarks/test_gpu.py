@@ -1,31 +1,179 @@
-"""The GPU benchmark's own code, on the CPU at toy sizes."""
+"""The GPU benchmark's own code, on the CPU at toy sizes, with nothing installed but what is carried."""
 
 import json
+import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_parts import attention, cases, checks, profile
+from gpu_parts.carried_packages import TO_MEASURE, TO_TRAIN
+from gpu_parts.steps import SPECIAL, StepBench
+from step_parts.rival import HuggingFace
+from torch.nn.attention.flex_attention import flex_attention
+
+from electra_dist.config import ObjectiveConfig
+from electra_dist.objectives.masking import mask_rows
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCHMARK = REPOSITORY / "benchmarks" / "gpu.py"
 
 
-def test_the_smoke_run(tmp_path):
+def test_the_smoke_run_needs_nothing_but_what_is_listed(
+    tmp_path: Path, bare_python: Callable[[Sequence[str]], Path]
+) -> None:
+    script = str(REPOSITORY / "benchmarks" / "gpu_run.sh")
+    environment = os.environ | {"PYTHON": str(bare_python(TO_MEASURE)), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(["bash", script, "--smoke"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "out").glob("gpu-smoke-*.json")
+    record = json.loads(file.read_text())
+    assert list(record)[-15:] == [
+        *("ceilings", "profile", "attention", "deepspeed", "steps", "values", "integers", "chi_square"),
+        *("without_host", "heads", "operations", "fusions", "breakdown", "rivals", "more_steps"),
+    ]
+    parts = ("ceilings", "profile", "steps", "heads", "operations", "fusions", "more_steps")
+    times = [row for part in parts for row in record[part] if "kernels" not in row]
+    assert {row["operation"] for row in times} >= {"copy", "head M=24", "discriminator tail", "step B=1", "step B=4"}
+    ours = {"ours, compiled layers (reference)", "ours without mlm_head", "ours, generator early"}
+    assert ours <= {row["by"] for row in times}
+    assert all(row["ms"] >= 0 for row in times)
+    assert "discriminator and tail, backward" in {row["by"] for row in record["breakdown"]}
+    assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
+    assert all(row["right"] for part in ("values", "integers", "chi_square") for row in record[part])
+    compiled = [row for row in times if "compiled" in row["by"]]
+    assert len(compiled) == 3
+    assert all(row["graphs"] > 0 for row in compiled)  # none became eager silently
+    assert [row["by"] for row in record["attention"] if "ms" in row] == ["plain"]
+    # Deepspeed and transformers are not carried for this script: their cases say so, and the run goes on.
+    assert all("not installed" in row["skipped"] for part in ("deepspeed", "rivals") for row in record[part])
+    assert "step B=4" in done.stdout
+
+
+@pytest.mark.drill  # imports deepspeed and transformers, and compiles more
+def test_the_smoke_run_with_all_packages(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--smoke", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("gpu-smoke-*.json")
     record = json.loads(file.read_text())
-    times = [row for part in ("heads", "operations", "steps", "fusions") for row in record[part]]
-    assert {row["operation"] for row in times} >= {"head M=24", "discriminator tail", "step B=1", "step B=4"}
-    assert {"compiled layers (reference)", "ours without mlm_head", "ours, generator early"} <= {
-        r["by"] for r in times
-    }
-    assert all("failed" not in row for row in times)
-    assert "discriminator and tail, backward" in {row["by"] for row in record["breakdown"]}
+    assert not [row for rows in record.values() if isinstance(rows, list) for row in rows if "failed" in row]
+    assert len([row for row in record["deepspeed"] if row["ms"] > 0]) == 6
     assert [row["by"] for row in record["rivals"] if "ms" in row] == [
         "Hugging Face (torch)",
         "Hugging Face, gathered (torch)",
     ]
-    assert all(row["ms"] > 0 for row in times)
-    assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
-    assert all(row["right"] for part in ("values", "integers", "chi_square") for row in record[part])
-    assert "step B=4" in done.stdout
+
+
+def test_the_lists_of_wheels() -> None:
+    lines = subprocess.check_output([sys.executable, str(BENCHMARK), "--list-wheels", "train"], text=True).split()
+    assert [line.partition("==")[0] for line in lines] == list(TO_TRAIN)
+    assert all("==" in line for line in lines)
+    assert set(TO_MEASURE) < set(TO_TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "categories", "p"), [(3.841459, 2, 0.05), (18.307038, 11, 0.05), (6.0, 3, None)]
+)
+def test_p_of_chi_squared(statistic: float, categories: int, p: float | None) -> None:
+    """Quantiles of the published tables; with two degrees of freedom p is exp(-x / 2)."""
+    expected = torch.full((categories,), 1000.0, dtype=torch.float64)
+    deviation = (statistic * 1000 / 2) ** 0.5  # of the first two categories
+    observed = expected.clone()
+    observed[0] += deviation
+    observed[1] -= deviation
+    truth = torch.tensor(-statistic / 2).exp().item() if p is None else p
+    assert checks.chi_square_p(observed, expected) == pytest.approx(truth, rel=1e-5)
+
+
+def test_large_has_the_slots_of_the_model() -> None:
+    ids = torch.randint(5, 30522, (1, cases.LARGE.seq_len))
+    masking = mask_rows(ids, SPECIAL, ObjectiveConfig(mask_prob=0.25), 1, 0, torch.arange(1))
+    assert masking.position_BN.shape[1] == cases.LARGE.slots == 130
+    assert cases.LARGE.masked[0] == cases.LARGE.batch * 130
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    kernels = {"norm_backward_kernel", "row_kernel", "tail_forward_kernel", "scatter_add_kernel", "replace_kernel"}
+    assert kernels <= profile.our_kernels().keys()
+    for name, file in profile.our_kernels().items():
+        assert profile.kind_of(name) == f"ours, {file}"
+    assert profile.kind_of("fmha_cutlassF_bf16_aligned_64x64_rf_sm80") == "attention"
+    assert profile.kind_of("void flash_fwd_kernel<...>") == "attention"
+    assert profile.kind_of("nvjet_tst_128x256_64x4") == "matrix products"
+    assert profile.kind_of("void at::native::vectorized_elementwise_kernel<4, GeluCUDA...>") == "GELU"
+
+
+def test_the_rival_passes_a_mask_of_its_own_type_and_never_waits() -> None:
+    """A GPU's attention kernels refuse an fp32 mask with bf16 queries; `meta` tensors refuse to be read."""
+    bench = StepBench("cpu", "reference", smoke=True)
+    masks: list[tuple[torch.dtype, torch.dtype]] = []
+    attend = F.scaled_dot_product_attention
+
+    def recorded(query: torch.Tensor, *args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        masks.append((attn_mask.dtype, query.dtype))
+        return attend(query, *args, attn_mask=attn_mask, **kwargs)
+
+    rival = HuggingFace(bench.towers, bench.config.objective, SPECIAL, gathered=True, packed=True)
+    rival = rival.to("meta", torch.bfloat16)
+    with mock.patch.object(F, "scaled_dot_product_attention", recorded):
+        losses = rival(bench.ids(2).to("meta"), torch.arange(2, device="meta"), 0, 1)
+    (losses.mlm + losses.rtd).backward()
+    assert len(masks) == 4  # two layers in each tower
+    assert all(mask in (query, torch.bool) for mask, query in masks)
+
+
+def test_attention_of_the_comparison_equals_float64_by_definition() -> None:
+    """Softmax written out for each example alone, against the packed rows that all contenders get."""
+    examples = attention.pack(2, 48, [16, 20], "cpu", torch.float64)
+    query, key, value = torch.randn(3, 2, 3, 48, 64, dtype=torch.float64)
+    out = attention.with_bias(attention.SDPBackend.MATH)(query, key, value, examples, 0.0)
+    begin = 0
+    for length in (16, 20, 12):
+        part = slice(begin, begin + length)
+        scores = query[:, :, part] @ key[:, :, part].transpose(2, 3) / 8
+        torch.testing.assert_close(out[:, :, part], scores.softmax(-1) @ value[:, :, part])
+        begin += length
+    assert examples.begin_E.tolist() == [0, 16, 36, 48, 64, 84, 96]
+    assert examples.longest == 20
+
+
+def test_flex_and_the_bias_hide_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = attention.pack(2, 256, [100, 60], "cpu", torch.float32)
+    query, key, value = torch.randn(3, 2, 3, 256, 64)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)  # compiled, it needs a GPU
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of being slow uncompiled
+        out = attention.flex(query, key, value, examples, 0.0)
+    plain = attention.with_bias(attention.SDPBackend.MATH)(query, key, value, examples, 0.0)
+    torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attend", [attention.flash_varlen, attention.our_flash])
+def test_flash_takes_the_operator_as_torch_declares_it(attend: attention.Attention) -> None:
+    examples = attention.pack(2, 48, [16, 20], "cpu", torch.bfloat16)
+    examples = examples._replace(begin_E=examples.begin_E.to("meta"))
+    inputs = [torch.randn(2, 3, 48, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    out = attend(*inputs, examples, 0.1)
+    assert out.shape == inputs[0].shape
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in inputs]
+
+
+@pytest.mark.parametrize(("drops", "right"), [(0.1, True), (0.0, False), (0.125, False)])
+def test_a_backend_with_another_dropout_is_found(drops: float, right: bool) -> None:
+    """One that ignores dropout, and one that rounds p = 0.1 to 2/16, as some cuDNN kernels do."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Any, p: float) -> torch.Tensor:
+        probabilities = (query @ key.transpose(2, 3)).softmax(-1)
+        return F.dropout(probabilities, drops) @ value
+
+    torch.manual_seed(0)
+    assert attention.dropped_share(attend, 2, 0.1, "cpu", torch.float32)["right"] == right

@@ -1,0 +1,216 @@
+"""Attention kernels of torch compared at the model's shape, each against float64. A part of `gpu.py`.
+
+    efficient     scaled_dot_product_attention with a bias: CUTLASS's memory-efficient kernel
+    cuDNN         the same call, answered by cuDNN; with dropout where p x 16 is whole, hence p = 0.125
+    flash varlen  FlashAttention on the tokens of all examples one after another, which needs no bias
+    flex          FlexAttention with a block mask, without dropout
+
+Three facts decide: the time of forward and backward, the error without dropout, and the share of the probabilities
+that dropout removes (a backend that ignores dropout has share 0, one that rounds p has another share).
+
+Limits: the kernels need CUDA; on a CPU only torch's plain kernel runs, and the others are rows with `skipped`.
+
+Shapes: B rows, N heads, S tokens, D features of a head, T = B * S.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpu_parts.recording import Case, Rows
+from gpu_parts.timing import facts_of, time_and_peak
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# (query, key, value), each [B, N, S, D]; example lengths of the whole batch; dropout -> [B, N, S, D]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Examples", float], torch.Tensor]
+_PROBE_TOKENS = 64  # width of a head, so that the values can be the identity
+
+
+class Examples(NamedTuple):
+    """Where the examples of a batch begin and end. No example crosses the end of a row."""
+
+    example_BS: torch.Tensor  # int64 number of each token's example
+    bias_B1SS: torch.Tensor  # 0 within an example, -inf between two
+    begin_E: torch.Tensor  # int32 first token of each example in the flat batch, and T at the end
+    longest: int  # tokens
+
+
+def pack(num_rows: int, num_tokens: int, lengths: list[int], device: str, dtype: torch.dtype) -> Examples:
+    """Return rows that all pack examples of the given lengths; the rest of a row is one more example."""
+    per_row = [*lengths, num_tokens - sum(lengths)] if sum(lengths) < num_tokens else lengths
+    example_S = torch.repeat_interleave(torch.arange(len(per_row)), torch.tensor(per_row))
+    example_BS = example_S.expand(num_rows, -1).contiguous().to(device)
+    is_same = example_BS[:, None, :, None] == example_BS[:, None, None, :]
+    bias = torch.zeros(is_same.shape, dtype=dtype, device=device).masked_fill_(~is_same, float("-inf"))
+    ends = torch.tensor(per_row * num_rows).cumsum(0)
+    begin = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
+    return Examples(example_BS, bias, begin, max(per_row))
+
+
+def with_bias(backend: SDPBackend) -> Attention:
+    """Return scaled_dot_product_attention with a bias, restricted to one backend of torch."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float) -> Any:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=examples.bias_B1SS, dropout_p=p)
+
+    return attend
+
+
+def flash_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float
+) -> torch.Tensor:
+    """Compute attention with FlashAttention's kernel for sequences of different lengths, as torch contains it."""
+    B, N, S, D = query.shape
+    flat = [tensor.transpose(1, 2).reshape(B * S, N, D) for tensor in (query, key, value)]
+    begin, longest = examples.begin_E, examples.longest
+    out, *_ = torch.ops.aten._flash_attention_forward(*flat, begin, begin, longest, longest, p, False, False)
+    return out.view(B, S, N, D).transpose(1, 2)
+
+
+def our_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float
+) -> torch.Tensor:
+    """Compute attention with the function that the model calls. Stacking q, k and v here is no part of the model."""
+    from electra_dist.model.flash_attention import flash_attention
+    from electra_dist.model.row_layout import ExampleBounds
+
+    B, N, S, D = query.shape
+    qkv_T3ND = torch.stack([tensor.transpose(1, 2).reshape(B * S, N, D) for tensor in (query, key, value)], 1)
+    out_TND = flash_attention(qkv_T3ND, ExampleBounds(examples.begin_E, examples.longest), p)
+    return out_TND.view(B, S, N, D).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    """Return FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float) -> torch.Tensor:
+    """Compute attention with FlexAttention, which has no dropout. The block mask is made in the call."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    assert p == 0, "FlexAttention has no dropout"
+    example_BS = examples.example_BS
+    num_rows, num_tokens = example_BS.shape
+
+    def in_same_example(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return example_BS[row, query] == example_BS[row, key]
+
+    mask = create_block_mask(in_same_example, num_rows, None, num_tokens, num_tokens, device=example_BS.device)
+    return _compiled_flex()(query, key, value, block_mask=mask)
+
+
+CONTENDERS: list[tuple[str, Attention, float]] = [
+    ("efficient, bias", with_bias(SDPBackend.EFFICIENT_ATTENTION), 0.1),
+    ("efficient, bias", with_bias(SDPBackend.EFFICIENT_ATTENTION), 0.0),
+    ("cuDNN, bias", with_bias(SDPBackend.CUDNN_ATTENTION), 0.125),
+    ("cuDNN, bias", with_bias(SDPBackend.CUDNN_ATTENTION), 0.1),
+    ("cuDNN, bias", with_bias(SDPBackend.CUDNN_ATTENTION), 0.0),
+    ("flash varlen", flash_varlen, 0.1),
+    ("flash varlen", flash_varlen, 0.0),
+    ("ours, flash, with stacking", our_flash, 0.1),
+    ("ours, flash, with stacking", our_flash, 0.0),
+    ("flex, with its mask", flex, 0.0),
+    ("plain", with_bias(SDPBackend.MATH), 0.1),
+]
+
+
+def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield every contender with its dropout.
+
+    Args:
+        num_rows: Rows of the timed call; the comparison with float64 uses two of them.
+        num_heads: Heads, each 64 wide.
+        num_tokens: Tokens of a row, which packs three examples.
+        device: "cuda" or "cpu".
+        dtype: Type of query, key and value.
+    """
+    for name, attend, p in CONTENDERS:
+        operation = f"attention p={p}"
+
+        def run(name: str = name, attend: Attention = attend, p: float = p, operation: str = operation) -> Rows:
+            row: dict[str, Any] = {"operation": operation, "by": name}
+            if device == "cpu" and name != "plain":
+                return [row | {"skipped": "needs a CUDA device"}]
+            lengths = [num_tokens // 3, num_tokens // 2]
+            shape = (num_rows, num_heads, num_tokens, 64)
+            call = _differentiated(attend, shape, pack(num_rows, num_tokens, lengths, device, dtype), p, device, dtype)
+            row |= dropped_share(attend, num_heads, p, device, dtype)
+            if p == 0:
+                drops_nothing = row["right"]
+                row |= errors(attend, num_heads, num_tokens, lengths, device, dtype)
+                row["right"] = row["right"] and drops_nothing
+            return [row | time_and_peak(call) | facts_of(call)]
+
+        yield Case(operation, name, "attention", run)
+
+
+def _differentiated(
+    attend: Attention, shape: tuple[int, ...], examples: Examples, p: float, device: str, dtype: torch.dtype
+) -> Callable[[], list[torch.Tensor]]:
+    """Return a call that computes output and gradients, from the same random numbers each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn((4, *shape), generator=generator, device=device).to(dtype)
+    inputs = [tensor.clone().requires_grad_() for tensor in numbers[:3]]
+
+    def call() -> list[torch.Tensor]:
+        out = attend(*inputs, examples, p)
+        return [out.detach(), *torch.autograd.grad(out, inputs, numbers[3])]
+
+    return call
+
+
+def errors(
+    attend: Attention, num_heads: int, num_tokens: int, lengths: list[int], device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Compare output and gradients, without dropout, with torch's plain attention in float64.
+
+    Returns:
+        `error` and, for plain attention in the same type, `reference_error`: the largest root-mean-square error of the
+        four, relative to the exact values. It is right up to twice the reference's, plus one rounding.
+    """
+    shape = (2, num_heads, num_tokens, 64)
+
+    def results(attend: Attention, kind: torch.dtype) -> list[torch.Tensor]:
+        examples = pack(2, num_tokens, lengths, device, kind)
+        generator = torch.Generator(device).manual_seed(0)
+        numbers = torch.randn((4, *shape), generator=generator, device=device).to(dtype).to(kind)
+        inputs = [tensor.clone().requires_grad_() for tensor in numbers[:3]]
+        out = attend(*inputs, examples, 0.0)
+        return [out.detach(), *torch.autograd.grad(out, inputs, numbers[3])]
+
+    plain = with_bias(SDPBackend.MATH)
+    exact = results(plain, torch.float64)
+    error, reference_error = (
+        max(((value.double() - truth).norm() / truth.norm()).item() for value, truth in zip(values, exact))
+        for values in (results(attend, dtype), results(plain, dtype))
+    )
+    right = error <= 2 * reference_error + torch.finfo(dtype).eps
+    return {"error": error, "reference_error": reference_error, "right": right}
+
+
+def dropped_share(attend: Attention, num_heads: int, p: float, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Measure which share of the attention probabilities dropout removes, and by which factor it scales the others.
+
+    Query and key are 0, so that every probability is 1/64; the values are the identity, so that the output shows each
+    probability after dropout.
+
+    Returns:
+        `dropped`, the share, and `factor`. They are `right` within 0.01 of p, and within 1 % of 1 / (1 - p).
+    """
+    S = _PROBE_TOKENS
+    zeros = torch.zeros(16, num_heads, S, S, device=device, dtype=dtype)
+    values = torch.eye(S, device=device, dtype=dtype).expand_as(zeros).contiguous()
+    out = attend(zeros, zeros, values, pack(16, S, [S], device, dtype), p).double() * S
+    dropped = (out == 0).double().mean().item()
+    factor = out[out != 0].mean().item()
+    right = abs(dropped - p) < 0.01 and abs(factor * (1 - p) - 1) < 0.01
+    return {"dropped": round(dropped, 4), "factor": round(factor, 4), "right": right}

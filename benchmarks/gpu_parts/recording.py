@@ -1,0 +1,189 @@
+"""Runs the cases of `gpu.py` one by one and writes the record after each.
+
+Guarantee: an exception in a case is a row of the table with `failed`, and the next case runs. The JSON file is
+replaced atomically after every case, so a run that is cut keeps all finished cases. A case that no longer fits into
+the time limit is a row with `skipped`. A CUDA error that leaves the process unusable ends only the process:
+`Recorder.run_part` raises `DeviceLost`, and `gpu.py` starts itself again to continue behind the case.
+
+How: a part of the benchmark is a function that yields cases. torch.compile is reset before each case, because after 8
+compilations of one function it would silently run eagerly.
+
+Limits: how long a case takes is known only after one of its kind ran; before, a guess in `EXPECTED_S` is used. A case
+that hangs is ended from outside, by `gpu_run.sh`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+NO_MEMORY = "out of memory"
+# Guesses of a case's seconds on one H200, by kind, for the first case of each kind. Measured times replace them.
+EXPECTED_S = {"product": 2, "attention": 10, "step": 15, "compiled step": 60, "engine step": 40, "check": 10}
+_UNKNOWN_KIND_S = 10
+_LOST_DEVICE = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+
+
+class Case(NamedTuple):
+    """One measurement or check of a part."""
+
+    operation: str  # What is measured; first column of its rows.
+    by: str  # Implementation that is measured; those of this project begin with "ours".
+    kind: str  # Cases of one kind take about equally long.
+    run: Callable[[], Rows]
+
+
+class DeviceLost(Exception):
+    """A CUDA error after which no call of this process can use the GPU."""
+
+
+class Recorder:
+    """Runner of cases that holds the record and writes it."""
+
+    def __init__(self, record: Row, path: Path | None, seconds: float | None) -> None:
+        """Take the record's header, and start the clock.
+
+        Args:
+            record: Header of the record. If it holds parts already, their cases are not run again.
+            path: JSON file to write after every case; None writes none.
+            seconds: Time limit of all cases together; None sets no limit.
+        """
+        self.record = record
+        self.path = path
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._spent_s: dict[str, float] = {}  # kind -> the longest time of a case so far
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the time limit; None without a limit."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    def run_part(self, part: str, make_cases: Callable[[], Iterator[Case]]) -> None:
+        """Run all cases of a part, in order; rows are appended to `record[part]`.
+
+        Args:
+            part: Key of the part in the record.
+            make_cases: Yields the cases. If it fails, for example because an import does, this is a row, too.
+
+        Raises:
+            DeviceLost: A case left the GPU unusable; its row is written.
+        """
+        rows = self.record.setdefault(part, [])
+        done = {(row.get("case_operation"), row.get("case_by")) for row in rows}
+        print(f"\n{part.replace('_', ' ')}", flush=True)
+        try:
+            for case in make_cases():
+                if (case.operation, case.by) not in done:
+                    self._run(part, case)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  Whatever prevents a part must not prevent the next one.
+            self._append(part, [{"operation": part, "by": "ours", "failed": describe(error)}], part, "ours")
+
+    def _run(self, part: str, case: Case) -> None:
+        """Run one case unless it no longer fits into the time, and append its rows."""
+        label: Row = {"operation": case.operation, "by": case.by}
+        expected_s = self._spent_s.get(case.kind, EXPECTED_S.get(case.kind, _UNKNOWN_KIND_S))
+        left = self.seconds_left
+        if left is not None and left < expected_s:
+            reason = f"it takes about {expected_s:.0f} s and {max(left, 0):.0f} s are left"
+            self._append(part, [label | {"skipped": reason}], case.operation, case.by)
+            return
+        torch._dynamo.reset()
+        begin = time.monotonic()
+        lost = False
+        try:
+            rows = case.run()
+        except torch.OutOfMemoryError:
+            rows = [label | {"failed": NO_MEMORY}]
+            free()
+        except Exception as error:  # noqa: BLE001  One failed case is one row; the others run.
+            rows = [label | {"failed": describe(error)}]
+            lost = any(text in str(error) for text in _LOST_DEVICE)
+        case_s = time.monotonic() - begin
+        self._spent_s[case.kind] = max(case_s, self._spent_s.get(case.kind, 0))
+        self._append(part, rows, case.operation, case.by, case_s)
+        if lost:
+            raise DeviceLost(rows[0]["failed"])
+        if case.kind.endswith("step"):
+            free()
+
+    def _append(self, part: str, rows: Rows, operation: str, by: str, case_s: float = 0.0) -> None:
+        """Add the rows of a case to the record, print them, and write the file."""
+        for row in rows:
+            row |= {"case_operation": operation, "case_by": by, "case_s": round(case_s, 2)}
+            print_row(row)
+        self.record[part] += rows
+        if self.path:
+            write_atomically(self.record, self.path)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of all parts."""
+        for value in self.record.values():
+            if isinstance(value, list):
+                yield from (row for row in value if isinstance(row, dict) and "case_s" in row)
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the first line of an error's message, at most 200 characters."""
+    lines = str(error).splitlines()
+    first_line = lines[0] if lines else ""
+    return f"{type(error).__name__}: {first_line}"[:200]
+
+
+def is_failure_of_ours(row: Row) -> bool:
+    """Return whether a row records an error of this project's code; too little memory does not count as one."""
+    is_ours = str(row.get("by", "")).startswith("ours")
+    return is_ours and row.get("failed", NO_MEMORY) != NO_MEMORY
+
+
+def write_atomically(record: Row, path: Path) -> None:
+    """Write the record as JSON into a temporary file and rename it to `path`, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def free() -> None:
+    """Return unused GPU memory to the device, so that the next model finds all of it; it takes the host 0.2 s."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def print_row(row: Row) -> None:
+    """Print one row as one line, with WRONG behind a result that failed its check; missing facts are left out."""
+    label = " ".join(str(row[key]) for key in ("operation", "what", "logits", "by", "dtype") if key in row)
+    facts = [f"{key} {row[key]:.1e}" for key in ("error", "reference_error") if key in row]
+    plain = ("share_equal", "found", "p", "dropped", "graphs", "launches", "host_operators", "failed", "skipped")
+    facts += [f"{key} {row[key]}" for key in plain if key in row]
+    if "ms" in row:
+        facts.append(f"{row['ms']:>9.3f} ms")
+    if row.get("peak_bytes"):
+        facts.append(f"peak {row['peak_bytes'] / 1e9:.2f} GB")
+    if "host_ms" in row:
+        facts.append(f"host {row['host_ms']:.1f} ms")
+    if "tb_per_s" in row:
+        facts.append(f"{row['tb_per_s']:.2f} TB/s")
+    if "tflop_per_s" in row:
+        facts.append(f"{row['tflop_per_s']:.1f} TFLOP/s")
+    if "tokens_per_s" in row:
+        facts.append(f"{row['tokens_per_s']:.0f} tokens/s")
+    if "mfu" in row:
+        facts.append(f"MFU {row['mfu']:.1%}")
+    if "kernels" in row:
+        facts.append(", ".join(row["kernels"]))
+    if not row.get("right", True):
+        facts.append("WRONG")
+    print(f"  {label:<44} {'  '.join(facts)}", flush=True)
