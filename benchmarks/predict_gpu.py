@@ -83,13 +83,13 @@ class Prediction:
     """Predicted milliseconds of one micro-batch by part, under one choice of all assumptions."""
 
     def __init__(self, config: Config, rows: int, figures: Figures, speeds: Mapping[str, float]) -> None:
-        """Sum up the parts.
+        """Predict the time of a step as the sum of the times of its operators, kernels and waits.
 
         Args:
-            config: the run.
+            config: the config of the run.
             rows: rows of the micro-batch.
-            figures: what its rehearsal counted.
-            speeds: value of every assumption.
+            figures: operators, launches, FLOPs and bytes of that micro-batch, counted on `meta` tensors without a GPU.
+            speeds: the assumed value of each entry in the table of assumptions, by name, for example "bandwidth".
         """
         self.config = config
         self.rows = rows

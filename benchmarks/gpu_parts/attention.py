@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # (query, key, value), each [B, N, S, D]; example lengths of the whole batch; dropout -> [B, N, S, D]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Examples", float], torch.Tensor]
 _PROBE_TOKENS = 64  # width of a head, so that the values can be the identity
+_PROBE_ROWS = 16
 
 
 class Examples(NamedTuple):
@@ -94,7 +95,10 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
 
 
 def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float) -> torch.Tensor:
-    """Compute attention with FlexAttention, which has no dropout. The block mask is made in the call."""
+    """Compute attention with FlexAttention; `p` must be 0, because it has no dropout.
+
+    The block mask is built inside this call, so its time is part of a measurement.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     assert p == 0, "FlexAttention has no dropout"
@@ -200,16 +204,20 @@ def errors(
 def dropped_share(attend: Attention, num_heads: int, p: float, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Measure which share of the attention probabilities dropout removes, and by which factor it scales the others.
 
-    Query and key are 0, so that every probability is 1/64; the values are the identity, so that the output shows each
-    probability after dropout.
+    Query and key are 0, so that every probability is 1 / _PROBE_TOKENS; the values are the identity, so that the
+    output shows each probability after dropout.
 
     Returns:
-        `dropped`, the share, and `factor`. They are `right` within 0.01 of p, and within 1 % of 1 / (1 - p).
+        dropped: the share of probabilities that are 0.
+        factor: by how much the others have grown.
+        right: whether `dropped` is within 0.01 of p, and `factor` within 1 % of 1 / (1 - p).
     """
     S = _PROBE_TOKENS
-    zeros = torch.zeros(16, num_heads, S, S, device=device, dtype=dtype)
+    zeros = torch.zeros(_PROBE_ROWS, num_heads, S, S, device=device, dtype=dtype)
     values = torch.eye(S, device=device, dtype=dtype).expand_as(zeros).contiguous()
-    out = attend(zeros, zeros, values, pack(16, S, [S], device, dtype), p).double() * S
+    one_example_a_row = pack(_PROBE_ROWS, S, [S], device, dtype)
+    # Times S: 1 where the probability is that without dropout.
+    out = attend(zeros, zeros, values, one_example_a_row, p).double() * S
     dropped = (out == 0).double().mean().item()
     factor = out[out != 0].mean().item()
     right = abs(dropped - p) < 0.01 and abs(factor * (1 - p) - 1) < 0.01

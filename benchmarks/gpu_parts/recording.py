@@ -119,7 +119,15 @@ class Recorder:
             free()
 
     def _append(self, part: str, rows: Rows, operation: str, by: str, case_s: float = 0.0) -> None:
-        """Add the rows of a case to the record, print them, and write the file."""
+        """Add the rows of a case to the record, print them, and write the record's JSON file anew.
+
+        Args:
+            part: the part of `gpu.py` that the case belongs to, such as "heads".
+            rows: the rows of the case.
+            operation: what the case timed or checked.
+            by: the implementation that did it, such as "ours" or "eager".
+            case_s: seconds that the whole case took.
+        """
         for row in rows:
             row |= {"case_operation": operation, "case_by": by, "case_s": round(case_s, 2)}
             print_row(row)

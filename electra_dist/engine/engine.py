@@ -164,9 +164,9 @@ class Engine:
     def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
         """Choose the implementation of the optimizer; on GPUs all ranks agree on one. Collective on GPUs.
 
-        One rank whose machine cannot compile DeepSpeed's optimizer would otherwise round differently from the others.
-        If the ranks would choose differently, all of them take foreach, which runs everywhere. A choice that is not
-        the fastest one of its kind is noted for the log, with its reason.
+        If the ranks would choose differently, for example because one machine cannot compile DeepSpeed's optimizer,
+        all of them take foreach, which runs everywhere; different implementations would round differently. A choice
+        that is not the fastest implementation of the configured optimizer is added to `notes`, with its reason.
 
         Args:
             config: gives the optimizer and its implementation.
@@ -182,8 +182,8 @@ class Engine:
             names = {choice.name for choice in choices}
             if len(names) > 1:
                 reasons = [choice.reason for choice in choices if choice.reason]
-                reasons.append("the machines of the ranks can run different ones")
-                implementation = Implementation("foreach", reasons[0])
+                reason = reasons[0] if reasons else "the machines of the ranks can run different ones"
+                implementation = Implementation("foreach", reason)
         if implementation.reason:
             self.notes.append(f"optimizer: {implementation.name}, because {implementation.reason}")
         return implementation

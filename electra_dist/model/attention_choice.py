@@ -229,12 +229,12 @@ def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: 
 def _output_and_gradients(
     backend: str, inputs_BNSD: Sequence[torch.Tensor], upstream_BNSD: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return a backend's attention output without dropout, and its gradients of query, key and value, [B, N, S, D].
+    """Run a backend without dropout; return its output and the gradients of query, key and value, [B, N, S, D] each.
 
     Args:
         backend: "sdpa", "flash" or "flex".
-        inputs_BNSD: query, key and value of rows whose examples are those of the trial.
-        upstream_BNSD: gradient of the output.
+        inputs_BNSD: query, key and value of the trial's rows, in each of which examples of 100, 100 and 56 tokens lie.
+        upstream_BNSD: gradient of some loss with respect to the output.
     """
     leaves = [tensor.clone().requires_grad_() for tensor in inputs_BNSD]
     query, key, value = leaves
@@ -262,8 +262,9 @@ def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch
 def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> str:
     """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for.
 
-    With values of 1 an output is the sum of the kept attention probabilities over 1 - p. The outputs must scatter, and
-    their mean, over 1,024 queries, must be 1 within 0.05, which is more than five standard deviations for p = 0.1.
+    The values are replaced by ones, so each output is (sum of the kept attention probabilities) / (1 - p). The outputs
+    must differ from one another, or nothing was dropped. Their mean over 1,024 queries must be within 0.05 of 1, or p
+    was another one; 0.05 is more than five standard deviations of that mean at p = 0.1.
 
     Args:
         inputs_BNSD: query, key and value of the trial's rows.

@@ -62,7 +62,10 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
     ) -> torch.Tensor:
-        """Return the attention output, [T, N, D]; keep the state of the dropout for the backward pass."""
+        """Return the attention output, [T, N, D]; the arguments are those of `_run_forward`.
+
+        The state of the random numbers is saved, so that the backward pass drops the same probabilities.
+        """
         saved = _run_forward(qkv_T3ND, cu_seqlens, longest, dropout)
         ctx.save_for_backward(qkv_T3ND, cu_seqlens, *saved)
         ctx.longest = longest

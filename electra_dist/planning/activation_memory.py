@@ -148,12 +148,13 @@ def micro_batch_limit(
 def _network(tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
     """Return the values per token that a tower and its embeddings keep for the backward pass.
 
-    A layer keeps its input; query, key and value; the attention's output, before and after its projection; the first
-    LayerNorm's output; and the feed-forward network's output (8 x hidden in all); and the feed-forward network's inner
-    values before and after GELU (2 x intermediate). With recomputation it keeps its input only.
+    A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
+    its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
+    2 x intermediate: the feed-forward network's inner values before and after GELU. With recomputation a layer keeps
+    its input only.
 
-    The embeddings keep the sum of the tables' entries and the factors of dropout, and their result where a projection
-    reads it.
+    The embeddings keep 2 x embedding_width: the sum of the three tables' entries, and dropout's factors. If a
+    projection to `hidden` follows, they keep its input too.
     """
     hidden = tower.hidden_size
     per_layer = hidden if recompute else 8 * hidden + 2 * tower.intermediate_size
@@ -223,7 +224,11 @@ def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) ->
 
 
 def _head_buffers(model: ModelConfig, precision: str) -> float:
-    """Return the bytes of a token head's buffers: logits of one chunk, and the fp32 gradient of the token table."""
+    """Return the bytes of the buffers of a head that predicts tokens.
+
+    They are the logits of one chunk of masked positions (HEAD_CHUNK_ROWS at a time, in the run's precision), and the
+    fp32 gradient of the token embeddings, which are the head's output matrix as well.
+    """
     value_bytes = 4 if precision == "fp32" else 2
     logits = HEAD_CHUNK_ROWS * model.padded_vocab_size * value_bytes
     table_gradient = 4 * model.padded_vocab_size * model.embedding_size

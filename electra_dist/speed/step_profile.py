@@ -38,6 +38,7 @@ from electra_dist.train.step import TrainStep
 MOST_MICRO_BATCHES = 4
 HOST = "host: Python and DeepSpeed"
 _WARM_UP_STEPS = 2
+_ROWS_FOR_AUTO = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,14 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
 
 
 def _shortened(config: Config) -> Config:
-    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank."""
+    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank.
+
+    `train.micro_batch: auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
+    """
+    if config.train.largest_micro_batch:
+        rows = min(_ROWS_FOR_AUTO, config.train.global_batch)
+        train = config.train.model_copy(update={"micro_batch": rows, "largest_micro_batch": False})
+        config = config.model_copy(update={"train": train})
     num_micro_batches = min(MOST_MICRO_BATCHES, max(1, config.train.global_batch // config.train.micro_batch))
     train = config.train.model_copy(update={"global_batch": num_micro_batches * config.train.micro_batch})
     return config.model_copy(update={"train": train})
@@ -254,10 +262,15 @@ def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
     Args:
         profiled: the step under the profiler, which slows it down.
         step_s: seconds of the step without a profiler.
+
+    Returns:
+        One `Part` for each kind of operator that took time. The matrix products also get `ceiling_ms`, the time that
+        they took alone; it was measured without the profiler and is not scaled.
     """
     profiled_s = sum(profiled.part_s.values())
     parts = []
-    for name, seconds in sorted(profiled.part_s.items(), key=lambda part: part[1], reverse=True):
+    longest_first = sorted(profiled.part_s.items(), key=lambda name_and_seconds: name_and_seconds[1], reverse=True)
+    for name, seconds in longest_first:
         if seconds == 0:
             continue
         share = seconds / profiled_s

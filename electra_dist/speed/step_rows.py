@@ -32,7 +32,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Source of the rows of a measurement, with the ids of the special tokens in them."""
+    """Where the rows of a measurement come from: the batches of each step, and the ids of the rows' special tokens."""
 
     name: str  # "corpus" or "made up"
     special: SpecialIds

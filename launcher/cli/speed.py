@@ -45,7 +45,7 @@ def speed(
 
 
 def _load(run: Path, overrides: list[str] | None) -> Config:
-    """Return the config of a run folder or of a YAML file, with overrides, and with a fixed micro-batch.
+    """Return the config of a run folder or of a YAML file, with overrides.
 
     Raises:
         UserError: the config cannot be read.
