@@ -161,9 +161,8 @@ def test_only_what_is_ours_fails_the_run(
     assert ran == ["second"]
 
 
-def test_no_compiled_case_becomes_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiled_case_becomes_eager() -> None:
     """torch compiles a function a limited number of times and then runs it eagerly, without an error."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -180,5 +179,7 @@ def test_no_compiled_case_becomes_eager(monkeypatch: pytest.MonkeyPatch) -> None
 
         return Case(str(size), "ours", "compiled step", run)
 
-    Recorder({}, None, None).run_part("part", lambda: (case(size) for size in range(2, 8)))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        Recorder({}, None, None).run_part("part", lambda: (case(size) for size in range(2, 8)))
+
     assert len(compiled) == 6

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,5 +181,21 @@ def write_record() -> None:
     print(f"{RECORD}: wrote {len(CASES)} cases")
 
 
+def print_eager_cases() -> None:
+    """Run all cases that are not compiled, and print one line of JSON: the numbers of each, or its error as a text."""
+    counted: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if case.compiled:
+            continue
+        try:
+            counted[name] = numbers(case, run(case))
+        except Exception as error:  # noqa: BLE001  The test of this case shows it; the other cases go on.
+            counted[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(counted))
+
+
 if __name__ == "__main__":
-    write_record()
+    if sys.argv[1:] == ["--print"]:
+        print_eager_cases()
+    else:
+        write_record()
