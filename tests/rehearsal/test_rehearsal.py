@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from support.rehearsal_cases import CASES, RECORD, REFRESH, REPOSITORY
+from support.rehearsal_cases import CASES, RECORD, REFRESH, count_cases
 
 
 def _flat(recorded: dict[str, Any]) -> dict[str, int]:
@@ -43,22 +40,14 @@ def compare(name: str, counted: dict[str, Any], recorded: dict[str, Any]) -> Non
 
 @pytest.fixture(scope="module")
 def counted_cases() -> dict[str, Any]:
-    """The numbers of all eager cases, counted in a process of its own.
-
-    What other tests have changed in this process, such as a mode of torch, would be counted, too.
-    """
-    command = [sys.executable, "-m", "support.rehearsal_cases", "--print"]
-    search_path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": search_path}
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return count_cases(compiled=False)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.compiled])
 def test_a_micro_batch_runs_as_recorded(name: str, counted_cases: dict[str, Any]) -> None:
     counted = counted_cases[name]
     assert not isinstance(counted, str), counted
+    assert counted.pop("compiled_norms") == 0
     record = json.loads(RECORD.read_text())
     assert name in record, f"{RECORD} has no such case; run `{REFRESH}`"
     if record["torch"] != torch.__version__.split("+")[0]:

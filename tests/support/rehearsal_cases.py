@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,21 +183,38 @@ def write_record() -> None:
     print(f"{RECORD}: wrote {len(CASES)} cases")
 
 
-def print_eager_cases() -> None:
-    """Run all cases that are not compiled, and print one line of JSON: the numbers of each, or its error as a text."""
+def count_cases(compiled: bool) -> dict[str, Any]:
+    """Run the compiled cases, or the others, in a process of their own; return the numbers of each, or its error.
+
+    What other tests have changed in this process, such as a mode of torch, would be counted, too. Beside `numbers`, a
+    case has `compiled_norms`, the calls of the custom operator that only compiled layers make.
+    """
+    command = [sys.executable, "-m", "support.rehearsal_cases", "--print", "compiled" if compiled else "eager"]
+    search_path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search_path}
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return counted
+
+
+def print_cases(compiled: bool) -> None:
+    """Run the compiled cases, or the others, and print one line of JSON, which `count_cases` reads."""
     counted: dict[str, Any] = {}
     for name, case in CASES.items():
-        if case.compiled:
+        if case.compiled != compiled:
             continue
         try:
-            counted[name] = numbers(case, run(case))
+            figures = run(case)
+            compiled_norms = figures.operators["electra.dropout_add_norm.default"]
+            counted[name] = numbers(case, figures) | {"compiled_norms": compiled_norms}
         except Exception as error:  # noqa: BLE001  The test of this case shows it; the other cases go on.
             counted[name] = f"{type(error).__name__}: {error}"
     print(json.dumps(counted))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--print"]:
-        print_eager_cases()
+    if sys.argv[1:2] == ["--print"]:
+        print_cases(compiled=sys.argv[2] == "compiled")
     else:
         write_record()
