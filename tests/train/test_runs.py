@@ -95,7 +95,9 @@ def test_run_killed_at_a_step_and_during_a_save_gives_the_losses_of_an_uninterru
             break
     assert killed.cut_a_save
     output = pretrain(config, 2).stdout
-    assert re.search(r"restored step \d+, age .*, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+", output)
+    # The age is not known if the kill came after the commit of the checkpoint and before its line in the ledger.
+    restored = r"restored step \d+(, age .*)?, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+"
+    assert re.search(restored, output)
     assert losses(run_dir) == losses(tmp_path / "uncut")
     events = [json.loads(line)["event"] for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     assert events.count("start") + events.count("resume") >= 3
