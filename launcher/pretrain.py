@@ -7,10 +7,12 @@ deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
@@ -91,5 +93,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _end_process(exit_code: int) -> NoReturn:
+    """End the process at once with an exit code, without Python's own clean-up.
+
+    Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of torch's
+    process group and of the loader in any order, and a thread destroyed while it runs aborts the process, so that the
+    launcher would see a crash (SIGABRT) in place of the exit code.
+    """
+    with contextlib.suppress(OSError):  # a reader that has gone away changes nothing
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end_process(main())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,19 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists()
 
 
-def open_run(folder: Path) -> Config:
+def open_run(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
 
+    Args:
+        folder: folder of a run.
+        overrides: changes to the config in the form KEY=VALUE, such as "train.micro_batch=32".
+
     Raises:
-        UserError: no run was begun in the folder, or its config is damaged.
+        UserError: no run was begun in the folder, its config is damaged, or an override is not valid.
     """
     if not is_run_folder(folder):
         raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
-    return load_config(folder / CONFIG_FILE).model_copy(update={"run_dir": str(folder)})
+    return load_config(folder / CONFIG_FILE, overrides).model_copy(update={"run_dir": str(folder)})
 
 
 def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 # Part of the step -> names of its operators and kernels. The first part that matches takes an operator, so that, for
 # example, the copies that an attention kernel makes for itself do not count as copies.
 _PATTERNS = {
+    "optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip|linalg_vector_norm",
     "attention": r"attention|flash|fmha|flex|cudnn.*sdpa",
     "heads and sampling": r"MlmHead|row_kernel|RtdLoss|tail_(forward|backward)|sample_kernel|electra_row_pass",
     "dropout + add + norm": r"norm|Dropout|keep_grid",
@@ -14,7 +15,6 @@ _PATTERNS = {
     "GELU": r"gelu",
     "softmax": r"softmax",
     "embeddings and gather": r"embedding|gather|scatter|index|replace_kernel",
-    "optimizer": r"_foreach|Adam|Lamb|multi_tensor|clip",
     "communication": r"c10d|nccl|gloo|all_reduce|all_gather|reduce_scatter|broadcast|barrier",
     "random numbers and masks": r"philox|sort|topk|cumsum|cummax|searchsorted|bitwise|shift__|random|uniform",
     "copies": r"copy|clone|cat|stack|contiguous|memcpy|memset|zero_|fill_|to_copy",

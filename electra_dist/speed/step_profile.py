@@ -29,6 +29,7 @@ from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device
+from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.speed.operator_kinds import part_of
 from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
 from electra_dist.speed.step_rows import BatchSource, open_rows
@@ -237,9 +238,16 @@ class _StepRunner:
             part_s[part_of(event.key)] += microseconds / 1e6
         device_s = sum(part_s.values())
         part_s[HOST] = max(0.0, step_s - device_s)
-        dtype = torch.bfloat16 if self._config.train.precision == "bf16" else torch.float32
         shapes = product_shapes(profiler.events() or ())
+        dtype = self._product_dtype(device)
         return _Profiled(part_s, products_alone_s(shapes, device, dtype), device_s)
+
+    def _product_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype in which the towers compute their matrix products on a device."""
+        emulates_bf16 = device.type == "cpu" and not HAS_BF16_PRODUCTS
+        if self._config.train.precision == "bf16" and not emulates_bf16:
+            return torch.bfloat16
+        return torch.float32
 
 
 class _OperatorCounter(TorchDispatchMode):

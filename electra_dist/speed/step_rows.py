@@ -9,14 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.row_receipt import Receipt
-from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import StoreMissing
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import open_corpus
 
 _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
@@ -74,13 +72,11 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
         UserError: the corpus exists and cannot be used.
     """
     try:
-        store = open_store(config.data.corpus, config.data.endpoint_url)
-        manifest = read_manifest(store)
+        corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     except StoreMissing:
         return StepRows("made up", _MADE_UP_IDS, MadeUpBatches(config))
-    cache = stack.enter_context(
-        contextlib.closing(ShardCache(store, manifest, config.cache_folder, config.data.fetch_threads))
-    )
+    cache = stack.enter_context(contextlib.closing(corpus.open_cache(config.data, config.cache_folder)))
+    manifest = corpus.manifest
     order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
     loader = RowLoader(
         cache=cache, order=order, global_batch=config.train.global_batch, rank=0, world_size=1, start_step=0

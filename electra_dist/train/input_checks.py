@@ -72,13 +72,13 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_kernels(config.kernels.backend)
-    corpus = _open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
+    corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     check_run_folder(Path(config.run_dir), run_identity(config, corpus.manifest.fingerprint))
     if needs_source(config.train, open_targets(config)):
         check_source(config.train, _read_vocabulary(config.data.corpus, corpus))
     if not config.data.heldout:
         return RunInputs(corpus=corpus, heldout=None)
-    heldout = _open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
+    heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     if heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
@@ -117,7 +117,7 @@ def _read_vocabulary(url: str, corpus: OpenCorpus) -> Vocabulary:
     return Vocabulary(corpus.store.read(vocab_file).decode(), f"{url}/{vocab_file}")
 
 
-def _open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
+def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
     """Open a corpus and check that its rows and its vocabulary fit the config.
 
     Args:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.run.folder import open_run
 from launcher.cli.options import Overrides
@@ -34,8 +37,9 @@ def speed(
     """
     from electra_dist.speed.step_profile import profile_step
 
-    config = _load(run, overrides)
-    profile = profile_step(config, steps)
+    config = open_run(run, overrides or ()) if run.is_dir() else load_config(run, overrides or ())
+    with _stdout_to_stderr():  # torch's profiler and DeepSpeed may print lines of their own
+        profile = profile_step(config, steps)
     if as_json:
         print(json.dumps(profile.as_json()))
     else:
@@ -44,16 +48,18 @@ def speed(
             print(f"- {line}")
 
 
-def _load(run: Path, overrides: list[str] | None) -> Config:
-    """Return the config of a run folder or of a YAML file, with overrides.
-
-    Raises:
-        UserError: the config cannot be read.
-    """
-    if run.is_dir():
-        config = open_run(run)
-        return load_config(run / "config.yaml", overrides or ()) if overrides else config
-    return load_config(run, overrides or ())
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send everything that the process writes to stdout to stderr until the block ends, from C++ libraries, too."""
+    sys.stdout.flush()
+    stdout_copy = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def advice(profile: StepProfile) -> list[str]:

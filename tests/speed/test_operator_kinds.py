@@ -20,6 +20,8 @@ from electra_dist.speed.operator_kinds import OTHER, part_of
         ("aten::gelu_backward", "GELU"),
         ("aten::copy_", "copies"),
         ("aten::_foreach_addcdiv_", "optimizer"),
+        ("aten::_foreach_norm", "optimizer"),
+        ("aten::linalg_vector_norm", "optimizer"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("aten::some_new_operator_of_torch", OTHER),
     ],

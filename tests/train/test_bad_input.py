@@ -152,3 +152,16 @@ def test_damaged_shard_that_only_rank_1_reads_is_named_in_one_line(tiny_config: 
     assert str(shard) in errors[0]
     assert "Traceback" not in done.stderr
     assert len(step_records(tmp_path / "run")) == 4
+
+
+def test_a_process_that_would_abort_at_its_end_still_returns_the_exit_code(tmp_path: Path) -> None:
+    """Threads of torch that are destroyed while they run abort a process during Python's clean-up."""
+    script = REPOSITORY / "launcher" / "pretrain.py"
+    program = (
+        "import atexit, os, runpy, sys\n"
+        "atexit.register(os.abort)\n"
+        f"sys.argv = ['pretrain.py', '--config', {str(tmp_path / 'absent.yaml')!r}]\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert_refused(done, tmp_path / "run", "absent.yaml")
