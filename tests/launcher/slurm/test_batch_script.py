@@ -80,7 +80,7 @@ def test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor(tmp_path: Path
     with subprocess.Popen(["bash", str(script), "node"], env=environment, stdout=subprocess.PIPE) as shell:
         assert shell.stdout and shell.stdout.readline() == b"ready\n"
         shell.send_signal(number)
-        assert shell.wait(10) == 75
+        assert shell.wait(30) == 75
     assert (state / "exit-n1").read_text() == "75\n"
 
 
