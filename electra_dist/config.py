@@ -206,6 +206,12 @@ class ObjectiveConfig(Section):
         description="Weight in the total loss of the loss with which the discriminator's tower learns to predict "
         "tokens; used by the objectives replace_mlm and all_tokens_mlm only.",
     )
+    discriminator_mlm_weight: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Joint MLM: weight in the total loss of a second loss of the discriminator, which then also "
+        "predicts the original tokens at the masked positions of the text that it reads, with a head of its own. "
+        "Needs objective rtd or rtd_masked_only. 0: no such head.",
+    )
     temperature: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
         description="Number that divides the generator's logits before a replacement is sampled. Values above 1 "
@@ -225,7 +231,8 @@ class ObjectiveConfig(Section):
     def _options_fit(self) -> ObjectiveConfig:
         """Raise ValueError if an option does not go with the chosen objective.
 
-        The options that only some objectives allow are a fixed generator, generator_only_steps and disallow_correct.
+        The options that only some objectives allow are a fixed generator, generator_only_steps,
+        discriminator_mlm_weight and disallow_correct.
         """
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
@@ -236,6 +243,12 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "generator_only_steps needs objective `rtd` and a trained generator; set objective.name: rtd and "
                 "objective.generator: trained, or set generator_only_steps: 0"
+            )
+        detects_only = self.name in ("rtd", "rtd_masked_only") and not self.generator_only_steps
+        if self.discriminator_mlm_weight and not detects_only:
+            raise ValueError(
+                "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` without generator_only_steps; set "
+                "objective.discriminator_mlm_weight: 0, or choose another objective.name"
             )
         if self.name == "adversarial" and self.disallow_correct:
             raise ValueError(
@@ -754,7 +767,7 @@ class Config(Section):
         return {
             "seed": tree["seed"],
             "model": tree["model"],
-            "objective": tree["objective"],
+            "objective": _without_new_defaults(tree["objective"]),
             "optimizer": {key: value for key, value in tree["optimizer"].items() if key != "implementation"},
             "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
             "train": {key: tree["train"][key] for key in train_keys},
@@ -763,6 +776,18 @@ class Config(Section):
     def identity_sha256(self) -> str:
         """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest belong to another run."""
         return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
+
+
+# Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.
+_NEW_DEFAULTS = {"discriminator_mlm_weight": 0.0}
+
+
+def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
+    """Return a section of the config without the keys of `_NEW_DEFAULTS` that have their default value.
+
+    Identities do not list them, so that a run that was begun before a key existed keeps its identity.
+    """
+    return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 
 def canonical_json(tree: Any) -> str:

@@ -134,7 +134,10 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
     # All other objectives classify every token as original or replaced.
     dense = 2 * hidden**2
     logit = 2 * hidden
-    return dense + logit
+    joint_mlm = 0.0
+    if objective.discriminator_mlm_weight:
+        joint_mlm = objective.mask_prob * _vocabulary_head(model, hidden, model.embedding_size)
+    return dense + logit + joint_mlm
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:

@@ -41,6 +41,8 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
         head = _token_head(model, hidden, width)
     else:
         head = _dense(hidden, hidden) + _dense(hidden, 1)  # one logit per token: original or replaced
+    if objective.discriminator_mlm_weight:
+        head += _token_head(model, hidden, width)
     if objective.name == "all_tokens_mlm":
         head += _dense(hidden, 1)  # gate between copying the input token and predicting
     return ParameterCounts(

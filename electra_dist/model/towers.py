@@ -13,7 +13,7 @@ Guarantee: a parameter exists if and only if its objective trains it, so that Ze
     baseline                   adversarial: the generator's estimate of its reward
     discriminator              the large tower, which is the model that is kept, whatever it learns
     discriminator_head         if the large tower detects replaced tokens
-    token_head                 if the large tower predicts tokens
+    token_head                 if the large tower predicts tokens, alone or beside detecting replaced ones
     copy_gate                  all_tokens_mlm: the gate between copying and predicting
 
 The number of rows of the token table is rounded up to a multiple of 128. The up to 127 pad rows start at zero, are
@@ -120,6 +120,7 @@ class ElectraTowers(nn.Module):
         """Create the large tower (the network that is kept after pretraining) and its head.
 
         The head detects replaced tokens or, with an objective that trains the tower to predict tokens, predicts them.
+        With `discriminator_mlm_weight` above 0 there are both heads.
 
         Args:
             objective: decides on the head, and whether there is a gate for copying input tokens (all_tokens_mlm).
@@ -127,10 +128,10 @@ class ElectraTowers(nn.Module):
         model = self.model
         hidden_size = model.discriminator.hidden_size
         self.discriminator = Encoder(model, model.discriminator)
-        if objective.name in PREDICTS_TOKENS:
-            self.token_head = GeneratorHead(model, hidden_size, model.embedding_size)
-        else:
+        if objective.name not in PREDICTS_TOKENS:
             self.discriminator_head = DiscriminatorHead(model)
+        if objective.name in PREDICTS_TOKENS or objective.discriminator_mlm_weight:
+            self.token_head = GeneratorHead(model, hidden_size, model.embedding_size)
         if objective.name == "all_tokens_mlm":
             self.copy_gate = nn.Linear(hidden_size, 1)
 

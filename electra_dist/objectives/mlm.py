@@ -32,6 +32,19 @@ class MaskedLanguageModel(Objective):
         return self.output(batch, loss, mlm_sums(mlm))
 
 
+def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
+    """Return the metric sums of a large tower that predicts tokens beside a generator, by the names of `Sums`.
+
+    Args:
+        prediction: output of the large tower's head, from `predict_slots`.
+    """
+    return {
+        "token_loss_sum": prediction.loss_sum,
+        "token_weight": prediction.weight_sum,
+        "token_correct": prediction.correct_sum,
+    }
+
+
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
     """Return the large tower's loss for predicting the original tokens at the masked positions.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from electra_dist.objectives.base import Batch, StepOutput
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.objectives.mlm import predict_slots
+from electra_dist.objectives.mlm import predict_slots, token_sums
 
 
 class ReplaceMlm(CorruptingObjective):
@@ -28,9 +28,4 @@ class ReplaceMlm(CorruptingObjective):
         hidden_BSH = self.read(batch, corruption.corrupted_BS)
         prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)
         loss = corruption.loss + self.objective.token_weight * batch.second_scale * prediction.loss_sum
-        sums = {
-            "token_loss_sum": prediction.loss_sum,
-            "token_weight": prediction.weight_sum,
-            "token_correct": prediction.correct_sum,
-        }
-        return self.output(batch, loss, corruption.sums | sums)
+        return self.output(batch, loss, corruption.sums | token_sums(prediction))

@@ -218,7 +218,7 @@ def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) ->
     """
     if objective.name == "all_tokens_mlm":
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))
-    if objective.name in ("mlm", "replace_mlm"):
+    if objective.name in ("mlm", "replace_mlm") or objective.discriminator_mlm_weight:
         return _slots(objective, seq_len) * _token_head(model.discriminator.hidden_size, model.embedding_size)
     return 0.0
 

@@ -10,7 +10,8 @@ has one fused parameter for query, key and value; it is split and joined. transf
 model.safetensors and the tokenizer's files are written directly.
 
 Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
-gate, the baseline and Electric's two causal towers have no counterpart in Hugging Face's models and are left out.
+gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
+(`objective.discriminator_mlm_weight`) have no counterpart in Hugging Face's models and are left out.
 """
 
 from __future__ import annotations
@@ -279,6 +280,9 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
         tower: the tower to convert, with its embeddings and its head.
     """
     ours = standalone(state, model, tower)
+    if "discriminator_head.dense.weight" in ours:
+        # Joint MLM: Hugging Face's ElectraForPreTraining has no place for a second head.
+        ours = {name: value for name, value in ours.items() if not name.startswith("token_head.")}
     theirs = {}
     # The table of names covers every kind of head, and a state has only some of them.
     for our_name, their_name in _parameter_names(model, tower):

@@ -61,6 +61,9 @@ CASES = {
     "rtd-uniform": FamilyCase({"generator": "uniform"}),
     "rtd-unigram": FamilyCase({"generator": "unigram", "temperature": 2.0}),
     "rtd-temperature": FamilyCase({"temperature": 2.0}),
+    "rtd-joint-mlm": FamilyCase({"discriminator_mlm_weight": 3.0}),
+    "rtd-joint-mlm-gdes": FamilyCase({"discriminator_mlm_weight": 3.0}, {"sharing": "gdes"}),
+    "rtd-joint-mlm-uniform": FamilyCase({"discriminator_mlm_weight": 3.0, "generator": "uniform"}),
     "mlm": FamilyCase({"name": "mlm"}),
     "rtd_masked_only": FamilyCase({"name": "rtd_masked_only"}),
     "replace_mlm": FamilyCase({"name": "replace_mlm", "token_weight": 3.0}),
@@ -125,6 +128,11 @@ def test_losses_and_counts_equal_a_float64_computation(case_name: str, batch: Ba
     # The value of the adversarial generator's surrogate loss has no meaning; only its gradient has.
     if objective.name != "adversarial":
         expected_loss = objective.mlm_weight * first_loss * first_scale + second_weight * second_loss * second_scale
+        if objective.discriminator_mlm_weight:
+            joint_loss = truth.joint_mlm_loss(STEP, SEED)
+            assert sums.token_loss_sum == pytest.approx(joint_loss, rel=2e-6)
+            assert sums.token_weight == pytest.approx(1 / first_scale)
+            expected_loss += objective.discriminator_mlm_weight * joint_loss * first_scale
         assert out.loss.item() == pytest.approx(expected_loss, rel=2e-6)
         assert sums.loss == out.loss.item()
 

@@ -136,25 +136,32 @@ def test_bf16_losses_are_within_2_percent_of_fp32(stage: int, plain_run: PlainRu
 
 
 @pytest.mark.parametrize(
-    ("name", "sharing"),
+    ("name", "sharing", "joint_mlm_weight"),
     [
-        ("mlm", "embeddings"),
-        ("replace_mlm", "gdes"),
-        ("all_tokens_mlm", "gdes"),
-        ("electric", "embeddings"),
-        ("adversarial", "none"),
-        ("rtd", "all"),
+        ("mlm", "embeddings", 0.0),
+        ("replace_mlm", "gdes", 0.0),
+        ("all_tokens_mlm", "gdes", 0.0),
+        ("electric", "embeddings", 0.0),
+        ("adversarial", "none", 0.0),
+        ("rtd", "all", 0.0),
+        ("rtd", "embeddings", 1.0),
     ],
 )
 def test_zero_stage_3_gathers_every_parameter_that_an_objective_reads(
-    name: Any, sharing: Any, make_model: Callable[..., Any], make_ids: Callable[..., torch.Tensor], special: Any
+    name: Any,
+    sharing: Any,
+    joint_mlm_weight: float,
+    make_model: Callable[..., Any],
+    make_ids: Callable[..., torch.Tensor],
+    special: Any,
 ) -> None:
     """Heads read the tables they are tied to outside the embeddings' own forward pass, and again in backward."""
     _, rtd_model = make_model()
     fields = {**rtd_model.model_dump(), "sharing": sharing}
     if sharing == "all":
         fields["generator"] = fields["discriminator"]
-    objective = build_objective(ModelConfig(**fields), ObjectiveConfig(name=name), special, 3)
+    settings = ObjectiveConfig(name=name, discriminator_mlm_weight=joint_mlm_weight)
+    objective = build_objective(ModelConfig(**fields), settings, special, 3)
     ids = make_ids(ROW_LENGTHS, seq_len=64)
 
     losses = losses_under_deepspeed(objective, 3, "fp32", ids)

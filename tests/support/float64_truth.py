@@ -161,6 +161,11 @@ class Truth:
             return float(made.mlm_sum), float(nats[row, at].sum()), made.ids
         return float(made.mlm_sum), float(nats[real].sum()), made.ids
 
+    def joint_mlm_loss(self, step: int, seed: int) -> float:
+        """Return the discriminator's summed loss for predicting the originals at the masked positions it reads."""
+        made = self.corrupt(step, seed)
+        return float(self.predict(made.ids, made.masking))
+
     def predict(self, ids: torch.Tensor, masking: Masking) -> torch.Tensor:
         """Return the discriminator tower's summed MLM loss at the masked positions when its input is `ids`."""
         log_probs = self.token_log_probs("token_head", self.states("discriminator", ids), self.discriminator_table())
