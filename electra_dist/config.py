@@ -247,7 +247,7 @@ class ObjectiveConfig(Section):
         detects_only = self.name in ("rtd", "rtd_masked_only") and not self.generator_only_steps
         if self.discriminator_mlm_weight and not detects_only:
             raise ValueError(
-                "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` without generator_only_steps; set "
+                "discriminator_mlm_weight needs objective `rtd` or `rtd_masked_only` and no generator_only_steps; set "
                 "objective.discriminator_mlm_weight: 0, or choose another objective.name"
             )
         if self.name == "adversarial" and self.disallow_correct:
@@ -415,6 +415,36 @@ class GuardConfig(Section):
     )
 
 
+class GeneratorOptimizerConfig(Section):
+    """Settings of the optimizer for the parameters that only the generator uses; unset keys are those of `optimizer`.
+
+    The embeddings count as the generator's only with model.sharing none and gdes, where it has tables of its own.
+    """
+
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Peak learning rate of the generator. Unset: optimizer.lr."
+    )
+    warmup_steps: NonNegative | None = Field(
+        default=None,
+        description="Number of steps in which the generator's learning rate rises linearly from 0. Unset: "
+        "optimizer.warmup_steps.",
+    )
+    beta1: Probability | None = Field(
+        default=None, description="Decay rate of the first moment of the generator. Unset: optimizer.beta1."
+    )
+    beta2: Probability | None = Field(
+        default=None, description="Decay rate of the second moment of the generator. Unset: optimizer.beta2."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Decoupled weight decay of the generator. Unset: optimizer.weight_decay."
+    )
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Upper limit of the norm of the generator's gradients. optimizer.clip_norm is then the limit for "
+        "all other parameters. Unset: the same number for both norms.",
+    )
+
+
 class OptimizerConfig(Section):
     """AdamW as the paper used it (or LAMB), and the learning-rate schedule.
 
@@ -465,6 +495,18 @@ class OptimizerConfig(Section):
         "installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes foreach if deepspeed's cannot "
         "be compiled, and with engine.offload_optimizer on a GPU; the log states the reason.",
     )
+    generator: GeneratorOptimizerConfig | None = Field(
+        default=None,
+        description="Section with the generator's own learning rate, warm-up, betas, weight decay and gradient norm. "
+        "Set it to {} for its own norm only. Unset: one optimizer with one norm for both towers, as in the paper.",
+    )
+
+    @property
+    def for_generator(self) -> OptimizerConfig:
+        """Return the settings of the generator's parameters: this section with the keys that `generator` sets."""
+        if self.generator is None:
+            return self
+        return self.model_copy(update=self.generator.model_dump(exclude_none=True))
 
 
 class EngineConfig(Section):
@@ -735,6 +777,13 @@ class Config(Section):
                 "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
                 "train.precision: bf16 or engine.attention: auto"
             )
+        trains_generator = self.objective.name != "mlm" and self.objective.generator == "trained"
+        if self.optimizer.generator is not None and (not trains_generator or self.model.sharing == "all"):
+            raise ValueError(
+                "optimizer.generator needs a generator that is trained and has layers of its own; remove "
+                "optimizer.generator, or set objective.generator: trained, another objective.name than mlm, and "
+                "another model.sharing than all"
+            )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"engine.early_generator: true works only if the generator learns from its own loss alone, unlike "
@@ -768,10 +817,20 @@ class Config(Section):
             "seed": tree["seed"],
             "model": tree["model"],
             "objective": _without_new_defaults(tree["objective"]),
-            "optimizer": {key: value for key, value in tree["optimizer"].items() if key != "implementation"},
+            "optimizer": self._optimizer_identity(),
             "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
             "train": {key: tree["train"][key] for key in train_keys},
         }
+
+    def _optimizer_identity(self) -> dict[str, Any]:
+        """Return the part of the identity that the section `optimizer` gives.
+
+        It has no `implementation`, and `generator` only if that is set, with the keys that are set there.
+        """
+        section = self.optimizer.model_dump(mode="json", exclude={"implementation", "generator"})
+        if self.optimizer.generator is not None:
+            section["generator"] = self.optimizer.generator.model_dump(mode="json", exclude_none=True)
+        return section
 
     def identity_sha256(self) -> str:
         """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest belong to another run."""

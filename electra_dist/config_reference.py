@@ -43,7 +43,7 @@ def _section(path: str, section: type[BaseModel]) -> str:
     """
     parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
     for name, field in section.model_fields.items():
-        inner = _section_of(field)
+        inner = _section_of(field) or _optional_section_of(field)
         if inner is not None:
             parts.append(_section(f"{path}.{name}", inner))
     return "\n".join(parts)
@@ -76,6 +76,16 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
+def _optional_section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the class of a section that a config may leave out (`SECTION or null`); None for any other field."""
+    if get_origin(field.annotation) not in (Union, UnionType):
+        return None
+    choices = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    if len(choices) == 1 and isinstance(choices[0], type) and issubclass(choices[0], BaseModel):
+        return choices[0]
+    return None
+
+
 def _type_name(annotation: Any) -> str:
     """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal.
 
@@ -94,6 +104,8 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if annotation is NoneType:
         return "`null`"
+    if issubclass(annotation, BaseModel):
+        return "section"
     return f"`{annotation.__name__}`"
 
 

@@ -30,6 +30,7 @@ from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
+from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
@@ -49,7 +50,7 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
     Args:
         train: gives the global batch, the micro-batch and the precision.
         engine: gives the ZeRO stage and the offloading of the optimizer.
-        clip_norm: bound of the global gradient norm.
+        clip_norm: bound of the global gradient norm; 0 if DeepSpeed is not to clip.
         device_type: "cuda" or "cpu". On "cuda" the ranks exchange the gradients of bf16 parameters in fp32 instead of
             bf16, and at stage 1 each gradient is added to its fp32 sum and freed as soon as it exists.
     """
@@ -143,18 +144,24 @@ class Engine:
             module, optimizer_config, self.device.type, implementation=implementation.name
         )
         # DeepSpeed will call `_update_if_allowed` where it would have called the optimizer.
+        self._base_optimizer = optimizer
         self._update = optimizer.step
         optimizer.step = self._update_if_allowed  # type: ignore[method-assign, assignment]
         self._accept: Callable[[], bool] = lambda: True  # of the current step; decides whether to update
         self._applied: bool | None = None  # whether the current step updates; None until it is decided
         self._norm = math.nan  # of the gradients of the current step
         self.zero_stage = engine.zero_stage
-        self.clip_norm = optimizer_config.clip_norm
+        clip_norm = optimizer_config.clip_norm
+        self._tower_clipping: TowerClipping | None = None  # None: DeepSpeed clips by one norm
+        if optimizer_config.generator is not None:
+            generator_clip_norm = optimizer_config.for_generator.clip_norm
+            self._tower_clipping = TowerClipping(clip_norm, generator_clip_norm, self.device)
+            clip_norm = 0.0
         with _without_memory_reports():
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
-                config=deepspeed_config(train, engine, self.clip_norm, self.device.type),
+                config=deepspeed_config(train, engine, clip_norm, self.device.type),
                 dist_init_required=False,
             )
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
@@ -233,7 +240,12 @@ class Engine:
         """End a micro-batch that is not the last one of its step: DeepSpeed counts it and updates nothing."""
         self.deepspeed.step()
 
-    def step(self, learning_rate: float, accept: Callable[[], bool] = lambda: True) -> tuple[float, bool]:
+    def step(
+        self,
+        learning_rate: float,
+        accept: Callable[[], bool] = lambda: True,
+        generator_learning_rate: float | None = None,
+    ) -> tuple[float, bool]:
         """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
 
         Args:
@@ -241,17 +253,23 @@ class Engine:
                 that.
             accept: called once, after the gradients were reduced and found finite; returns whether to update. It must
                 return the same value on all ranks. It is not called if the gradients are not finite.
+            generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if
+                it has no learning rate of its own.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+            has_own_rate = generator_learning_rate is not None and group["is_generators"]
+            group_learning_rate = generator_learning_rate if has_own_rate else learning_rate
+            group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
         self._accept = accept
         self._applied = None
         # Stage 0 does not report the norm, and clips the gradients in place: it must be computed before.
         if self.zero_stage == 0:
             self._norm = float(self._unpartitioned_grad_norm())
+        if self._tower_clipping is not None:
+            self._tower_clipping.measure(self.optimizer)
         self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
@@ -273,8 +291,11 @@ class Engine:
             if self.zero_stage > 0:
                 self._norm = float(self.optimizer._global_grad_norm)
             self._applied = _is_finite_norm(self._norm) and self._accept()
-        if self._applied:
-            self._update()
+        if not self._applied:
+            return
+        if self._tower_clipping is not None:
+            self._tower_clipping.apply(self._base_optimizer.param_groups)
+        self._update()
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
         """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device.

@@ -27,3 +27,19 @@ def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> floa
         warmup_factor = min(1.0, step / optimizer.warmup_steps)
     remaining_fraction = max(0.0, 1.0 - step / num_steps)
     return optimizer.lr * warmup_factor * remaining_fraction**optimizer.decay_power
+
+
+def generator_learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> float | None:
+    """Return the generator's learning rate of the update that follows after `step` finished steps.
+
+    It follows the schedule of `learning_rate` with the generator's own `lr` and `warmup_steps`. None if
+    `optimizer.generator` is not set, so that one learning rate holds for all parameters.
+
+    Args:
+        step: optimizer steps done, from 0.
+        num_steps: optimizer steps of the whole run.
+        optimizer: the config's section `optimizer`.
+    """
+    if optimizer.generator is None:
+        return None
+    return learning_rate(step, num_steps, optimizer.for_generator)

@@ -26,36 +26,41 @@ from electra_dist.config import OptimizerConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.errors import UserError
-from electra_dist.objectives.two_stage import TwoStageDetection, is_generators
+from electra_dist.objectives.two_stage import TwoStageDetection
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None
+) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: one with weight decay and one without.
 
     LayerNorm parameters and biases are not decayed; all other parameters are, embeddings included. A shared parameter
     is in one group only. In two-stage training (`TwoStageDetection`) first the generator and then the discriminator
-    learns: each of the two has two groups of its own, so that either can get a learning rate of 0.
+    learns: each of the two has two groups of its own, so that either can get a learning rate of 0. The same holds if the
+    generator has settings of its own. `ElectraTowers.is_generators` states which parameters are the generator's.
 
     Args:
         module: the objective, whose parameters are trained.
         weight_decay: decay of the decayed groups.
+        generator: settings of the generator's groups, whose decay and betas they take; None without
+            `optimizer.generator`.
 
     Returns:
-        Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator in
-            two-stage training. Groups without parameters are left out.
+        Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator where
+            it has any. Its groups have `betas` if `generator` is passed. Groups without parameters are left out.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
         if isinstance(submodule, nn.LayerNorm):
             layer_norm_ids.update(id(parameter) for parameter in submodule.parameters(recurse=False))
-    is_two_stage = isinstance(module, TwoStageDetection)
+    has_generator_groups = generator is not None or isinstance(module, TwoStageDetection)
 
     # (whether it is the generator's group, whether it is without decay) -> parameters of the group
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
-        in_generator = is_two_stage and is_generators(name)
+        in_generator = has_generator_groups and module.towers.is_generators(name.removeprefix("towers."))
         members.setdefault((in_generator, is_undecayed), []).append(parameter)
 
     groups = []
@@ -65,6 +70,9 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
             "weight_decay": 0.0 if is_undecayed else weight_decay,
             "is_generators": in_generator,
         }
+        if in_generator and generator is not None:
+            group["weight_decay"] = 0.0 if is_undecayed else generator.weight_decay
+            group["betas"] = (generator.beta1, generator.beta2)
         groups.append(group)
     return groups
 
@@ -208,7 +216,8 @@ def build_optimizer(
     Raises:
         UserError: the config demands an implementation that this machine does not have.
     """
-    groups = parameter_groups(module, config.weight_decay)
+    generator = config.for_generator if config.generator is not None else None
+    groups = parameter_groups(module, config.weight_decay, generator)
     if implementation is None:
         implementation = choose_implementation(config, device_type).name
     betas = (config.beta1, config.beta2)

@@ -135,6 +135,20 @@ class ElectraTowers(nn.Module):
         if objective.name == "all_tokens_mlm":
             self.copy_gate = nn.Linear(hidden_size, 1)
 
+    def is_generators(self, name: str) -> bool:
+        """Return whether only the generator uses a parameter, so that it counts as the generator's own.
+
+        Embeddings do if the discriminator has embedding parameters of its own. Embeddings that both towers read, and
+        layers with `model.sharing: all`, belong to the discriminator, which is the model that is kept.
+
+        Args:
+            name: name of the parameter in this module, such as "generator_head.bias".
+        """
+        parts = ("generator", "generator_reverse", "generator_head", "baseline")
+        if hasattr(self, "discriminator_embeddings"):
+            parts += ("embeddings",)
+        return name.partition(".")[0] in parts
+
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         """Return the embeddings of the rows by the tables that the generator reads, [B, S, E].
 

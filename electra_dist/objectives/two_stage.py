@@ -16,18 +16,6 @@ from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
 
-def is_generators(name: str) -> bool:
-    """Return whether a parameter belongs to the generator, which two-stage training freezes after the first stage.
-
-    The shared name `towers.embeddings` counts as the generator's: in two-stage training the discriminator has tables
-    of its own, under another name.
-
-    Args:
-        name: name of the parameter in the objective, such as "towers.generator_head.bias".
-    """
-    return name.startswith(("towers.generator.", "towers.generator_head.", "towers.embeddings."))
-
-
 class TwoStageDetection(ReplacedTokenDetection):
     """Replaced-token detection in two stages: the generator trains alone, then the discriminator.
 

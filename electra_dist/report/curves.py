@@ -102,7 +102,13 @@ PANELS = (
         lines=(CurveLine(field="auc", label="replaced against original", kind="eval"),),
     ),
     Panel(
-        name="lr", title="Learning rate", lines=(CurveLine(field="lr", label="lr", smooth=False),), scale="scientific"
+        name="lr",
+        title="Learning rate",
+        lines=(
+            CurveLine(field="lr", label="lr", smooth=False),
+            CurveLine(field="generator_lr", label="generator's lr", smooth=False),
+        ),
+        scale="scientific",
     ),
     Panel(
         name="grad_norm",

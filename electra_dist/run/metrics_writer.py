@@ -37,6 +37,7 @@ _TAGS = {
         "replaced_fraction": "batch/replaced_fraction",
         "tokens_seen": "batch/tokens_seen",
         "lr": "optimizer/lr",
+        "generator_lr": "optimizer/generator_lr",
         "grad_norm": "optimizer/grad_norm",
         "tokens_per_s": "speed/tokens_per_s",
         "mfu": "speed/mfu",

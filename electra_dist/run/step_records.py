@@ -44,6 +44,7 @@ class StepRecord:
     gpu_sm_clock_mhz: int | None  # of the slowest GPU of that node
     gpu_throttle: list[str]  # reasons for reduced clocks that any GPU of that node reports
     slow_ranks: list[int]  # stragglers, the slowest first
+    generator_lr: float | None = None  # learning rate of the generator's parameters; None if it is `lr`
     token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
 
 

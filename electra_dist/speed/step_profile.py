@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from electra_dist.config import Config
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.learning_rate import learning_rate
+from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.speed.operator_kinds import part_of
@@ -195,8 +195,10 @@ class _StepRunner:
         batch = self._batches.next()
         self._num_pads += int((batch.ids == self._pad_id).sum())
         self._num_positions += batch.ids.size
-        lr = learning_rate(self._num_steps, self._config.train.num_steps, self._config.optimizer)
-        self._train_step(batch, lr)
+        num_steps = self._config.train.num_steps
+        lr = learning_rate(self._num_steps, num_steps, self._config.optimizer)
+        generator_lr = generator_learning_rate(self._num_steps, num_steps, self._config.optimizer)
+        self._train_step(batch, lr, generator_learning_rate=generator_lr)
         self._num_steps += 1
 
     def padding_share(self) -> float:

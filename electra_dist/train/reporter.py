@@ -26,6 +26,7 @@ from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
@@ -204,7 +205,8 @@ class Reporter:
         sums = result.sums
         gpu = _NO_GPU_READING if look.gpu is None else look.gpu
         tokens_per_s = sums.tokens / step_s
-        remaining_steps = self._config.train.num_steps - done
+        num_steps = self._config.train.num_steps
+        remaining_steps = num_steps - done
         return StepRecord(
             step=done,
             loss=result.loss,
@@ -216,6 +218,7 @@ class Reporter:
             original_accuracy=_ratio(sums.original_correct, sums.original),
             replaced_fraction=_ratio(sums.replaced, sums.tokens),
             lr=lr,
+            generator_lr=generator_learning_rate(done - 1, num_steps, self._config.optimizer),
             grad_norm=result.grad_norm,
             tokens_per_s=tokens_per_s,
             mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak_flops),

@@ -108,6 +108,7 @@ class TrainStep:
         learning_rate: float,
         find_fault: Callable[[float], str] = lambda loss: "",
         flags: RankFlags = _NO_FLAGS,
+        generator_learning_rate: float | None = None,
     ) -> StepResult:
         """Run forward and backward over every micro-batch of a batch, then at most one update. Collective.
 
@@ -117,6 +118,7 @@ class TrainStep:
             find_fault: called before the update with the loss of the step; returns why there must be no update, or an
                 empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
             flags: this rank's requests to stop or save, and its counters; they are added up over all ranks.
+            generator_learning_rate: of the update of the generator's parameters; None if it is `learning_rate`.
 
         Returns:
             The results over the global batch, equal on all ranks. If `fault` is not empty, weights and moments are
@@ -126,7 +128,8 @@ class TrainStep:
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
         sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
         dist.all_reduce(sum_K)
-        return self._update(sum_K, totals, learning_rate, find_fault)
+        learning_rates = (learning_rate, generator_learning_rate)
+        return self._update(sum_K, totals, learning_rates, find_fault)
 
     def _accumulate_gradients(self, batch: RowBatch, ids_BS: torch.Tensor, scale_N2: torch.Tensor) -> torch.Tensor:
         """Run forward and backward over every micro-batch; the gradients add up in the engine.
@@ -173,7 +176,11 @@ class TrainStep:
         return self._stopwatch.seconds()
 
     def _update(
-        self, sum_K: torch.Tensor, totals: torch.Tensor, learning_rate: float, find_fault: Callable[[float], str]
+        self,
+        sum_K: torch.Tensor,
+        totals: torch.Tensor,
+        learning_rates: tuple[float, float | None],
+        find_fault: Callable[[float], str],
     ) -> StepResult:
         """Update the weights unless the step has a fault, and return the result of the step. Collective.
 
@@ -181,7 +188,7 @@ class TrainStep:
             sum_K: sums over the global batch, float64, one for each field of `Sums`.
             totals: int64 sums over the ranks: number and digest (sum of hashes) of the rows, then each field of
                 `RankFlags`.
-            learning_rate: of the update.
+            learning_rates: of the update; the second is the generator's, None if it is the first.
             find_fault: called once with the loss of the step; returns why there must be no update, or an empty string.
         """
         fault = ""
@@ -197,7 +204,8 @@ class TrainStep:
             fault = find_fault(Sums(*sum_K.tolist()).loss)
             return not fault
 
-        grad_norm, is_updated = self._engine.step(learning_rate, accept)
+        learning_rate, generator_learning_rate = learning_rates
+        grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate)
         sums = Sums(*sum_K.tolist())
         if not is_updated and not fault:
             # The engine did not call `accept`, because the gradient is not finite. A fault of the loss says more.

@@ -23,7 +23,7 @@ from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.learning_rate import learning_rate
+from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from electra_dist.model.row_layout import SpecialIds
@@ -229,16 +229,18 @@ class Trainer:
         Returns:
             The result of the step, equal on all ranks. If its `fault` is not empty, the weights have not changed.
         """
-        lr = learning_rate(step, self.config.train.num_steps, self.config.optimizer)
+        num_steps = self.config.train.num_steps
+        lr = learning_rate(step, num_steps, self.config.optimizer)
+        generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
         with self.clock.step():
             batch = loader.next()
-            result = train_step(batch, lr, self.state.guard.fault, self._flags(loader))
+            result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
         self.clock.waited_for_data(loader.wait_s)
         if result.fault:
             self._skip_stopped_step(train_step, batch, result.fault)
             return result
         self.state.updated(result)
-        is_last = self.state.step == self.config.train.num_steps
+        is_last = self.state.step == num_steps
         if is_last or _is_due(self.state.step, self.config.log.every_steps):
             self._log(result, lr, loader.wait_s, train_step.forward_s())
         return result
