@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not 
     from electra_dist.finetune.training_loop import Progress as Report
     from electra_dist.pretrained.load_encoder import Pretrained
 
+_BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
 
 
@@ -53,6 +54,9 @@ class Tower(StrEnum):
 
 
 Model = Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")]
+OptionalModel = Annotated[
+    str | None, typer.Option("--model", help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")
+]
 Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
 TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
 
@@ -133,27 +137,60 @@ def finetune(
 
 
 def minimal_pairs(
-    model: Model,
-    pairs: Annotated[int, typer.Option(min=1, help="number of sentence pairs of each phenomenon")] = 200,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="the model, in place of --model: folder of a run or of a model", show_default=False
+        ),
+    ] = None,
+    model: OptionalModel = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="minimal pairs of your own: a .jsonl file in BLiMP's format, a .txt file in Zorro's, or a folder of "
+            "such files; repeat the option for several. Default: built-in pairs on number agreement in English"
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="number of sentence pairs of each kind, always the same ones. Default: 200 of the built-in pairs, "
+            "all pairs of the files",
+        ),
+    ] = None,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
 ) -> None:
-    """Print how often a model prefers a grammatical sentence to an ungrammatical one that differs in a single word.
+    """Print how often a model prefers a grammatical sentence to an ungrammatical one that differs little.
 
-    The sentence pairs test number agreement in English, such as singular and plural verbs. They are made from
-    templates; nothing is trained.
+    The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
+    as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
-    from electra_dist.finetune.minimal_pairs import score_minimal_pairs
+    from electra_dist.finetune.minimal_pairs import score_minimal_pairs, score_sentence_pairs
+    from electra_dist.finetune.pair_files import read_pair_files
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
-    encoder = load_pretrained(model, tower.value, vocab)
+    spec = source if model is None else model
+    if spec is None or (source is not None and model is not None):
+        raise UserError("name one model: electra-dist minimal-pairs MODEL, or --model MODEL")
+    sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
+    encoder = load_pretrained(spec, tower.value, vocab)
+    device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     with progress_bar(out) as progress:
-        scores = score_minimal_pairs(encoder, pairs, device_of_choice(), progress)
-    table = Table("phenomenon", "pairs", "accuracy", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)")
+        if sentence_pairs is None:
+            scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
+        else:
+            scores = score_sentence_pairs(encoder, sentence_pairs, device, progress)
+    table = Table(
+        "phenomenon", "pairs", "accuracy", "s.e.", "example", title=f"{encoder.name}: minimal pairs (chance 50 %)"
+    )
     for score in scores:
-        table.add_row(score.phenomenon, str(score.pairs), f"{100 * score.accuracy:.1f}", score.example)
+        accuracy = f"{100 * score.accuracy:.1f}"
+        standard_error = f"{100 * score.standard_error:.1f}"
+        table.add_row(score.phenomenon, str(score.pairs), accuracy, standard_error, score.example)
     out.print(table)
     if output:
         _write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})

@@ -1,0 +1,156 @@
+"""Reads minimal pairs of sentences from files, in the format of BLiMP or in that of Zorro.
+
+Guarantee: every line of a file belongs to a pair; a line that does not is an error with its number, so no pair is left
+out silently. The digest covers the bytes of all files.
+
+How: the suffix decides the format.
+- `.jsonl` (BLiMP, https://github.com/alexwarstadt/blimp): one JSON object per line with the sentences `sentence_good`
+  and `sentence_bad`. The kind of a pair is its `UID`, without one its `linguistics_term`, without both the name of the
+  file.
+- `.txt` (Zorro, https://github.com/phueb/Zorro): pairs of lines, first the ungrammatical sentence, then the
+  grammatical one. The kind of a pair is the name of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from electra_dist.errors import UserError
+
+_SUFFIXES = (".jsonl", ".txt")
+
+
+class SentencePair(NamedTuple):
+    """Grammatical and ungrammatical sentence that differ little, and the kind of grammar that the pair tests."""
+
+    kind: str  # such as "adjunct_island"
+    good: str
+    bad: str
+
+
+class PairFiles(NamedTuple):
+    """Minimal pairs of some files, in the order of the files, with a digest of the files' bytes."""
+
+    pairs: list[SentencePair]
+    sha256: str  # of the names and the bytes of all files
+
+    def sample(self, per_kind: int | None) -> PairFiles:
+        """Return a fixed random sample of at most `per_kind` pairs of each kind, in the order of the files.
+
+        The same pairs and the same number always give the same sample. None returns all pairs.
+        """
+        if per_kind is None:
+            return self
+        rows_of: dict[str, list[int]] = {}
+        for row, pair in enumerate(self.pairs):
+            rows_of.setdefault(pair.kind, []).append(row)
+        kept_rows: list[int] = []
+        for rows in rows_of.values():
+            order = np.random.default_rng(seed=0).permutation(len(rows))
+            kept_rows += [rows[index] for index in order[:per_kind]]
+        return self._replace(pairs=[self.pairs[row] for row in sorted(kept_rows)])
+
+
+def read_pair_files(paths: Sequence[Path]) -> PairFiles:
+    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name.
+
+    Args:
+        paths: files in BLiMP's (.jsonl) or Zorro's (.txt) format, or folders of such files.
+
+    Raises:
+        UserError: a path does not exist, has another suffix, is not UTF-8, or has a line that belongs to no pair; the
+            message names the file and the line.
+    """
+    digest = hashlib.sha256()
+    pairs: list[SentencePair] = []
+    for file in _files(paths):
+        raw = file.read_bytes()
+        digest.update(f"{file.name} {len(raw)}\n".encode())
+        digest.update(raw)
+        try:
+            text = raw.decode("utf-8-sig").rstrip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+        lines = text.split("\n")
+        if not text:
+            raise UserError(f"{file}: no sentences; add at least one pair, or remove the file")
+        if file.suffix == ".jsonl":
+            pairs += [_pair_of_object(file, number, line) for number, line in enumerate(lines, start=1)]
+        else:
+            pairs += _pairs_of_lines(file, lines)
+    return PairFiles(pairs=pairs, sha256=digest.hexdigest())
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, in the order of their names.
+
+    Raises:
+        UserError: a path does not exist, a folder has no such file, or a file has another suffix.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files_of_folder = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+            if not files_of_folder:
+                raise UserError(f"{path}: no .jsonl or .txt file in this folder; name a folder of minimal pairs")
+            files += files_of_folder
+        elif not path.is_file():
+            raise UserError(f"{path}: no such file or folder of minimal pairs; correct the path")
+        elif path.suffix not in _SUFFIXES:
+            raise UserError(
+                f"{path}: not a file of minimal pairs; use a .jsonl file in BLiMP's format or a .txt file in Zorro's"
+            )
+        else:
+            files.append(path)
+    return files
+
+
+def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
+    """Return the pair that a line of a .jsonl file holds.
+
+    Args:
+        file: the file, for messages; its name is the kind if the object names none.
+        number: number of the line, from 1.
+        line: text of the line.
+
+    Raises:
+        UserError: the line is not a JSON object, or lacks one of the two sentences.
+    """
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        record = None  # not JSON; reported like JSON that is not an object
+    if not isinstance(record, dict):
+        raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
+    for key in ("sentence_good", "sentence_bad"):
+        sentence = record.get(key)
+        if not isinstance(sentence, str) or not sentence.strip():
+            raise UserError(f"{file}:{number}: no sentence in `{key}`; add the key with its sentence")
+    kind = record.get("UID") or record.get("linguistics_term") or file.stem
+    return SentencePair(kind=str(kind), good=record["sentence_good"], bad=record["sentence_bad"])
+
+
+def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:
+    """Return the pairs of a .txt file: each ungrammatical sentence is followed by its grammatical one.
+
+    Raises:
+        UserError: a line is blank, or the last sentence has no second one.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise UserError(f"{file}:{number}: a blank line; remove it, because the lines are read in pairs")
+    if len(lines) % 2 == 1:
+        raise UserError(
+            f"{file}:{len(lines)}: an odd number of lines; each ungrammatical sentence needs the grammatical one in "
+            f"the line after it"
+        )
+    pairs = []
+    for bad, good in zip(lines[0::2], lines[1::2]):
+        pairs.append(SentencePair(kind=file.stem, good=good, bad=bad))
+    return pairs

@@ -1,0 +1,325 @@
+"""Computes how plausible a model finds the tokens of a sentence, with the head with which it was pretrained.
+
+How: a model reads a token in one of three ways.
+- A discriminator gives a logit for "replaced": P(original) of a token is sigmoid(-logit).
+- A masked language model predicts a token that shows [MASK] from all other tokens.
+- A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
+  MLM and All-Tokens MLM) gives the probability that the token is the original one, from the unmasked sentence.
+
+Cost: one forward pass of a sentence; for a masked language model one pass for each of its tokens.
+
+Source of the pseudo-log-likelihood: Salazar et al., "Masked language model scoring", ACL 2020.
+
+Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.training_loop import Ids, Progress, predict, quiet
+from electra_dist.pretrained.load_encoder import Pretrained
+
+_BATCH = 128  # sentences per forward
+
+
+def predicts_tokens(encoder: Pretrained) -> bool:
+    """Return whether the encoder's pretraining head predicts tokens; otherwise it detects replaced tokens.
+
+    Only a head that predicts tokens has a LayerNorm.
+    """
+    return "layer_norm.weight" in encoder.head_state()
+
+
+def sentence_log_probs(
+    encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
+) -> torch.Tensor:
+    """Return the log-probability that the encoder gives to each whole sentence, natural logarithm, fp32 [N].
+
+    It is a sum over the tokens of a sentence, without [CLS] and [SEP]. A discriminator adds up log P(original). A
+    masked language model adds up log p(token | all other tokens), which is the pseudo-log-likelihood. A model that
+    restores replaced tokens adds up log P(the token is the original one | the sentence). Scores of different kinds of
+    models are not comparable.
+
+    Args:
+        encoder: a model with its pretraining head.
+        ids: N rows of token ids, `[CLS] sentence [SEP]`, without padding.
+        device: where the model runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Raises:
+        UserError: the model has no pretraining head.
+    """
+    if not predicts_tokens(encoder):
+        replaced_logit = _replaced_logit_function(encoder, device)
+
+        def original_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+            """Return log P(original) of every token of a batch, fp32 [B, S]."""
+            return F.logsigmoid(-replaced_logit(ids_BS))
+
+        return _inner_sums(original_log_probs, encoder, ids, device, progress)
+    if encoder.reads_masks:
+        return pseudo_log_likelihood(encoder, ids, device, progress)
+    return _inner_sums(_kept_log_prob_function(encoder, device), encoder, ids, device, progress)
+
+
+def replaced_logits(
+    encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
+) -> torch.Tensor:
+    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N].
+
+    A positive logit means that the discriminator takes the token at this position for a replaced one.
+
+    Args:
+        encoder: a model with a discriminator head.
+        ids: N rows of token ids with [CLS] and [SEP], without padding.
+        positions: for each row, the index of the token in question.
+        device: where the model runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Raises:
+        UserError: the model has no discriminator head.
+    """
+    replaced_logit = _replaced_logit_function(encoder, device)
+    return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
+
+
+def _replaced_logit_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build the discriminator with its head from the weights that `encoder` holds.
+
+    Returns:
+        A function from padded token ids [B, S] to the logit of "replaced" of every token, fp32 [B, S].
+
+    Raises:
+        UserError: the model has no discriminator head.
+    """
+    head = _head(encoder, device, "dense.weight", "out.weight")
+    backbone = encoder.backbone().to(device).eval()
+
+    def logits(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the logit of "replaced" of every token of a batch, fp32 [B, S]."""
+        state_BSH = backbone(ids_BS)
+        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head["dense.bias"]))
+        logit_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
+        return logit_BS1.squeeze(-1).float()
+
+    return logits
+
+
+def kept_log_probs(
+    encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
+) -> torch.Tensor:
+    """Return the log-probability that the token at one position of each row is the original one, fp32 [N].
+
+    The model reads the row without [MASK] and predicts a distribution p of the original token; logarithms are natural.
+    Without a copy gate the result is log p(token). A head with a copy gate (All-Tokens MLM) also predicts the
+    probability c that the token was not replaced. The result is then log(c + (1 - c) * p(token)).
+
+    Args:
+        encoder: a model with a head that predicts tokens.
+        ids: N rows of token ids with [CLS] and [SEP], without padding.
+        positions: for each row, the index of the token in question.
+        device: where the model runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    return _at_positions(_kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
+
+
+def _kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build a model that restores replaced tokens, with its head, from the weights that `encoder` holds.
+
+    Returns:
+        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32
+        [B, S]; `kept_log_probs` defines it.
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    token_log_probs = _token_log_probs(encoder, device)
+    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    backbone = encoder.backbone().to(device).eval()
+
+    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return for every token of a batch the log-probability that it is the original one, fp32 [B, S]."""
+        state_BSH = backbone(ids_BS)
+        logp_BSV = token_log_probs(state_BSH)
+        logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
+        if "copy_gate.weight" not in head:
+            return logp_BS
+        gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
+        copy_logp_BS = F.logsigmoid(gate_BS)  # log c, with c = sigmoid(gate)
+        no_copy_logp_BS = F.logsigmoid(-gate_BS)  # log(1 - c)
+        return torch.logaddexp(copy_logp_BS, no_copy_logp_BS + logp_BS)
+
+    return log_probs
+
+
+class _MaskedToken(NamedTuple):
+    """Token that is masked in a copy of its row: number of the row, index in the row, and original id.
+
+    The model reads the copy and has to predict the original id.
+    """
+
+    row: int  # number of the row
+    position: int  # index of the token in the row
+    original: int  # id of the token
+
+
+def pseudo_log_likelihood(
+    encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
+) -> torch.Tensor:
+    """Return the pseudo-log-likelihood of each row, natural logarithm, fp32 [N].
+
+    It is the sum of log p(token | all other tokens) over the tokens between the first ([CLS]) and the last ([SEP]).
+    Each of these tokens is masked in a copy of its row, so the model reads one copy per token. Rows must be single
+    sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
+
+    Source: Salazar et al., "Masked language model scoring", ACL 2020.
+
+    Args:
+        encoder: a model with a head that predicts tokens.
+        ids: N rows of token ids with [CLS] and [SEP], without padding.
+        device: where the model runs.
+        progress: called after each batch with ("predict", copies done, copies in total).
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    token_log_probs = _token_log_probs(encoder, device)
+    backbone = encoder.backbone().to(device).eval()
+    mask = encoder.special.mask
+    masked_tokens = []
+    copies = []  # copies[i] is a row in which masked_tokens[i] is masked
+    for number, row in enumerate(ids):
+        for position in range(1, len(row) - 1):  # all but [CLS] and the last [SEP]
+            masked_tokens.append(_MaskedToken(row=number, position=position, original=row[position]))
+            copies.append(_with_mask(row, position, mask))
+
+    def masked_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
+        state_BSH = backbone(ids_BS)
+        masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
+        return token_log_probs(masked_state_BH)
+
+    total_N = torch.zeros(len(ids))
+    for copy_numbers, logp_BV in predict(masked_log_probs, copies, encoder.special.pad, _BATCH, device, progress):
+        batch_tokens = [masked_tokens[number] for number in copy_numbers]
+        original_B = torch.tensor([token.original for token in batch_tokens], device=logp_BV.device)
+        row_B = torch.tensor([token.row for token in batch_tokens])
+        logp_B = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
+        total_N.index_add_(0, row_B, logp_B)
+    return total_N
+
+
+def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
+    """Return a copy of a row of ids in which the id at `position` is replaced by `mask`, the id of [MASK]."""
+    return [*row[:position], mask, *row[position + 1 :]]
+
+
+def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
+
+    Returns:
+        A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
+        E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
+        where E is the embedding width.
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
+    table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
+
+    def log_probs(state: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
+        hidden = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
+        normed = F.layer_norm(
+            hidden,
+            normalized_shape=hidden.shape[-1:],
+            weight=head["layer_norm.weight"],
+            bias=head["layer_norm.bias"],
+            eps=encoder.model.layer_norm_eps,
+        )
+        logits = F.linear(normed, table_VE, head["bias"])
+        return logits.float().log_softmax(-1)
+
+    return log_probs
+
+
+def _at_positions(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    encoder: Pretrained,
+    ids: Ids,
+    positions: Sequence[int],
+    device: torch.device,
+    progress: Progress,
+) -> torch.Tensor:
+    """Compute a value for every token in batches; return the value at one position of each row, fp32 [N] on the host.
+
+    Args:
+        function: maps padded ids [B, S] to one value per token, [B, S].
+        encoder: provides the id of the padding.
+        ids: N rows of token ids without padding.
+        positions: for each row, the index of the token whose value is returned.
+        device: where `function` runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+    """
+    value_N = torch.empty(len(ids))
+    for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
+        position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
+        value_N[rows] = value_BS.gather(1, position_B[:, None])[:, 0].cpu()
+    return value_N
+
+
+def _inner_sums(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    encoder: Pretrained,
+    ids: Ids,
+    device: torch.device,
+    progress: Progress,
+) -> torch.Tensor:
+    """Compute a value for every token in batches; return the sums over the rows without their ends, fp32 [N].
+
+    The ends of a row are its first token, [CLS], and its last one, [SEP]. The result is on the host.
+
+    Args:
+        function: maps padded ids [B, S] to one value per token, [B, S].
+        encoder: provides the id of the padding.
+        ids: N rows of token ids without padding.
+        device: where `function` runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+    """
+    sum_N = torch.empty(len(ids))
+    for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
+        last_B1 = torch.tensor([[len(ids[row]) - 1] for row in rows], device=value_BS.device)
+        position_S = torch.arange(value_BS.shape[1], device=value_BS.device)
+        is_inner_BS = (position_S > 0) & (position_S < last_B1)
+        sum_N[rows] = value_BS.masked_fill(~is_inner_BS, 0.0).sum(1).cpu()
+    return sum_N
+
+
+def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
+    """Return the weights of the pretraining head on `device`, keyed by their names within the head.
+
+    The names `needed` are those that the caller's kind of head has, for example "out.weight" for a discriminator.
+
+    Raises:
+        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another
+            kind of head.
+    """
+    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    missing = [name for name in needed if name not in head]
+    if missing:
+        raise UserError(
+            f"{encoder.name}: the model came without its pretraining head ({missing[0]} is missing); "
+            f"use the run's folder, or export the model with its head"
+        )
+    return head
