@@ -7,12 +7,14 @@ that result is used and not computed again. If fine-tuning is interrupted, the s
 first step.
 
 How: `finetune_task` trains a copy of the encoder with a new head. `probe_task` freezes the encoder: it computes [state
-of CLS ; mean of the states] of every example once, and fits a linear model (logistic regression or ridge) to these
-features. The strength of the model's L2 penalty is the one with the best metric on a fixed tenth of the training data,
-which is held out for this choice. A probe has nothing random in it, so a task has one result, not one per seed.
+of CLS ; mean of the states] of every example at every layer once, and fits a linear model (logistic regression or
+ridge) to the features of each layer. The strength of the model's L2 penalty, and the layer, are those with the best
+metric on a fixed tenth of the training data, which is held out for this choice. The development data decide nothing.
+The last layer of a discriminator is specialized for its objective, so it is often not the best one. A probe has
+nothing random in it, so a task has one result, not one per seed.
 
-Limits: SQuAD has no linear probe. A probe of MNLI keeps 400,000 x 2H floats in memory, where H is the encoder's hidden
-size.
+Limits: SQuAD has no linear probe. A probe of MNLI keeps (L + 1) x 400,000 x 2H floats in memory, where L is the number
+of the encoder's layers and H its hidden size.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from electra_dist.run.jsonl import JsonlFile, read_records
 RESULTS_FILE = "results.jsonl"
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
+PROBED_LAYERS = "all"  # part of a probe's identity: results of the last layer alone are not used any more
 _PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
 
 
@@ -99,17 +102,23 @@ def finetune_task(
 def probe_task(
     encoder: Pretrained, task: Task, settings: FinetuneConfig, device: torch.device, progress: Progress = quiet
 ) -> Result:
-    """Train a linear model on the frozen states of `encoder`, and score it on the development data.
+    """Train linear models on the frozen states of all layers of `encoder`, and score the one of the chosen layer.
 
-    The score measures what the states contain without fine-tuning. The features of an example are the state of [CLS]
-    and the mean of the states of its tokens (see `pooled`).
+    The score measures what the states contain without fine-tuning. The features of an example at a layer are the state
+    of [CLS] and the mean of the states of its tokens (see `pooled`). The layer is the one whose model is best on a
+    held-out tenth of the training data, the lowest of equally good ones; with fewer than 10 examples it is the last.
 
     Args:
         encoder: the pretrained weights; they are not changed.
         task: a task on texts; SQuAD has no linear probe.
         settings: only `max_length` and `both_orders` (whether symmetric pairs are used in both orders) have an effect.
-        device: where the encoder runs; the linear model is fitted on the host.
-        progress: called with ("predict", rows done, rows in total) while the encoder computes the features.
+        device: where the encoder runs; the linear models are fitted on the host.
+        progress: called with ("predict", rows done, rows in total) while the encoder computes the features, then with
+            ("fit layers", layers done, layers in total).
+
+    Returns:
+        The result, with the scores on the development data and on the held-out data at every layer, from 0 for the
+        embeddings.
 
     Raises:
         UserError: `task` has no linear probe.
@@ -121,20 +130,32 @@ def probe_task(
     start = time.monotonic()
     examples = task.examples(encoder, settings)
     backbone = encoder.backbone().to(device).eval()
-    hidden_size = encoder.tower.hidden_size
+    num_states = encoder.tower.num_layers + 1
+    shape = (num_states, 2 * encoder.tower.hidden_size)
+    train_LNF = _probe_features(backbone, shape, examples.ids, device, progress)
     dev_features = {}
     for prefix in task.dev:  # the prefix of a development file's metrics; MNLI has two files
         dev_ids = task.dev_ids(prefix, encoder, settings)
-        dev_features[prefix] = _probe_features(backbone, hidden_size, dev_ids, device, progress)
-    outputs = linear_outputs(
-        train_NF=_probe_features(backbone, hidden_size, examples.ids, device, progress),
-        target_N=examples.target_NK[:, 0].numpy(),
-        dev=dev_features,
-        num_labels=len(task.labels),
-        num_distinct=len(task.train.a),
-        metric=task.metric,
-    )
-    outcome = task.score(outputs)
+        dev_features[prefix] = _probe_features(backbone, shape, dev_ids, device, progress)
+
+    outcomes = []
+    held_out_scores = []
+    outputs_of_layers = []
+    for layer in range(num_states):
+        linear_probe = linear_outputs(
+            train_NF=train_LNF[layer],
+            target_N=examples.target_NK[:, 0].numpy(),
+            dev={prefix: feature_LNF[layer] for prefix, feature_LNF in dev_features.items()},
+            num_labels=len(task.labels),
+            num_distinct=len(task.train.a),
+            metric=task.metric,
+        )
+        outcomes.append(task.score(linear_probe.outputs))
+        held_out_scores.append(linear_probe.held_out_score)
+        outputs_of_layers.append(linear_probe.outputs)
+        progress("fit layers", layer + 1, num_states)
+    layer = best_layer(held_out_scores)
+    outcome = outcomes[layer]
     return Result(
         task=task.name,
         seed=_PROBE_SEED,
@@ -148,47 +169,67 @@ def probe_task(
         steps=0,
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
+        layer=layer,
+        layer_scores=[layer_outcome.metrics[task.metric] for layer_outcome in outcomes],
+        held_out_scores=held_out_scores,
+        standard_error=task.standard_error(outputs_of_layers[layer]),
     )
 
 
+def best_layer(held_out_scores: Sequence[float | None]) -> int:
+    """Return the number of the layer with the best held-out score, the lowest of equally good ones.
+
+    If a score is None, because nothing could be held out, the result is the last layer.
+
+    Args:
+        held_out_scores: scores at layers 0, 1, ... on data that were held out of the training data.
+    """
+    scores = [score for score in held_out_scores if score is not None]
+    if len(scores) < len(held_out_scores):
+        return len(held_out_scores) - 1
+    return scores.index(max(scores))
+
+
 def _probe_features(
-    backbone: Backbone, hidden_size: int, ids: Ids, device: torch.device, progress: Progress
+    backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the inputs of a probe's linear model for N examples, fp32 [N, 2 * hidden_size].
+    """Return the inputs of a probe's linear models at every layer for N examples, fp32 [layers + 1, N, 2H].
 
     The features of an example are the state of [CLS] and the mean of the states of its tokens (see `pooled`).
 
     Args:
         backbone: the encoder on `device`, in evaluation mode.
-        hidden_size: width of the encoder's states.
+        shape: number of the encoder's layers + 1, and twice the width of its states.
         ids: N rows of token ids without padding.
         device: where the encoder runs; the features are on the host.
         progress: called after each batch with ("predict", rows done, rows in total).
     """
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the features of one padded batch, [B, 2H]: state of [CLS] and mean state of each row."""
-        return pooled(backbone, ids_BS)
+        """Return the features of one padded batch at all layers, [layers + 1, B, 2H]."""
+        is_token_BS = ids_BS != backbone.special.pad
+        return torch.stack([pooled(state_BSH, is_token_BS) for state_BSH in backbone.layer_states(ids_BS)])
 
-    feature_NF = np.zeros((len(ids), 2 * hidden_size), np.float32)
+    num_states, num_features = shape
+    feature_LNF = np.zeros((num_states, len(ids), num_features), np.float32)
     # `predict` yields batches in order of length; the row numbers put the features back in the order of `ids`.
-    for rows, feature_BF in predict(pooled_batch, ids, backbone.special.pad, _PROBE_BATCH, device, progress):
-        feature_NF[rows] = feature_BF.float().cpu().numpy()
-    return feature_NF
+    for rows, feature_LBF in predict(pooled_batch, ids, backbone.special.pad, _PROBE_BATCH, device, progress):
+        feature_LNF[:, rows] = feature_LBF.float().cpu().numpy()
+    return feature_LNF
 
 
-def pooled(backbone: Backbone, ids_BS: torch.Tensor) -> torch.Tensor:
+def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
     """Return the inputs of a probe's linear model: the state of [CLS], then the mean of the states, fp32 [B, 2H].
 
     Args:
-        backbone: the encoder, of hidden width H, in evaluation mode.
-        ids_BS: token ids of B rows, int64. The mean is over all tokens of a row, [CLS] and [SEP] included, without
-            padding.
+        state_BSH: states of B rows at one layer.
+        is_token_BS: whether a place holds a token and not padding. The mean is over all tokens of a row, [CLS] and
+            [SEP] included.
     """
-    state_BSH = backbone(ids_BS).float()
-    cls_state_BH = state_BSH[:, 0]
-    is_token_BS1 = (ids_BS != backbone.special.pad).unsqueeze(-1)
-    mean_state_BH = (state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1)
+    wide_state_BSH = state_BSH.float()
+    cls_state_BH = wide_state_BSH[:, 0]
+    is_token_BS1 = is_token_BS.unsqueeze(-1)
+    mean_state_BH = (wide_state_BSH * is_token_BS1).sum(1) / is_token_BS1.sum(1)
     return torch.cat([cls_state_BH, mean_state_BH], -1)
 
 
@@ -213,6 +254,8 @@ def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: st
         "mode": mode,
         "settings": settings.model_dump(mode="json", include=relevant_settings),
     }
+    if mode == "probe":
+        tree["layers"] = PROBED_LAYERS
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
 
 
@@ -298,5 +341,7 @@ def _result_line(result: Result, origin: str) -> str:
     """
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"
+    if result.layer is not None:
+        score_text += f" at layer {result.layer} of {len(result.layer_scores) - 1}"
     failure_text = f"  FAILED: {result.failure}" if result.failure else ""
     return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"

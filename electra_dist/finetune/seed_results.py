@@ -37,6 +37,10 @@ class Result:
     steps: int
     examples: int  # training examples or windows
     seconds: float
+    layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
+    layer_scores: list[float] = dataclasses.field(default_factory=list)  # of a probe: score at layers 0, 1, ...
+    held_out_scores: list[float | None] = dataclasses.field(default_factory=list)  # the same, by which it was chosen
+    standard_error: float | None = None  # of a probe's score, over the choice of the development examples
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:

@@ -9,7 +9,7 @@ describes the case.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise UserError(f"{error}; install what fine-tuning needs: run `pip install electra-dist[finetune]`") from None
 
+_NUM_RESAMPLES = 200  # resamples of the bootstrap, which give a standard error to a twentieth of itself
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on standardized features
 
 
@@ -76,6 +77,40 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     return f"degenerate: all {len(predicted)} predictions are {value_text}"
 
 
+def bootstrap_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
+    """Return the standard error of a metric over the choice of the test examples, by the bootstrap.
+
+    It is the standard deviation of the metric over 200 resamples of the examples with replacement. The resamples are
+    always the same ones for the same number of examples.
+
+    Args:
+        predicted: predicted label numbers or values, [N].
+        true: correct label numbers or values, [N].
+        num_labels: number of labels; 0 for a regression.
+        metric: a key of `classification_metrics` or of `regression_metrics`.
+    """
+    generator = np.random.default_rng(0)
+    values = []
+    for _ in range(_NUM_RESAMPLES):
+        rows = generator.integers(len(true), size=len(true))
+        if num_labels > 0:
+            values.append(classification_metrics(predicted[rows], true[rows], num_labels)[metric])
+        else:
+            values.append(regression_metrics(predicted[rows], true[rows])[metric])
+    return float(np.std(values))
+
+
+class LinearProbe(NamedTuple):
+    """Outputs of a linear model for development data, and its score on the held-out part of the training data.
+
+    Several sets of features of the same examples, such as those of an encoder's layers, may be compared by the
+    held-out scores, because these do not depend on the development data.
+    """
+
+    outputs: dict[str, np.ndarray]  # name of a development file -> log-probabilities [M, L], or numbers [M, 1]
+    held_out_score: float | None  # None if nothing could be measured, because there are too few examples
+
+
 def linear_outputs(
     train_NF: np.ndarray,
     target_N: np.ndarray,
@@ -83,7 +118,7 @@ def linear_outputs(
     num_labels: int,
     num_distinct: int,
     metric: str,
-) -> dict[str, np.ndarray]:
+) -> LinearProbe:
     """Fit a linear model to frozen features of the training data, and return its outputs for development data.
 
     The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. Each penalty of
@@ -101,14 +136,15 @@ def linear_outputs(
         metric: a key of `classification_metrics` or of `regression_metrics`, by which the penalty is chosen.
 
     Returns:
-        Name of a development file -> outputs. These are log-probabilities [M, num_labels], with -inf for a label
-        without training examples, or predicted numbers [M, 1] for a regression.
+        The outputs by the name of the development file, and the best held-out score. Outputs are log-probabilities
+        [M, num_labels], with -inf for a label without training examples, or predicted numbers [M, 1] for a regression.
     """
     is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
-    penalty = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
+    penalty, held_out_score = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
     model = _fit_linear(train_NF, target_N, penalty, num_labels)
     if num_labels == 0:
-        return {name: model.predict(features)[:, None] for name, features in dev.items()}
+        predicted = {name: model.predict(features)[:, None] for name, features in dev.items()}
+        return LinearProbe(predicted, held_out_score)
 
     # scikit-learn's output has columns for the labels of the training data only; `classes_` holds their numbers.
     trained_labels = model.classes_.astype(int)
@@ -117,7 +153,7 @@ def linear_outputs(
         logp_ML = np.full((len(features), num_labels), -np.inf)
         logp_ML[:, trained_labels] = model.predict_log_proba(features)
         outputs[name] = logp_ML
-    return outputs
+    return LinearProbe(outputs, held_out_score)
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
@@ -137,11 +173,12 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
-) -> float:
-    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on the held-out rows.
+) -> tuple[float, float | None]:
+    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on held-out rows, and that metric.
 
     The models are fitted to the rows that are not held out. The smallest penalty is returned if several are equally
-    good, or if nothing can be measured, because no row is held out or the rows to fit have one label only.
+    good. If nothing can be measured, because no row is held out or the rows to fit have one label only, the result is
+    the smallest penalty and None.
 
     Args:
         train_NF: features of the training data, N rows of F features.
@@ -156,10 +193,10 @@ def _best_penalty(
     fitted_targets = target_N[~is_held_out_N]
     smallest_penalty = PENALTIES[0]
     if len(held_out_features) == 0:
-        return smallest_penalty
+        return smallest_penalty, None
     is_classification = num_labels > 0
     if is_classification and len(np.unique(fitted_targets)) < 2:
-        return smallest_penalty
+        return smallest_penalty, None
 
     def held_out_score(penalty: float) -> float:
         """Fit a model with one L2 penalty to the other rows, and return its metric on the held-out rows."""
@@ -169,7 +206,9 @@ def _best_penalty(
             return classification_metrics(predictions, held_out_targets, num_labels)[metric]
         return regression_metrics(predictions, held_out_targets)[metric]
 
-    return max(PENALTIES, key=held_out_score)  # the first of equally good ones, which is the smallest
+    score_of = {penalty: held_out_score(penalty) for penalty in PENALTIES}
+    best_penalty = max(PENALTIES, key=lambda penalty: score_of[penalty])  # the smallest of equally good ones
+    return best_penalty, score_of[best_penalty]
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:

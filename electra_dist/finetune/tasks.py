@@ -27,7 +27,12 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
 from electra_dist.finetune.task_heads import Classifier, TaskModel
-from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
+from electra_dist.finetune.task_metrics import (
+    bootstrap_standard_error,
+    classification_metrics,
+    degenerate,
+    regression_metrics,
+)
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.load_encoder import Pretrained
 
@@ -277,6 +282,17 @@ class TextTask(Task):
                 failures.append(file_failure)
         first_failure = failures[0] if failures else ""
         return TaskOutcome(metrics=metrics, failure=first_failure)
+
+    def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
+        """Return the standard error of the task's score over the choice of its development examples.
+
+        Args:
+            outputs: a model's outputs, as for `score`; those of the main file, with the prefix "", are used.
+        """
+        output_NL = outputs[""]
+        predicted_N = output_NL.argmax(1) if self.labels else output_NL[:, 0]
+        true_N = self.dev_target[""][:, 0].numpy()
+        return bootstrap_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
     @property
     def _num_outputs(self) -> int:

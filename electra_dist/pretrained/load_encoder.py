@@ -74,6 +74,33 @@ class Backbone(nn.Module):
             dropout_keys = DropoutKeys.off(ids_BS)
         return self.encoder(embedded, bias, dropout_keys)
 
+    def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
+        """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
+
+        The first one is the (projected) embeddings, the last one what `forward` returns. Evaluation mode only.
+
+        Args:
+            ids_BS: int64 token ids, [B, S].
+        """
+        states: list[torch.Tensor] = []
+
+        def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            """Keep the input of the first layer."""
+            states.append(inputs[0])
+
+        def keep_output(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            """Keep the output of a layer."""
+            states.append(output)
+
+        hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]
+        hooks += [layer.register_forward_hook(keep_output) for layer in self.encoder.layers]
+        try:
+            self(ids_BS)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return states
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:

@@ -76,11 +76,11 @@ def test_a_linear_probe_finds_a_linear_decision_rule_and_a_regression_line() -> 
     test = rng.normal(size=(100, 5)).astype(np.float32)
 
     labels = (train[:, 0] + train[:, 1] > 0).astype(int) * 2  # 0 or 2; label 1 never occurs
-    logits = linear_outputs(train, labels, {"": test}, 3, num_distinct=400, metric="accuracy")[""]
+    logits = linear_outputs(train, labels, {"": test}, 3, num_distinct=400, metric="accuracy").outputs[""]
     true_labels = (test[:, 0] + test[:, 1] > 0) * 2
     assert (logits.argmax(1) == true_labels).mean() > 0.97
 
     values = train[:, 2] * 3 + 1
-    outputs = linear_outputs(train, values, {"": test}, 0, num_distinct=200, metric="spearman")[""]
+    outputs = linear_outputs(train, values, {"": test}, 0, num_distinct=200, metric="spearman").outputs[""]
     true_values = test[:, 2] * 3 + 1
     assert np.abs(outputs[:, 0] - true_values).max() < 0.1
