@@ -26,6 +26,10 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.targets replaces it.
 CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
+# Number of the random draws (masks, samples, dropout) and the rounding that a run computes with. A change of any of
+# them raises it: a run that an older version began then goes on only with --accept-new-numerics.
+NUMERICS = 2
+FIRST_NUMERICS = 1  # of versions whose identity has no such number
 _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
 
 
@@ -804,16 +808,20 @@ class Config(Section):
         """
         return self.checkpoint.targets or (str(Path(self.run_dir) / CHECKPOINTS_DIR),)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, numerics: int = NUMERICS) -> dict[str, Any]:
         """Return the values that determine the results of a run, as a JSON tree.
 
         A run cannot resume from a checkpoint if one of them has changed since. All other values (number of ranks,
         micro-batch, ZeRO stage, logging) may change at a restart.
+
+        Args:
+            numerics: number of the draws and the rounding that the run uses; another one than NUMERICS gives the
+                identity that an older version recorded for this config. The key is absent for 1, the first number.
         """
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
-        return {
+        identity = {
             "seed": tree["seed"],
             "model": tree["model"],
             "objective": _without_new_defaults(tree["objective"]),
@@ -821,6 +829,9 @@ class Config(Section):
             "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
             "train": {key: tree["train"][key] for key in train_keys},
         }
+        if numerics != FIRST_NUMERICS:
+            identity["numerics"] = numerics
+        return identity
 
     def _optimizer_identity(self) -> dict[str, Any]:
         """Return the part of the identity that the section `optimizer` gives.
@@ -832,9 +843,16 @@ class Config(Section):
             section["generator"] = self.optimizer.generator.model_dump(mode="json", exclude_none=True)
         return section
 
-    def identity_sha256(self) -> str:
-        """Return the SHA-256 of `identity()` in hexadecimal; checkpoints with another digest belong to another run."""
-        return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
+    def identity_sha256(self, numerics: int = NUMERICS) -> str:
+        """Return the SHA-256 of `identity(numerics)` in hexadecimal.
+
+        Checkpoints with another digest belong to another run, or to this run before NUMERICS was raised.
+        """
+        return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
+
+    def older_identities(self) -> dict[int, str]:
+        """Return the digests that versions with older numerics computed for this config: numerics -> digest."""
+        return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, NUMERICS)}
 
 
 # Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.

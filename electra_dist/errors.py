@@ -29,6 +29,27 @@ class ManifestMismatch(UserError):
     """
 
 
+class OtherNumerics(UserError):
+    """Error for a run folder or a checkpoint of a run that was computed with other numerics than this version has.
+
+    Numerics is the number of a version's random draws (masks, samples, dropout) and rounding: `config.NUMERICS`.
+    """
+
+    def __init__(self, place: str, found: int, current: int) -> None:
+        """Write the message: where the run is, both numbers, and the two ways to go on.
+
+        Args:
+            place: the run folder, or the URL of the checkpoints.
+            found: numerics of the run.
+            current: numerics of this version.
+        """
+        super().__init__(
+            f"{place} holds a run of numerics {found}, and this version computes with numerics {current}, which has "
+            f"other masks, samples or dropout; add --accept-new-numerics to continue with other draws from its newest "
+            f"checkpoint, or continue with the version of electra-dist that began the run"
+        )
+
+
 class StoreError(UserError):
     """Error for a path or bucket that cannot be used: missing, access refused, or not writable.
 

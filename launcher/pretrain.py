@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.set)
         if not args.dry_run:
-            return _pretrain(config, is_first_rank)
+            return _pretrain(config, is_first_rank, args.accept_new_numerics)
         if is_first_rank:
             # Imported only for a dry run, so that training starts sooner.
             from electra_dist.planning.plan_tables import print_plan
@@ -50,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
-def _pretrain(config: Config, is_first_rank: bool) -> int:
+def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) -> int:
     """Train on this rank; at the end rank 0 writes report.html, also if training failed.
 
     Args:
         config: the resolved config of the run.
         is_first_rank: whether this is rank 0.
+        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
 
     Returns:
         The exit code of training, of `electra_dist/errors.py`.
@@ -68,7 +69,7 @@ def _pretrain(config: Config, is_first_rank: bool) -> int:
 
     has_begun = True
     try:
-        return run(config)
+        return run(config, accept_new_numerics)
     except UserError:
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
@@ -87,6 +88,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file, for example configs/large_25pct_mask.yaml")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key; may be repeated"
+    )
+    parser.add_argument(
+        "--accept-new-numerics",
+        action="store_true",
+        help="continue a run that an older version began, although masks, samples or dropout will differ",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and write nothing")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds this argument

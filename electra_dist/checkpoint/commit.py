@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
@@ -37,13 +38,14 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     read_manifest,
 )
 from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
-from electra_dist.config import CheckpointConfig, canonical_json
-from electra_dist.errors import StoreError, TornCheckpoint, UserError
+from electra_dist.config import NUMERICS, CheckpointConfig, canonical_json
+from electra_dist.errors import OtherNumerics, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _ATTEMPTS = "attempts/"
+_NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
 class Fenced(RuntimeError):
@@ -54,7 +56,12 @@ class Fenced(RuntimeError):
     """
 
 
-def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
+def begin_attempt(
+    targets: Sequence[Store],
+    run: dict[str, str],
+    older_runs: Mapping[int, dict[str, str]] = _NO_OLDER_RUNS,
+    accept_new_numerics: bool = False,
+) -> int:
     """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted.
 
     Rank 0 calls it once per start. To take a number is to create `attempts/NNNN.json` on every target. A store creates
@@ -63,25 +70,28 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
     Args:
         targets: all stores that the run writes its checkpoints to.
         run: what identifies the run (digest of its identity, corpus fingerprint); stored with the number.
+        older_runs: numerics (number of the random draws and the rounding) -> what identified this run in versions of
+            these numerics.
+        accept_new_numerics: whether the run may continue although its newest start had older numerics. Later starts
+            need no acceptance, because this start stores `run` with its number.
 
     Returns:
         The number, from 1; larger than every number that any of the targets holds.
 
     Raises:
         UserError: a target holds the checkpoints of another run.
+        OtherNumerics: the newest start of the run had older numerics, and the change is not accepted.
         StoreError: a target cannot be read or written.
     """
-    document = canonical_json(run).encode() + b"\n"
+    document = _attempt_document(run)
     attempt = 1
     for target in targets:
         newest = newest_attempt(target)
         if newest == 0:
             continue
-        if target.read(_attempt_key(newest)) != document:
-            raise UserError(
-                f"{target.url} holds checkpoints of another run (another config or corpus); "
-                f"set checkpoint.targets to a folder that only this run uses"
-            )
+        found_document = target.read(_attempt_key(newest))
+        if found_document != document:
+            _check_older_run(target, found_document, older_runs, accept_new_numerics)
         attempt = max(attempt, newest + 1)
     # Another start may take the same number at the same time; on each target only one of them creates the file.
     while not _take_number(targets, attempt, document):
@@ -89,6 +99,37 @@ def begin_attempt(targets: Sequence[Store], run: dict[str, str]) -> int:
     for target in targets:
         sweep(target, attempt)
     return attempt
+
+
+def _check_older_run(
+    target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
+) -> None:
+    """Raise unless the newest start in a target is of this run with older numerics, and the change is accepted.
+
+    Args:
+        target: the store, for messages.
+        found_document: content of the file of the newest start.
+        older_runs: numerics (number of the random draws and the rounding) -> what identified this run then.
+        accept_new_numerics: whether the user accepts the change.
+
+    Raises:
+        UserError: the start is of another run.
+        OtherNumerics: the start is of this run, and the change is not accepted.
+    """
+    for numerics, older_run in older_runs.items():
+        if found_document == _attempt_document(older_run):
+            if accept_new_numerics:
+                return
+            raise OtherNumerics(target.url, numerics, NUMERICS)
+    raise UserError(
+        f"{target.url} holds checkpoints of another run (another config or corpus); "
+        f"set checkpoint.targets to a folder that only this run uses"
+    )
+
+
+def _attempt_document(run: dict[str, str]) -> bytes:
+    """Return the content of an attempt's file: what identifies the run, as one line of canonical JSON."""
+    return canonical_json(run).encode() + b"\n"
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:

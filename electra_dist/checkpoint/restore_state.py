@@ -14,7 +14,7 @@ tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,10 @@ class _Fault(NamedTuple):
 
 
 def load_newest(
-    targets: Sequence[Store], fragments: Sequence[Fragment], expected: RunState
+    targets: Sequence[Store],
+    fragments: Sequence[Fragment],
+    expected: RunState,
+    older_identities: Collection[str] = (),
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into this rank's part of the training state. Collective.
 
@@ -75,6 +78,9 @@ def load_newest(
         targets: the stores that hold checkpoints, the preferred one first.
         fragments: views of the ranges of master weights and moments that this rank holds; written in place.
         expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
+        older_identities: further digests of the identity that a checkpoint of this run may have. They are those of
+            versions with older numerics (random draws and rounding), and `commit.begin_attempt` has made sure that
+            the user accepts the change.
 
     Returns:
         The state of the loaded checkpoint, None if there is no good one; and one line for each checkpoint that was set
@@ -91,7 +97,7 @@ def load_newest(
         if unreadable is not None and not candidate.is_copy_of(unreadable):
             break  # no further target has a copy; an older checkpoint would lose steps
         target = targets[candidate.target_index]
-        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected)
+        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected, older_identities)
         # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
         faults = [fault for fault in gather(own_fault) if fault is not None]
         if not faults:
@@ -190,7 +196,7 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
     return manifest.state, weights
 
 
-def check_belongs(found: RunState, expected: RunState) -> None:
+def check_belongs(found: RunState, expected: RunState, older_identities: Collection[str] = ()) -> None:
     """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ.
 
     A skipped step makes no update of the weights. The config (`train.skip_steps`) and skipped_steps.json in the run
@@ -199,10 +205,13 @@ def check_belongs(found: RunState, expected: RunState) -> None:
     Args:
         found: state of the checkpoint.
         expected: state of the run; its step and world size are not compared.
+        older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
 
     Raises:
         TornCheckpoint: names the first thing that differs.
     """
+    if found.identity_sha256 in older_identities:
+        expected = expected.model_copy(update={"identity_sha256": found.identity_sha256})
     for field, description in _FIELDS_OF_A_RUN.items():
         if getattr(found, field) != getattr(expected, field):
             raise TornCheckpoint(
@@ -232,7 +241,11 @@ def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
 
 
 def _read_own_part(
-    target: Store, folder: str, fragments: Sequence[Fragment], expected: RunState
+    target: Store,
+    folder: str,
+    fragments: Sequence[Fragment],
+    expected: RunState,
+    older_identities: Collection[str],
 ) -> tuple[RunState | None, _Fault | None]:
     """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
 
@@ -244,13 +257,14 @@ def _read_own_part(
         fragments: views of the ranges of parameters that this rank holds; they are filled in place, and are partly
             overwritten if there is a fault.
         expected: state of the run, with which that of the checkpoint is compared.
+        older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
 
     Returns:
         The checkpoint's run state and None, or None and the first fault.
     """
     try:
         manifest = read_manifest(target, folder)
-        check_belongs(manifest.state, expected)
+        check_belongs(manifest.state, expected, older_identities)
         # With W ranks, this rank checks every W-th file.
         files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
         faults = fill(target, folder, manifest, fragments, files_to_check)

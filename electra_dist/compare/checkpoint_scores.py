@@ -30,6 +30,7 @@ from electra_dist.finetune.seed_results import summarize
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.run.folder import recorded_numerics
 from electra_dist.store.atomic_files import replacing
 
 MINIMAL_PAIRS = "minimal-pairs"
@@ -346,9 +347,11 @@ class Scores:
 
         A stored score with another digest was computed from something else, and is not used.
         """
+        # A run that an older version made keeps its scores.
+        numerics = recorded_numerics(Path(cell.config.run_dir))
         return _digest(
             {
-                "run": cell.config.identity_sha256(),
+                "run": cell.config.identity_sha256(numerics),
                 "corpus": self._fingerprint,
                 "step": step,
                 "measure": measure.digest,

@@ -75,7 +75,9 @@ class Comparison:
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
         for cell in self.plan.cells:
-            corpus = check_inputs(cell.config, compare.ranks).corpus  # the same one for all runs
+            # A finished run of an older version is only read; the process that continues another one checks it.
+            inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
+            corpus = inputs.corpus  # the same one for all runs
 
         # Everything is valid, so the output folder may be written.
         tokenizer = corpus.manifest.tokenizer

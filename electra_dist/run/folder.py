@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_dist.config import Config, canonical_json
+from electra_dist.config import FIRST_NUMERICS, NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.errors import UserError
+from electra_dist.errors import OtherNumerics, UserError
 from electra_dist.store.atomic_files import replacing
 
 # Written by every start before its first step.
@@ -91,24 +91,54 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
-    """Return the identity of a run: the corpus, and all config keys that define the course of the training.
+    """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
 
     A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
-    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it.
+    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. Numerics is the number of the
+    random draws and the rounding of a version, which `--accept-new-numerics` allows to change.
     """
     return {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
 
 
-def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
+def recorded_numerics(run_dir: Path) -> int:
+    """Return the numerics with which the run in a folder was last started; this version's if there is no run.
+
+    Numerics is the number of the random draws and the rounding of a version of this package. It is read from
+    identity.json, where the number 1 is left out.
+    """
+    identity_file = run_dir / IDENTITY_FILE
+    if not identity_file.exists():
+        return NUMERICS
+    return int(json.loads(identity_file.read_text()).get("numerics", FIRST_NUMERICS))
+
+
+def check_numerics(run_dir: Path, accept_new_numerics: bool) -> None:
+    """Refuse a folder whose run was computed with other random draws or rounding than this version's.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+        accept_new_numerics: whether the user accepts that the run continues with those of this version.
+
+    Raises:
+        OtherNumerics: the numbers differ, and the change is not accepted.
+    """
+    numerics = recorded_numerics(run_dir)
+    if numerics != NUMERICS and not accept_new_numerics:
+        raise OtherNumerics(f"run_dir {run_dir}", numerics, NUMERICS)
+
+
+def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:
     """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
 
     Args:
         run_dir: the folder, which need not exist.
         identity: identity of the run that is to start, from `run_identity`; it is compared with the folder's
             identity.json.
+        accept_new_numerics: whether a run of other numerics (random draws and rounding) may continue.
 
     Raises:
         UserError: names the folder and, for another run, the first key that differs.
+        OtherNumerics: the folder holds this run, begun with other numerics, and the change is not accepted.
     """
     # The run folder is created later, in its nearest parent that exists: that one must be writable.
     nearest = run_dir
@@ -120,13 +150,15 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any]) -> None:
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return
-    identity_of_folder = json.loads(identity_file.read_text())
-    difference = _first_difference(identity_of_folder, dict(identity))
+    # Numerics is compared last: a run of another config is refused as such.
+    identity_of_folder = {**json.loads(identity_file.read_text()), "numerics": None}
+    difference = _first_difference(identity_of_folder, {**identity, "numerics": None})
     if difference:
         raise UserError(
             f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
             f"set another run_dir, or restore the old value to continue that run"
         )
+    check_numerics(run_dir, accept_new_numerics)
 
 
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:

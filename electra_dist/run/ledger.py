@@ -20,7 +20,17 @@ from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 
 Event = Literal[
-    "start", "resume", "checkpoint", "set_aside", "stopped_step", "rollback", "stop", "done", "unhealthy", "crash"
+    "start",
+    "resume",
+    "new_numerics",
+    "checkpoint",
+    "set_aside",
+    "stopped_step",
+    "rollback",
+    "stop",
+    "done",
+    "unhealthy",
+    "crash",
 ]
 
 

@@ -98,7 +98,14 @@ class Checkpointer:
     and at the end `close`, which waits for a save that is still being written.
     """
 
-    def __init__(self, config: Config, engine: Engine, corpus_fingerprint: str, skipped: Iterable[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        corpus_fingerprint: str,
+        skipped: Iterable[int],
+        accept_new_numerics: bool = False,
+    ) -> None:
         """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective.
 
         Args:
@@ -107,9 +114,12 @@ class Checkpointer:
             corpus_fingerprint: digest of the corpus; a checkpoint of another corpus is refused.
             skipped: all steps that this run skips. A checkpoint of step t is used only if its run had skipped exactly
                 those of them that are before t.
+            accept_new_numerics: whether checkpoints of a version with older numerics (random draws and rounding) may
+                be used.
 
         Raises:
             UserError: a store holds checkpoints of another run, or cannot be written.
+            OtherNumerics: the newest start of the run had older numerics, and this was not accepted.
         """
         self._config = config
         self._module = engine.deepspeed.module
@@ -117,7 +127,12 @@ class Checkpointer:
         self._targets = open_targets(config)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
-        attempt = from_rank_0(lambda: begin_attempt(self._targets, run))
+        self._older_identities = config.older_identities()
+        older_runs = {
+            numerics: {"identity_sha256": older_sha256, "corpus_fingerprint": corpus_fingerprint}
+            for numerics, older_sha256 in self._older_identities.items()
+        }
+        attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
         # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
         self._state = RunState(
             step=0,
@@ -162,7 +177,8 @@ class Checkpointer:
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
-        restored, set_aside = load_newest(self._targets, fragments, self._state)
+        older_identities = self._older_identities.values()
+        restored, set_aside = load_newest(self._targets, fragments, self._state, older_identities)
         has_initial_weights = pristine and not set_aside
         if restored is None and has_initial_weights:
             return None, set_aside

@@ -49,13 +49,14 @@ class OpenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The corpora that a run reads: one to train on and, if configured, one to evaluate on."""
+    """What a run starts from: a corpus to train on, perhaps one to evaluate on, and what the user accepts."""
 
     corpus: OpenCorpus
     heldout: OpenCorpus | None
+    accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
 
 
-def check_inputs(config: Config, world_size: int) -> RunInputs:
+def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = False) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
     It writes nothing and needs no process group; every rank calls it by itself.
@@ -63,6 +64,7 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
     Args:
         config: the resolved config.
         world_size: number of ranks that the run is about to start with.
+        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
 
     Raises:
         UserError: an input cannot be used; the message names the file, key or URL at fault and the next step.
@@ -73,18 +75,19 @@ def check_inputs(config: Config, world_size: int) -> RunInputs:
     check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_kernels(config.kernels.backend)
     corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
-    check_run_folder(Path(config.run_dir), run_identity(config, corpus.manifest.fingerprint))
+    identity = run_identity(config, corpus.manifest.fingerprint)
+    check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     if needs_source(config.train, open_targets(config)):
         check_source(config.train, _read_vocabulary(config.data.corpus, corpus))
     if not config.data.heldout:
-        return RunInputs(corpus=corpus, heldout=None)
+        return RunInputs(corpus=corpus, heldout=None, accept_new_numerics=accept_new_numerics)
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     if heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
         )
-    return RunInputs(corpus=corpus, heldout=heldout)
+    return RunInputs(corpus=corpus, heldout=heldout, accept_new_numerics=accept_new_numerics)
 
 
 def _check_kernels(backend: str) -> None:

@@ -40,7 +40,7 @@ from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
 
 
-def run(config: Config) -> int:
+def run(config: Config, accept_new_numerics: bool = False) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
@@ -49,6 +49,7 @@ def run(config: Config) -> int:
 
     Args:
         config: the resolved config of the run.
+        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
 
     Returns:
         An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request, or
@@ -60,7 +61,7 @@ def run(config: Config) -> int:
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    inputs = check_inputs(config, world_size)
+    inputs = check_inputs(config, world_size, accept_new_numerics)
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:

@@ -22,7 +22,7 @@ from electra_kernels.backend_choice import resolve
 from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
-from electra_dist.config import Config
+from electra_dist.config import NUMERICS, Config
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
@@ -118,6 +118,8 @@ class Reporter:
         for line in set_aside:
             self.note(line)
             self._record("set_aside", step, reason=line)
+        if restored:
+            self._record_new_numerics(restored, attempt)
         self._record(
             "resume" if restored else "start",
             step,
@@ -128,6 +130,24 @@ class Reporter:
         )
         if restored:
             self._note_restored(restored, attempt)
+
+    def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
+        """Record in log and ledger that the run continues a checkpoint of older numerics, if it does.
+
+        Numerics is the number of the random draws and the rounding of a version. From the checkpoint's step on, the
+        run draws other masks, samples or dropout than the version that began it would have.
+
+        Args:
+            restored: state of the restored checkpoint.
+            attempt: number of this start of the run, from 1.
+        """
+        for numerics, identity_sha256 in self._config.older_identities().items():
+            if restored.identity_sha256 == identity_sha256:
+                self.note(
+                    f"new numerics accepted: steps before {restored.step:,} were computed with numerics {numerics}, "
+                    f"later ones are with numerics {NUMERICS}"
+                )
+                self._record("new_numerics", restored.step, attempt=attempt, was=numerics, now=NUMERICS)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
         """Log from which checkpoint the run goes on, or that the run has reached its last step already.

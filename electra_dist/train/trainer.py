@@ -93,7 +93,9 @@ class Trainer:
         self.special = special
         self.stop = stop
         self.monitor = monitor
-        self.checkpointer = Checkpointer(config, engine, inputs.corpus.manifest.fingerprint, skips.steps)
+        self.checkpointer = Checkpointer(
+            config, engine, inputs.corpus.manifest.fingerprint, skips.steps, inputs.accept_new_numerics
+        )
         monitor.began(self.checkpointer.attempt)
         is_first_round = build_s is not None
         self.restored, set_aside = self.checkpointer.restore(pristine=is_first_round)

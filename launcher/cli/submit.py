@@ -53,6 +53,13 @@ def submit(
             metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"
         ),
     ] = None,
+    accept_new_numerics: Annotated[
+        bool,
+        typer.Option(
+            "--accept-new-numerics",
+            help="continue a run that an older version began, although masks, samples or dropout will differ",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="print the batch script; write and submit nothing")] = False,
 ) -> None:
     """Submit a run to Slurm. Its jobs continue it after time limits, preemption and dead nodes until it is finished.
@@ -74,6 +81,7 @@ def submit(
         signal_ahead_s=signal_ahead,
         container=ranks_container,
         sbatch_options=tuple(sbatch or ()),
+        accept_new_numerics=accept_new_numerics,
     )
     command_line = ["electra-dist", *sys.argv[1:]]
     resolved_config, request, excluded_nodes = prepare(submission, command_line)

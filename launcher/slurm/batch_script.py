@@ -52,6 +52,7 @@ class JobOptions:
     signal_ahead_s: int = 120  # how long before the time limit the ranks receive USR1; Slurm may send it 60 s earlier
     container: Container | None = None  # None: the ranks run without a container
     sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`: account=vision
+    accept_new_numerics: bool = False  # the run may continue with other draws than the version that began it had
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +276,12 @@ start_step() {{ srun {srun_options} bash "$script" node & }}
 def _supervise_command(request: SubmitRequest) -> str:
     """Return the shell command that starts and watches the ranks of one node (launcher.supervise)."""
     ranks = max(1, request.gpus_per_node)
+    numerics_option = " --accept-new-numerics" if request.accept_new_numerics else ""
     return (
         '"$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \\\n'
         f"            --nodes {request.num_nodes} --gpus-per-node {ranks} "
         '--master-addr "$master_addr" --master-port "$master_port" \\\n'
-        '            --session "${state##*/}" --preflight'
+        f'            --session "${{state##*/}}" --preflight{numerics_option}'
     )
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.run.folder import SLURM_DIR
+from electra_dist.run.folder import SLURM_DIR, check_numerics
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
@@ -54,6 +54,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 
     Raises:
         UserError: the config is wrong, the ranks cannot share the global batch, or the run is finished already.
+        OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
     """
     config = load_config(submission.config_file, submission.overrides)
     ranks_per_node = max(1, submission.gpus_per_node)  # Without GPUs, a node has one CPU rank.
@@ -63,6 +64,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         raise UserError(
             f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
         )
+    check_numerics(run_dir, submission.accept_new_numerics)
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     # The submission has these options and others; the request for the script takes them over unchanged.
     job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}

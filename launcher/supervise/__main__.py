@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             port=args.master_port,
             hostfile=args.hostfile,
         )
-        supervisor = Supervisor(config, placement, pretrain_arguments, args.session)
+        rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
+        supervisor = Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
         if args.preflight:
             preflight_code = supervisor.check()
             if preflight_code != EXIT_DONE:
@@ -73,6 +74,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
+    )
+    parser.add_argument(
+        "--accept-new-numerics",
+        action="store_true",
+        help="continue a run that an older version began, although masks, samples or dropout will differ",
     )
     parser.add_argument(
         "--nodes", type=int, help="number of nodes of the job (default: the lines of --hostfile, or 1 without one)"

@@ -49,15 +49,23 @@ class Supervisor:
     called in the main thread.
     """
 
-    def __init__(self, config: Config, placement: Placement, arguments: Sequence[str], session: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        arguments: Sequence[str],
+        session: str = "",
+        rank_options: Sequence[str] = (),
+    ) -> None:
         """Open the log, take the lock of this node and install the signal handlers. No rank is started.
 
         Args:
             config: the resolved config of the run.
             placement: which ranks run on this node.
-            arguments: command-line arguments of launcher/pretrain.py.
+            arguments: command-line arguments of launcher/pretrain.py that name the config; preflight gets them, too.
             session: name of the job, equal on all its nodes and different for every job; empty if there is none. With
                 a name, a supervisor ends once a newer job has begun.
+            rank_options: further options of launcher/pretrain.py, which preflight does not have.
 
         Raises:
             UserError: the run folder cannot be written, or this node already has a supervisor of this run.
@@ -65,6 +73,7 @@ class Supervisor:
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
         self._arguments = arguments
+        self._rank_options = rank_options
         self._placement = placement
         self._limits = hang_limits(config.cluster)
         self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
@@ -170,7 +179,8 @@ class Supervisor:
         began = time.time()
         ranks = RankProcesses(self._mark)
         try:
-            ranks.start(self._placement.command(ranks.state, port, self._arguments))
+            rank_arguments = [*self._arguments, *self._rank_options]
+            ranks.start(self._placement.command(ranks.state, port, rank_arguments))
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
                 run_dir=self._run_dir,

@@ -1,4 +1,4 @@
-"""Uses a corpus, a run folder and a checkpoint of an earlier commit with this one and compares every loss.
+"""Uses a corpus, run folders and a checkpoint of an earlier commit with this one and compares what must stay equal.
 
     git worktree add ../before REV && make -C ../before .venv/ready
     python tests/drills/compatibility.py --before ../before
@@ -7,8 +7,10 @@ The earlier commit builds a corpus from the documentation that Python carries, m
 ZeRO-1, dropout on) and another that is stopped after half of them. This commit repeats the first run, resumes the
 second one, exports the earlier checkpoint and verifies the rows of all three. Takes about 3 minutes on 2 cores.
 
-It passes if every loss, gradient norm, receipt and evaluation is bit for bit the same, all exported files are equal,
-and the identity of the run is unchanged.
+If both commits have the same numerics (number of the random draws and the rounding), every loss, gradient norm, receipt
+and evaluation must be bit for bit the same, and the identity of the run unchanged. If not, this commit must refuse the
+stopped run in one line, and go on with --accept-new-numerics. Its steps before the stop must then be untouched, and all
+its rows the same; the masks of both commits must be equal. In both cases all exported files must be equal.
 """
 
 from __future__ import annotations
@@ -28,11 +30,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 
 from support.real_runs import REPOSITORY, DrillVerdict, free_port, print_verdicts
 
-from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE
+from electra_dist.config import NUMERICS
+from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE, recorded_numerics
+from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics_writer import read_metrics
 
 NUM_STEPS = 40
+ACCEPT = "--accept-new-numerics"
+# What no change of the numerics may alter: the order of the rows, and what is logged without a draw.
+ROWS = ("step", "lr", "receipt", "rows_seen")
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "lr", "receipt", "rows_seen", "auc", "mlm_accuracy")
+
+
+MASKS_PROGRAM = """
+import hashlib, torch
+from electra_dist.config import ObjectiveConfig
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.masking import mask_rows
+special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+ids = torch.randint(1, 300, (16, 128), generator=torch.Generator().manual_seed(1))
+ids[::3, 90:] = 0
+digest = hashlib.sha256()
+for masking in ("without_replacement", "reference"):
+    for step in (0, 1, 10**6):
+        drawn = mask_rows(ids, special, ObjectiveConfig(masking=masking), 7, step, torch.arange(100, 116))
+        for tensor in drawn:
+            digest.update(tensor.numpy().tobytes())
+print(digest.hexdigest())
+"""
 
 
 class Tree:
@@ -74,9 +99,29 @@ class Tree:
         return command + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the fields COMPARED of every record of a run."""
-    return [{name: record.get(name) for name in COMPARED} for record in read_metrics(run_dir)]
+def records(run_dir: Path, names: tuple[str, ...] = COMPARED) -> list[dict[str, Any]]:
+    """Return some fields of every record of a run, by default COMPARED."""
+    return [{name: record.get(name) for name in names} for record in read_metrics(run_dir)]
+
+
+def masks(tree: Tree) -> str:
+    """Return a digest of the masks that a checkout draws for made-up rows at three steps, with both ways to draw."""
+    command = [str(tree.folder / ".venv" / "bin" / "python"), "-c", MASKS_PROGRAM]
+    # The paths come first, so that a checkout's own sources are imported whatever its environment has installed.
+    environment = {**tree.environment, "PYTHONPATH": f"{tree.folder}:{tree.folder / 'kernels'}"}
+    done = subprocess.run(command, cwd=tree.folder, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def refusal(tree: Tree, run_dir: Path) -> str:
+    """Start a run that must be refused; return its error line, or "" if it was not refused in one line with 78."""
+    # A single rank without DeepSpeed's launcher, which would only pass the exit code on.
+    arguments = tree.pretrain(run_dir)
+    script = arguments.index("launcher/pretrain.py")
+    command = [str(tree.folder / ".venv" / "bin" / "python"), *arguments[script:]]
+    done = subprocess.run(command, cwd=tree.folder, env=tree.environment, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return errors[0] if done.returncode == 78 and len(errors) == 1 else ""
 
 
 def contents(folder: Path, names: tuple[str, ...] = ()) -> dict[str, bytes]:
@@ -110,27 +155,64 @@ def main() -> int:
     stop_after_half(before, folder / "half")
     before.run("electra-dist", "export", str(folder / "whole-before"), "--output", str(folder / "export-before"))
 
+    same_numerics = recorded_numerics(folder / "half") == NUMERICS
+    refused = "" if same_numerics else refusal(now, folder / "half")
+    accept = [] if same_numerics else [ACCEPT]
+    steps_before = records(folder / "half")
     now.run(*now.pretrain(folder / "whole-now"))
-    now.run(*now.pretrain(folder / "half"))
+    now.run(*now.pretrain(folder / "half"), *accept)
     now.run("electra-dist", "export", str(folder / "whole-before"), "--output", str(folder / "export-now"))
     for name in ("whole-before", "half", "whole-now"):
         now.run("electra-dist", "verify", str(folder / name))
-    expected = records(folder / "whole-before")
-    files = (IDENTITY_FILE, TOKENIZER_FILE, RUN_VOCAB_FILE)
-    same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
-    exports = contents(folder / "export-before"), contents(folder / "export-now")
-    code = print_verdicts(
-        f"compatibility with {arguments.before}",
-        [
-            DrillVerdict("the same run", records(folder / "whole-now") == expected, f"{len(expected)} records"),
-            DrillVerdict("a stopped run resumed", records(folder / "half") == expected, f"{len(expected)} records"),
-            DrillVerdict("export of the earlier checkpoint", exports[0] == exports[1], f"{len(exports[0])} files"),
-            DrillVerdict("identity, tokenizer, vocabulary", same_files, ", ".join(files)),
-        ],
-    )
+    export_before, export_now = contents(folder / "export-before"), contents(folder / "export-now")
+    verdicts = [
+        DrillVerdict("export of the earlier checkpoint", export_before == export_now, f"{len(export_before)} files"),
+        DrillVerdict("masks", masks(before) == masks(now), masks(now)[:16]),
+    ]
+    if same_numerics:
+        verdicts += same_losses(folder)
+    else:
+        verdicts.append(DrillVerdict("the older run is refused", ACCEPT in refused, refused))
+        verdicts += same_rows(folder, steps_before)
+    code = print_verdicts(f"compatibility with {arguments.before}", verdicts)
     if code == 0:
         shutil.rmtree(folder)
     return code
+
+
+def same_losses(folder: Path) -> list[DrillVerdict]:
+    """Return the verdicts on runs of equal numerics: everything is the same, and so is the identity."""
+    expected = records(folder / "whole-before")
+    files = (IDENTITY_FILE, TOKENIZER_FILE, RUN_VOCAB_FILE)
+    same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
+    return [
+        DrillVerdict("the same run", records(folder / "whole-now") == expected, f"{len(expected)} records"),
+        DrillVerdict("a stopped run resumed", records(folder / "half") == expected, f"{len(expected)} records"),
+        DrillVerdict("identity, tokenizer, vocabulary", same_files, ", ".join(files)),
+    ]
+
+
+def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[DrillVerdict]:
+    """Return the verdicts on runs of other numerics: rows, learning rates and the steps before the stop are the same.
+
+    Args:
+        folder: folder of the runs.
+        steps_before: records of the stopped run before this commit continued it.
+    """
+    expected = records(folder / "whole-before", ROWS)
+    events = [event for event in read_ledger(folder / "half") if event["event"] == "new_numerics"]
+    kept = records(folder / "half")[: len(steps_before)] == steps_before
+    files = (TOKENIZER_FILE, RUN_VOCAB_FILE)
+    same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
+    return [
+        DrillVerdict(
+            "rows of the same run", records(folder / "whole-now", ROWS) == expected, f"{len(expected)} records"
+        ),
+        DrillVerdict("rows of a stopped run resumed", records(folder / "half", ROWS) == expected, "receipts"),
+        DrillVerdict("its earlier steps are untouched", kept, f"{len(steps_before)} records"),
+        DrillVerdict("the ledger records the acceptance", len(events) == 1, str(events)),
+        DrillVerdict("tokenizer, vocabulary", same_files, ", ".join(files)),
+    ]
 
 
 if __name__ == "__main__":
