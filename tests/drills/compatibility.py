@@ -7,10 +7,10 @@ The earlier commit builds a corpus from the documentation that Python carries, m
 ZeRO-1, dropout on) and another that is stopped after half of them. This commit repeats the first run, resumes the
 second one, exports the earlier checkpoint and verifies the rows of all three. Takes about 3 minutes on 2 cores.
 
-If both commits have the same numerics (number of the random draws and the rounding), every loss, gradient norm, receipt
-and evaluation must be bit for bit the same, and the identity of the run unchanged. If not, this commit must refuse the
-stopped run in one line, and go on with --accept-new-numerics. Its steps before the stop must then be untouched, and all
-its rows the same; the masks of both commits must be equal. In both cases all exported files must be equal.
+If both commits have the same numerics (number of the random draws and the rounding), every loss, gradient norm,
+receipt and evaluation must be bit for bit the same, and the identity of the run unchanged. If not, this commit must
+refuse the stopped run in one line, and go on with --accept-new-numerics. Its steps before the stop must then be
+untouched, and all its rows the same. In both cases masks and exported files must be equal.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Tree:
         self.folder, self.corpus = folder.resolve(), corpus
         programs = self.folder / ".venv" / "bin"
         self.environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        self.environment |= {"DS_ACCELERATOR": "cpu"}
+        # The checkout's own sources are imported, whatever its environment has installed.
+        self.environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{self.folder}:{self.folder / 'kernels'}"}
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
         """Start a command in the checkout."""
@@ -107,9 +108,7 @@ def records(run_dir: Path, names: tuple[str, ...] = COMPARED) -> list[dict[str, 
 def masks(tree: Tree) -> str:
     """Return a digest of the masks that a checkout draws for made-up rows at three steps, with both ways to draw."""
     command = [str(tree.folder / ".venv" / "bin" / "python"), "-c", MASKS_PROGRAM]
-    # The paths come first, so that a checkout's own sources are imported whatever its environment has installed.
-    environment = {**tree.environment, "PYTHONPATH": f"{tree.folder}:{tree.folder / 'kernels'}"}
-    done = subprocess.run(command, cwd=tree.folder, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=tree.folder, env=tree.environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
