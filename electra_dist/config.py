@@ -321,11 +321,12 @@ class TrainConfig(Section):
         default=False,
         description="Internal flag that micro_batch: auto sets. Do not set it yourself; set micro_batch: auto.",
     )
-    precision: Literal["bf16", "fp32"] = Field(
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
         default="bf16",
         description="Number format of the forward and backward passes. Master weights, optimizer moments and "
-        "gradient sums are fp32 in both cases; only the sum over ranks is bf16 in runs of bf16 on CPUs with "
-        "zero_stage 1 to 3.",
+        "gradient sums are fp32 in all cases; only the sum over ranks is bf16 in runs of bf16 on CPUs with "
+        "zero_stage 1 to 3. fp16 is for GPUs without bf16 (V100, T4): its gradients are scaled by a factor that "
+        "adapts itself, and a step whose gradients overflow makes no update.",
     )
     skip_steps: tuple[NonNegative, ...] = Field(
         default=(),

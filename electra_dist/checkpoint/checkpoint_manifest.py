@@ -101,6 +101,14 @@ class FileEntry(_Frozen):
             )
 
 
+class LossScaleState(_Frozen):
+    """State of the dynamic loss scale of a run in fp16, equal on all ranks (engine/loss_scale.py)."""
+
+    scale: float  # factor of the loss of the next step
+    stable_steps: int  # updates since the last overflow, or since the beginning of the run
+    hysteresis: int  # the overflow with this number, counted from now, halves the scale
+
+
 class RunState(_Frozen):
     """Part of a checkpoint that is not tensors: identity of the run, its progress, and a digest of its training rows.
 
@@ -122,6 +130,10 @@ class RunState(_Frozen):
     skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
     eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
+    loss_scale: LossScaleState | None = None  # in fp16 only
+    overflowed: tuple[
+        int, ...
+    ] = ()  # steps below `step` without update, as their gradients overflowed fp16, ascending
 
 
 class Manifest(_Frozen):

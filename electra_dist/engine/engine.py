@@ -7,6 +7,8 @@ How each precision and ZeRO stage runs (tested with DeepSpeed 0.19.8):
   fp32   0: plain optimizer; 1, 2, 3: ZeRO over fp32.
   bf16   0: torch autocast over fp32 parameters, because DeepSpeed's own bf16 path at stage 0 accumulates in bf16;
          1: BF16_Optimizer with fp32 accumulation; 2, 3: ZeRO with bf16 parameters.
+  fp16   0: torch autocast over fp32 parameters; 1, 2, 3: ZeRO with fp16 parameters; all with the loss scale of
+         loss_scale.py. Ranks exchange fp32 on any device.
 
 What differs between devices in bf16 at stages 1 to 3: on a GPU ranks exchange gradients in fp32, so that the sum over
 ranks is fp32 as well. On a CPU DeepSpeed's default stays, which rounds gradients to bf16 before the exchange: a change
@@ -16,6 +18,7 @@ would round differently from the runs that exist. In fp32, and at stage 0, both 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,11 +26,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
+from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
@@ -39,6 +44,8 @@ from electra_dist.objectives.base import Objective, StepInput, StepOutput
 _MOST_RANKS_SHOWN = 12
 _FIRST_RANKS_SHOWN = 6
 _LAST_RANKS_SHOWN = 3
+
+_BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in bf16
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float, device_type: str) -> dict[str, Any]:
@@ -52,10 +59,12 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
         engine: gives the ZeRO stage and the offloading of the optimizer.
         clip_norm: bound of the global gradient norm; 0 if DeepSpeed is not to clip.
         device_type: "cuda" or "cpu". On "cuda" the ranks exchange the gradients of bf16 parameters in fp32 instead of
-            bf16, and at stage 1 each gradient is added to its fp32 sum and freed as soon as it exists.
+            bf16, and at stage 1 each gradient is added to its fp32 sum and freed as soon as it exists. Gradients of
+            fp16 parameters are exchanged in fp32 on any device.
     """
     stage = engine.zero_stage
     is_bf16 = train.precision == "bf16"
+    is_fp16 = train.precision == "fp16"
     config: dict[str, Any] = {
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
@@ -79,6 +88,13 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
             # Without it a gradient is first added to a zeroed bf16 buffer. The sums are the same bit for bit; the
             # buffer and two operations per parameter and micro-batch are saved. Only stage 1 reads the key.
             config["bf16"]["immediate_grad_update"] = True
+    elif is_fp16 and stage == 0:
+        # DeepSpeed's own fp16 path would accumulate gradients in fp16 at stage 0, too.
+        config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+    elif is_fp16:
+        config["fp16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"  # a sum over ranks could overflow fp16
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return config
@@ -107,13 +123,32 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
     )
 
 
+def check_precision(precision: str) -> None:
+    """Raise if the device of this process does not compute in a precision: its first GPU, or the CPU without one.
+
+    Args:
+        precision: "bf16", "fp16" or "fp32", as in `train.precision`.
+
+    Raises:
+        UserError: fp16 on a device for which DeepSpeed refuses it, or bf16 on a GPU without bf16; names what to set.
+    """
+    has_gpu = torch.cuda.is_available()
+    device_name = torch.cuda.get_device_name() if has_gpu else "this CPU"
+    if precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UserError(f"train.precision fp16 cannot run on {device_name}; set train.precision: bf16 or fp32")
+    # torch would compute bf16 on an older GPU by slow emulation.
+    if precision == "bf16" and has_gpu and torch.cuda.get_device_capability() < _BF16_CAPABILITY:
+        raise UserError(f"train.precision bf16 cannot run on {device_name}; set train.precision: fp16 or fp32")
+
+
 class Engine:
     """DeepSpeed engine around an objective (the module that computes the pretraining loss); runs optimizer steps.
 
     One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
     after each pair except the last one, and `step` after the last one.
 
-    The attribute `notes` holds lines for the run's log about choices that were made while it was built.
+    The attribute `notes` holds lines for the run's log about choices that were made while it was built. `loss_scale`
+    is the loss scale of a run in fp16, and None in other precisions.
 
     The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
     has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
@@ -126,7 +161,7 @@ class Engine:
         """Wrap a module and its new optimizer with DeepSpeed. Collective.
 
         The process group must exist (`init_distributed`). The module is moved to the device of this rank; at ZeRO
-        stages 1 to 3 in bf16 its parameters become bf16, and at stage 3 they are partitioned.
+        stages 1 to 3 in bf16 or fp16 its parameters get that dtype, and at stage 3 they are partitioned.
 
         Args:
             module: the objective, with its initial weights.
@@ -167,6 +202,9 @@ class Engine:
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():
             self.deepspeed.enable_backward_allreduce = False
+        self.loss_scale: LossScale | None = None
+        if train.precision == "fp16":
+            self.loss_scale = self._install_loss_scale()
 
     def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
         """Choose the implementation of the optimizer; on GPUs all ranks agree on one. Collective on GPUs.
@@ -206,6 +244,15 @@ class Engine:
         is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
         return dist.get_world_size() == 1 and is_bf16_stage_1 and exchanges_fp32
 
+    def _install_loss_scale(self) -> LossScale:
+        """Return a new loss scale, and let DeepSpeed use it in place of its own."""
+        loss_scale = LossScale()
+        if self.zero_stage == 0:
+            self.deepspeed.torch_autocast_z0_gradscaler = None  # `backward` and `step` of this class scale instead
+        else:
+            self.optimizer.loss_scaler = loss_scale
+        return loss_scale
+
     @property
     def attention(self) -> AttentionChoice:
         """Return the attention backend of the module; with "flash" every input of `forward` needs `bounds`."""
@@ -222,6 +269,8 @@ class Engine:
             given: token ids of one micro-batch on `device`, and two factors that turn the objective's loss sums into
                 means over the global batch.
         """
+        if self.loss_scale is not None:
+            given = dataclasses.replace(given, gradient_scale=dist.get_world_size() * self.loss_scale.cur_scale)
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -234,7 +283,10 @@ class Engine:
             loss: scalar that is already divided by a count over the global batch (`Objective` does that), so that the
                 losses of all micro-batches and ranks add up to the loss of the step.
         """
-        self.deepspeed.backward(loss * (dist.get_world_size() * self.num_micro_batches))
+        factor: float = dist.get_world_size() * self.num_micro_batches
+        if self.loss_scale is not None and self.zero_stage == 0:
+            factor *= self.loss_scale.cur_scale  # at the other stages DeepSpeed multiplies by it
+        self.deepspeed.backward(loss * factor)
 
     def step_micro_batch(self) -> None:
         """End a micro-batch that is not the last one of its step: DeepSpeed counts it and updates nothing."""
@@ -267,6 +319,7 @@ class Engine:
         self._applied = None
         # Stage 0 does not report the norm, and clips the gradients in place: it must be computed before.
         if self.zero_stage == 0:
+            self._unscale_unpartitioned_gradients()
             self._norm = float(self._unpartitioned_grad_norm())
         if self._tower_clipping is not None:
             self._tower_clipping.measure(self.optimizer)
@@ -276,6 +329,8 @@ class Engine:
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
+        if was_updated and self.loss_scale is not None:
+            self.loss_scale.count_update()
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
@@ -296,6 +351,14 @@ class Engine:
         if self._tower_clipping is not None:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
+
+    def _unscale_unpartitioned_gradients(self) -> None:
+        """Divide the gradients of ZeRO stage 0 by the loss scale, in place; without a loss scale do nothing."""
+        if self.loss_scale is None:
+            return
+        parameters = self.deepspeed.module.parameters()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / self.loss_scale.cur_scale)
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
         """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device.

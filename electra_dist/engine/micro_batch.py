@@ -173,20 +173,20 @@ def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> C
         module: the objective on the host.
         device: where to measure.
     """
-    is_bf16 = config.train.precision == "bf16"
-    has_bf16_weights = is_bf16 and config.engine.zero_stage > 0
-    dtype = torch.bfloat16 if has_bf16_weights else torch.float32
+    low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
+    dtype = torch.float32 if has_fp32_weights else low_precision
     trial_module = copy.deepcopy(module).to(device, dtype).train()
     measure_pass = _kept_on_cpu if device.type == "cpu" else _peak_on_gpu
     # The engine runs fp32 weights under autocast on any device. On a CPU the larger measure without it stays.
-    under_autocast = device.type == "cuda" and is_bf16 and not has_bf16_weights
+    under_autocast = device.type == "cuda" and has_fp32_weights and low_precision is not None
 
     def measure(num_rows: int) -> int | None:
         """Return the bytes of a pass over `num_rows` rows, or None if they do not fit."""
         given = _random_input(config, module, device, num_rows)
         precision: AbstractContextManager[Any] = nullcontext()
         if under_autocast:
-            precision = torch.autocast(device.type, torch.bfloat16)
+            precision = torch.autocast(device.type, low_precision)
         try:
             with precision:
                 return measure_pass(trial_module, given)

@@ -212,12 +212,13 @@ _PEAK_TFLOPS = {
 }
 
 KNOWN_GPUS = tuple(words.upper() for words in _PEAK_TFLOPS if " " not in words)
+GPUS_WITHOUT_BF16 = ("V100",)  # of KNOWN_GPUS
 
 
-def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") -> float | None:
+def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "bf16") -> float | None:
     """Return the dense 16-bit peak of a GPU model in FLOP/s, or None if it is not known.
 
-    Dense means without structured sparsity. The peak is that of bf16; of V100, which has no bf16, it is that of fp16.
+    Dense means without structured sparsity. bf16 and fp16 have the same peak; V100 has fp16 only.
 
     Args:
         device_name: name as the driver reports it ("NVIDIA H100 80GB HBM3"), or just the model ("H100"). Case and
@@ -227,7 +228,7 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp32"] = "bf16") ->
     Returns:
         The peak; None for a GPU that is not in this module's list, for a slice of a GPU (MIG), and for fp32.
     """
-    if precision != "bf16":
+    if precision == "fp32":
         return None
     name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # {"nvidia", "h100", "80gb", "hbm3"}
     if "mig" in name_words:

@@ -86,6 +86,9 @@ class StepInput:
     # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
     # attention backend "flash" reads it.
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
+    # Upstream gradient of the loss in the backward pass that will follow; only in fp16, where it contains the loss
+    # scale. Gradients that are computed during the forward pass are scaled by it.
+    gradient_scale: float | None = field(default=None, kw_only=True)
 
 
 class StepOutput(NamedTuple):
@@ -212,6 +215,7 @@ class Objective(nn.Module, ABC):
             first_scale=step_input.first_scale,
             second_scale=step_input.second_scale,
             bounds=step_input.bounds,
+            gradient_scale=step_input.gradient_scale,
             layout=layout,
             attention_mask=self._attention_mask(step_input, layout),
         )

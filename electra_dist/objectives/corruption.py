@@ -82,7 +82,7 @@ class CorruptingObjective(Objective):
         mlm = self.fill(batch, masking, self.generator_states(batch, masking))
         loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
         if self.early_generator and loss.requires_grad:
-            loss = with_gradients_now(loss, list(self.parameters()))
+            loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
         corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=mlm_sums(mlm))
 

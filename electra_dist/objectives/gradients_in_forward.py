@@ -26,32 +26,42 @@ class _PrecomputedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor
+        ctx: Any,
+        loss: torch.Tensor,
+        gradients: list[torch.Tensor],
+        gradient_scale: float | None,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """Return `loss` and keep its gradients for the backward pass.
 
         Args:
             ctx: keeps the gradients.
             loss: scalar without gradient.
-            gradients: gradient of the loss by each of `parameters`.
+            gradients: gradient of the loss by each of `parameters`, times `gradient_scale` unless that is None.
+            gradient_scale: factor that the gradients contain already.
             *parameters: separate arguments, because autograd passes gradients only to tensors that are arguments.
         """
         ctx.gradients = gradients
+        ctx.gradient_scale = gradient_scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients times `upstream`, and None for the loss and the list of gradients.
+        """Return the kept gradients times `upstream`, and None for the arguments that need no gradient.
 
         It works once only: the gradients are scaled in their own memory and then released.
         """
         gradients = ctx.gradients
         ctx.gradients = []
+        if ctx.gradient_scale is not None:
+            upstream = upstream / ctx.gradient_scale
         scaled_gradients = [gradient.mul_(upstream) for gradient in gradients]
-        return None, None, *scaled_gradients
+        return None, None, None, *scaled_gradients
 
 
-def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def with_gradients_now(
+    loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradient_scale: float | None = None
+) -> torch.Tensor:
     """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
 
     A later backward pass through the result does not need the activations: it multiplies the stored gradients by the
@@ -60,13 +70,16 @@ def with_gradients_now(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -
     Args:
         loss: a scalar, already scaled, so that gradients stored in low precision have their final size.
         parameters: all parameters that the loss may depend on; those that it does not depend on get no gradient.
+        gradient_scale: the upstream gradient that the later backward pass will bring, in fp16, whose gradients of the
+            unscaled loss would be rounded to zero; None does not scale.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+    scaled_loss = loss if gradient_scale is None else loss * gradient_scale
+    gradients = torch.autograd.grad(scaled_loss, trainable, allow_unused=True)
     used_parameters = []
     used_gradients = []
     for parameter, gradient in zip(trainable, gradients):
         if gradient is not None:
             used_parameters.append(parameter)
             used_gradients.append(gradient)
-    return _PrecomputedGradients.apply(loss.detach(), used_gradients, *used_parameters)
+    return _PrecomputedGradients.apply(loss.detach(), used_gradients, gradient_scale, *used_parameters)

@@ -11,7 +11,7 @@ is at the beginning of the discriminator's backward pass, where the activations 
 Limits: the allocator's fragmentation, cuBLAS workspaces and communication buffers are not counted. `FREE_FRACTION` of
 the memory is left for them. For objectives other than replaced-token detection, what the heads keep is approximated.
 
-Terms: a row has `seq_len` tokens; a value takes 2 bytes in bf16 and 4 in fp32.
+Terms: a row has `seq_len` tokens; a value takes 2 bytes in bf16 and fp16, and 4 in fp32.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
     """Return the predicted speed, and the time that `tokens` take, on the GPUs of the config's section `plan`.
 
-    The GPUs are assumed to compute at `plan.utilisation` times their dense bf16 peak.
+    The GPUs are assumed to compute at `plan.utilisation` times their dense 16-bit peak.
 
     Args:
         config: the configuration of the run.
@@ -94,7 +94,7 @@ def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | N
         tokens: tokens of the whole run.
 
     Returns:
-        The prediction; None if the run trains in fp32, because only bf16 peaks are known.
+        The prediction; None if the run trains in fp32, because only 16-bit peaks are known.
 
     Raises:
         UserError: the peak of `plan.gpu` is not known.

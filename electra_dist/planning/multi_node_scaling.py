@@ -24,7 +24,7 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.planning.budget import make_budget
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
 
 ASSUMPTIONS = (
     "compute, then communication: nothing of one is hidden behind the other",
@@ -48,8 +48,8 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    An element is sent in 2 bytes in bf16 and in 4 in fp32. Stage 0 always sends 4, because its bf16 is autocast with
-    fp32 gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and
+    An element is sent in 2 bytes in bf16 and in 4 in fp32. In fp16 gradients take 4 bytes and parameters 2. Stage 0
+    always sends 4, because its 16 bits are autocast with fp32 gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and
     twice that in an all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step
     DeepSpeed runs
 
@@ -70,17 +70,19 @@ def bytes_on_wire(
         micro_batches: forward passes of a rank in a step.
         persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
     """
-    element_size = 2 if dtype == "bf16" and stage > 0 else 4
+    parameter_size = 4 if dtype == "fp32" else 2
+    gradient_size = 2 if dtype == "bf16" and stage > 0 else 4
     # A reduce-scatter or an all-gather is one pass around the ring, an all-reduce is two.
-    one_pass = _ring_pass_bytes(parameters, element_size, ranks)
+    gradient_pass = _ring_pass_bytes(parameters, gradient_size, ranks)
+    parameter_pass = _ring_pass_bytes(parameters, parameter_size, ranks)
     if stage == 0:
-        return 2 * one_pass
+        return 2 * gradient_pass
     if stage == 1:
-        return 3 * one_pass
+        return 2 * gradient_pass + parameter_pass
     if stage == 2:
-        return (2 * micro_batches + 1) * one_pass
+        return 2 * micro_batches * gradient_pass + parameter_pass
     elements_gathered = micro_batches * (parameters - persistent) + persistent
-    return micro_batches * one_pass + _ring_pass_bytes(elements_gathered, element_size, ranks)
+    return micro_batches * gradient_pass + _ring_pass_bytes(elements_gathered, parameter_size, ranks)
 
 
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
@@ -218,7 +220,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
     compute = make_budget(one_gpu_config).compute
     if compute is None:
         raise UserError(
-            "train.precision is fp32, but only bf16 peaks of GPUs are known; pass --step-tokens-per-s as measured on "
+            "train.precision is fp32, but only 16-bit peaks of GPUs are known; pass --step-tokens-per-s as measured on "
             "one GPU, or set train.precision to bf16"
         )
     return compute.tokens_per_s

@@ -21,6 +21,7 @@ from rich.text import Text
 from electra_dist.config import Config, TowerConfig
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.engine.state_layout import PARTS, state_layout
+from electra_dist.model.flops import GPUS_WITHOUT_BF16
 from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
@@ -233,7 +234,7 @@ def _largest_micro_batch(config: Config) -> PlanSection:
     """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save memory.
 
     The ways are `engine.early_generator` and `engine.activation_checkpointing`. The column of the config's settings is
-    marked in the header. GPUs with equal memory share a row. The numbers are arithmetic, not measurements, and they
+    marked in the header. GPUs with equal memory share a row; one without bf16 is listed with what it can run. The numbers are arithmetic, not measurements, and they
     are not limited by the rows of a step.
     """
     engine = config.engine
@@ -248,7 +249,7 @@ def _largest_micro_batch(config: Config) -> PlanSection:
             micro_batch_limit(config, memory_gb, early_generator=early, recompute=recompute)
             for early, recompute in settings
         ]
-        gpus = [name for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
+        gpus = [_with_precisions(name) for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
         rows.append([f"{memory_gb} GB", *(f"{limit.fitting_rows:,}" for limit in limits), ", ".join(gpus)])
 
     row_megabytes = [
@@ -260,6 +261,11 @@ def _largest_micro_batch(config: Config) -> PlanSection:
     note = f"predicted, not measured; {unused_memory}; a micro-batch must divide the rows per GPU"
     title = f"Largest micro-batch in rows, ZeRO-{engine.zero_stage} on W = {config.plan.num_gpus} GPUs"
     return PlanSection(title, rows, header=["engine", *names, ""], note=note)
+
+
+def _with_precisions(gpu: str) -> str:
+    """Return the name of a GPU model; with the values of `train.precision` that it can run, if bf16 is not one."""
+    return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
@@ -295,7 +301,10 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
         ["wall clock", format_duration(compute.days * 86_400), f"{compute.days:,.2f} days"],
         ["GPU-hours", f"{compute.gpu_hours:,.1f}", "change plan.gpu, plan.num_gpus, plan.utilisation to ask again"],
     ]
-    return PlanSection("Compute", rows)
+    note = ""
+    if config.train.precision == "bf16" and compute.gpu.upper() in GPUS_WITHOUT_BF16:
+        note = f"plan.gpu {compute.gpu} has no bf16, so it cannot run this config; set train.precision: fp16"
+    return PlanSection("Compute", rows, note=note)
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:

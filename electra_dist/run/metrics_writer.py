@@ -39,6 +39,7 @@ _TAGS = {
         "lr": "optimizer/lr",
         "generator_lr": "optimizer/generator_lr",
         "grad_norm": "optimizer/grad_norm",
+        "loss_scale": "optimizer/loss_scale",
         "tokens_per_s": "speed/tokens_per_s",
         "mfu": "speed/mfu",
         "data_wait": "speed/data_wait",

@@ -26,7 +26,7 @@ class StepRecord:
     original_accuracy: float  # fraction of original tokens that it classifies as original
     replaced_fraction: float  # replaced tokens as a fraction of all real tokens
     lr: float  # learning rate of this step
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; NaN if `overflow` is true
     tokens_per_s: float  # row tokens of all ranks, since the last logged step
     mfu: float | None  # model FLOPs as a fraction of the GPUs' dense peak
     data_wait: float  # fraction of the time since the last logged step that rank 0 waited for rows
@@ -46,6 +46,8 @@ class StepRecord:
     slow_ranks: list[int]  # stragglers, the slowest first
     generator_lr: float | None = None  # learning rate of the generator's parameters; None if it is `lr`
     token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
+    loss_scale: float | None = None  # with which the gradients of this step were computed; None unless in fp16
+    overflow: bool = False  # whether the step made no update, because its gradients overflowed fp16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,7 @@ class _StepRunner:
         emulates_bf16 = device.type == "cpu" and not HAS_BF16_PRODUCTS
         if self._config.train.precision == "bf16" and not emulates_bf16:
             return torch.bfloat16
-        return torch.float32
+        return torch.float16 if self._config.train.precision == "fp16" else torch.float32
 
 
 class _OperatorCounter(TorchDispatchMode):

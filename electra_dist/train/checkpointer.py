@@ -50,6 +50,7 @@ class TrainState:
     receipt: Receipt  # number and digest of all rows trained on so far
     guard: Guard  # compares each loss with the window of recent losses
     skips: SkipList  # steps that the run skips
+    overflowed: list[int]  # steps that made no update, because their gradients overflowed fp16, ascending
     eval_rtd_loss: float | None = None  # loss of replaced token detection at an evaluation of this step, if any
 
     def updated(self, result: StepResult) -> None:
@@ -72,9 +73,14 @@ class TrainState:
                 checkpoint.
         """
         if restored is None:
-            return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips)
-        receipt = Receipt(restored.rows_seen, restored.rows_digest)
-        return cls(step=restored.step, receipt=receipt, guard=Guard(config, restored.recent_losses), skips=skips)
+            return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips, overflowed=[])
+        return cls(
+            step=restored.step,
+            receipt=Receipt(restored.rows_seen, restored.rows_digest),
+            guard=Guard(config, restored.recent_losses),
+            skips=skips,
+            overflowed=list(restored.overflowed),
+        )
 
     def state_fields(self) -> dict[str, Any]:
         """Return the values for a checkpoint's `RunState` that change from step to step, by field name.
@@ -88,6 +94,7 @@ class TrainState:
             "skipped": self.skips.below(self.step),
             "recent_losses": self.guard.recent_losses,
             "eval_rtd_loss": self.eval_rtd_loss,
+            "overflowed": tuple(self.overflowed),
         }
 
 
@@ -124,6 +131,7 @@ class Checkpointer:
         self._config = config
         self._module = engine.deepspeed.module
         self._optimizer = engine.optimizer
+        self._loss_scale = engine.loss_scale
         self._targets = open_targets(config)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
@@ -179,6 +187,8 @@ class Checkpointer:
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
         older_identities = self._older_identities.values()
         restored, set_aside = load_newest(self._targets, fragments, self._state, older_identities)
+        if self._loss_scale is not None:
+            self._loss_scale.restore(restored.loss_scale if restored else None)
         has_initial_weights = pristine and not set_aside
         if restored is None and has_initial_weights:
             return None, set_aside
@@ -226,6 +236,8 @@ class Checkpointer:
             BaseException: the previous save has failed; its error is raised again.
         """
         state = self._state.model_copy(update=train_state.state_fields())
+        if self._loss_scale is not None:
+            state = state.model_copy(update={"loss_scale": self._loss_scale.state})
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
 
     @property

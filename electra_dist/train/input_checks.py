@@ -16,7 +16,7 @@ from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.engine.engine import check_world_size
+from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build_objective import check_objective
@@ -71,6 +71,7 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
     """
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
+    check_precision(config.train.precision)
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_kernels(config.kernels.backend)

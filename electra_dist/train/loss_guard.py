@@ -14,6 +14,10 @@ would only repeat what happened.)
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
 steps; no spike is detected before the window is full. The window is part of a checkpoint.
 
+In fp16 a step whose gradients overflow, although its loss is finite, is not stopped by the guard: it lowers the loss
+scale (`engine/loss_scale.py`), and counts neither as a stopped step nor as an accepted one. Only at the least loss
+scale the guard stops it.
+
 Limits: an update that damages the weights, although the loss of its step was normal, is noticed only by a later loss.
 """
 

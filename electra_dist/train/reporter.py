@@ -169,7 +169,7 @@ class Reporter:
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """Report a logged step: print its line, write its record to the metrics, and log the slow ranks, if any.
+        """Report a logged step: print its line, write its record to the metrics, and log slow ranks or an overflow.
 
         Times and rates are means since the last log line or evaluation; losses and accuracies are those of this step
         alone.
@@ -195,8 +195,24 @@ class Reporter:
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
                 f"check their nodes with python -m launcher.preflight --config {self._run_dir / CONFIG_FILE}"
             )
+        if result.overflow:
+            self._note_overflow(done - 1, result)
         self._metrics.write(record)
         self._console.line(record)
+
+    def _note_overflow(self, step: int, result: StepResult) -> None:
+        """Log a step of a run in fp16 that made no update, because its gradients overflowed.
+
+        Args:
+            step: number of the step, from 0.
+            result: results of the step, which give its loss scale; the engine has the next one.
+        """
+        scaler = self._engine.loss_scale
+        assert scaler is not None
+        self.note(
+            f"step {step:,} made no update: its gradients overflowed fp16 at loss scale {result.loss_scale:,.0f}; the "
+            f"next step has loss scale {scaler.cur_scale:,.0f}"
+        )
 
     def _step_record(
         self,
@@ -257,6 +273,8 @@ class Reporter:
             gpu_sm_clock_mhz=gpu.gpu_sm_clock_mhz,
             gpu_throttle=list(gpu.gpu_throttle),
             slow_ranks=look.slow_ranks,
+            loss_scale=result.loss_scale,
+            overflow=result.overflow,
         )
 
     def evaluation(self, record: EvalRecord) -> None:

@@ -65,13 +65,15 @@ _NO_FLAGS = RankFlags()
 class StepResult:
     """Results of one optimizer step over the global batch, equal on all ranks.
 
-    If `fault` is not empty, the step has not changed weights and moments.
+    If `fault` is not empty or `overflow` is true, the step has not changed weights and moments.
     """
 
     sums: Sums  # over the tokens of the global batch, for the metrics
     loss: float  # the minimised loss
     grad_norm: float  # before clipping; NaN if it is not finite
-    fault: str  # why no update was made; empty if one was
+    fault: str  # why the guard allowed no update; empty if an update was made or `overflow` is true
+    loss_scale: float | None  # with which the step was computed; None unless the run is in fp16
+    overflow: bool  # whether no update was made because the scaled gradients overflowed fp16
     receipt: Receipt  # of the rows of all ranks
     flags: RankFlags  # added up over the ranks
 
@@ -121,8 +123,8 @@ class TrainStep:
             generator_learning_rate: of the update of the generator's parameters; None if it is `learning_rate`.
 
         Returns:
-            The results over the global batch, equal on all ranks. If `fault` is not empty, weights and moments are
-            unchanged.
+            The results over the global batch, equal on all ranks. If `fault` is not empty or `overflow` is true,
+            weights and moments are unchanged.
         """
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
@@ -204,19 +206,28 @@ class TrainStep:
             fault = find_fault(Sums(*sum_K.tolist()).loss)
             return not fault
 
+        scaler = self._engine.loss_scale
+        loss_scale = None if scaler is None else scaler.cur_scale
         learning_rate, generator_learning_rate = learning_rates
         grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate)
         sums = Sums(*sum_K.tolist())
+        overflow = False
         if not is_updated and not fault:
             # The engine did not call `accept`, because the gradient is not finite. A fault of the loss says more.
-            loss_fault = find_fault(sums.loss)
-            fault = loss_fault if loss_fault else "the gradient is not finite"
+            fault = find_fault(sums.loss)
+            overflow = not fault and scaler is not None and scaler.lower()
+            if not fault and not overflow:
+                fault = "the gradient is not finite"
+                if scaler is not None:
+                    fault += f" at the least loss scale, {loss_scale:,.0f}"
         num_rows, digest, *flags = totals.tolist()
         return StepResult(
             sums=sums,
             loss=sums.loss,
             grad_norm=grad_norm,
             fault=fault,
+            loss_scale=loss_scale,
+            overflow=overflow,
             receipt=Receipt.from_words(num_rows, digest),
             flags=RankFlags(*flags),
         )

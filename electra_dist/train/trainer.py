@@ -219,9 +219,10 @@ class Trainer:
         return EXIT_DONE
 
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
-        """Train on the next batch, and log the step if due. Collective.
+        """Train on the next batch, and log the step if due or if it overflowed fp16. Collective.
 
-        If the loss is a spike or not finite, there is no update, and the step is put on the skip list.
+        If the loss is a spike or not finite, there is no update, and the step is put on the skip list. If the
+        gradients overflow fp16, there is no update either, but a restart computes the step again.
 
         Args:
             step: number of the step, from 0.
@@ -229,7 +230,8 @@ class Trainer:
             train_step: runs one optimizer step.
 
         Returns:
-            The result of the step, equal on all ranks. If its `fault` is not empty, the weights have not changed.
+            The result of the step, equal on all ranks. If its `fault` is not empty or its `overflow` is true, the
+            weights have not changed.
         """
         num_steps = self.config.train.num_steps
         lr = learning_rate(step, num_steps, self.config.optimizer)
@@ -241,9 +243,12 @@ class Trainer:
         if result.fault:
             self._skip_stopped_step(train_step, batch, result.fault)
             return result
-        self.state.updated(result)
+        if result.overflow:
+            self.state.overflowed.append(step)
+        else:
+            self.state.updated(result)
         is_last = self.state.step == num_steps
-        if is_last or _is_due(self.state.step, self.config.log.every_steps):
+        if is_last or result.overflow or _is_due(self.state.step, self.config.log.every_steps):
             self._log(result, lr, loader.wait_s, train_step.forward_s())
         return result
 

@@ -43,8 +43,9 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
     rows_per_shard = [shard.rows for shard in corpus.shards]
     order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
-    skipped_steps = SkipList(run, config.train.skip_steps).steps
-    marks = read_marks(run, _read_checkpoint_states(config, out))
+    checkpoints = _read_checkpoint_states(config, out)
+    skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
+    marks = read_marks(run, checkpoints)
     if not marks:
         raise UserError(
             f"{run}: nothing to verify: no step was logged and no checkpoint exists; train some steps first"
@@ -85,6 +86,20 @@ def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, Run
     return checkpoints
 
 
+def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
+    """Return the steps, from 0, that made no update because their gradients overflowed fp16; their rows do not count.
+
+    Args:
+        run_dir: the run folder; the record of such a step in its metrics.jsonl has `overflow` set.
+        checkpoints: (name, state) of each checkpoint; each state lists these steps.
+    """
+    # A record has the number of steps done, which is one more than the number of its step.
+    steps = {record["step"] - 1 for record in read_metrics(run_dir) if record.get("overflow")}
+    for _, state in checkpoints:
+        steps.update(state.overflowed)
+    return steps
+
+
 def _print_result(run: Path, result: AuditResult, expected: Expected, out: Console) -> None:
     """Print the result of an audit of the rows that a run used.
 
@@ -107,8 +122,8 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
         if len(skipped_steps) > _MAX_STEPS_SHOWN:
             shown += ", ..."
         out.print(
-            f"{len(skipped_steps)} steps were skipped (by train.skip_steps or by the loss guard; see ledger.jsonl): "
-            f"{shown}"
+            f"{len(skipped_steps)} steps were skipped (by train.skip_steps, by the loss guard or by an overflow in "
+            f"fp16; see ledger.jsonl and metrics.jsonl): {shown}"
         )
     deviation = result.deviation
     if deviation is not None:

@@ -1,0 +1,85 @@
+"""Scales the loss of a run in fp16, so that small gradients are not rounded to zero (`train.precision: fp16`).
+
+Guarantee: the scale is a power of 2, so it changes gradients only where fp16 would lose them. A step whose gradients
+overflow changes neither weights nor moments; it changes the scale alone. The state is three numbers, equal on all
+ranks and independent of the number of ranks and of the ZeRO stage; a checkpoint holds it. A step that the guard stops
+leaves the state as it was, as if the step had been skipped from the start.
+
+How: the rule is that of DeepSpeed's `DynamicLossScaler` with DeepSpeed's default settings. The scale begins at 65,536.
+Of two overflows without a growth of the scale between them, the first one changes nothing, and each further one halves
+the scale, down to 1. After 1,000 updates without an overflow the scale is doubled. DeepSpeed changes the scale in the
+middle of a step, before it divides the gradients by it, so that each step in which the scale grows would make half an
+update. Here the scale changes after the step. At ZeRO stage 0, where DeepSpeed would use the scaler of torch with
+another rule, the engine multiplies and divides by this scale.
+
+Limits: a forward pass that overflows gives a loss that is not finite, which no scale can repair; the guard stops it.
+"""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from electra_dist.checkpoint.checkpoint_manifest import LossScaleState
+
+INITIAL_SCALE = 2.0**16
+STEPS_UNTIL_GROWTH = 1000
+HYSTERESIS = 2  # the overflow with this number is the first one that halves the scale
+LEAST_SCALE = 1.0
+
+
+class LossScale(DynamicLossScaler):
+    """DeepSpeed's dynamic loss scale of fp16, which changes only between steps and whose state can be saved.
+
+    Call `count_update` after a step that has updated the weights, or `lower` after one whose gradients overflowed.
+    Read the present scale from `cur_scale`.
+    """
+
+    def __init__(self) -> None:
+        """Set the state in which a run begins."""
+        super().__init__(
+            init_scale=INITIAL_SCALE,
+            scale_window=STEPS_UNTIL_GROWTH,
+            min_scale=LEAST_SCALE,
+            delayed_shift=HYSTERESIS,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.float16,
+        )
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing; DeepSpeed calls this method in the middle of a step, while it still needs the scale."""
+
+    def count_update(self) -> None:
+        """Count a step that has updated the weights, and double the scale if enough steps had no overflow."""
+        super().update_scale(False)
+
+    def lower(self) -> bool:
+        """Count an overflow, which halves the scale unless it is the first one since the scale last grew.
+
+        Returns:
+            False if the scale is at its minimum already; nothing is counted then.
+        """
+        if self.cur_scale <= LEAST_SCALE:
+            return False
+        super().update_scale(True)
+        return True
+
+    @property
+    def state(self) -> LossScaleState:
+        """The scale and its counters, from which `restore` continues exactly."""
+        return LossScaleState(
+            scale=float(self.cur_scale),
+            stable_steps=self.cur_iter - self.last_overflow_iter - 1,
+            hysteresis=self.cur_hysteresis,
+        )
+
+    def restore(self, state: LossScaleState | None) -> None:
+        """Continue from the state of a checkpoint, or from the initial one if it is None."""
+        if state is None:
+            state = LossScale().state
+        self.cur_scale = state.scale
+        self.cur_hysteresis = state.hysteresis
+        # DeepSpeed uses the two counters only by their difference.
+        self.cur_iter = state.stable_steps
+        self.last_overflow_iter = -1
