@@ -322,7 +322,10 @@ class Engine:
             self._unscale_unpartitioned_gradients()
             self._norm = float(self._unpartitioned_grad_norm())
         if self._tower_clipping is not None:
-            self._tower_clipping.measure(self.optimizer)
+            gradient_scale = 1.0
+            if self.loss_scale is not None and self.zero_stage > 0:
+                gradient_scale = self.loss_scale.cur_scale
+            self._tower_clipping.measure(self.optimizer, gradient_scale)
         self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())

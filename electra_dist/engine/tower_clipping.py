@@ -46,11 +46,12 @@ class TowerClipping:
         self._clip_2 = torch.tensor([discriminator_clip, generator_clip], dtype=torch.float64, device=device)
         self._factor_2 = torch.ones(2, device=device)
 
-    def measure(self, optimizer: Any) -> None:
+    def measure(self, optimizer: Any, gradient_scale: float = 1.0) -> None:
         """Compute the two norms, and from them the factors that `apply` uses. Collective at ZeRO stages 1 to 3.
 
         Args:
             optimizer: the optimizer that deepspeed.initialize returned, after the last backward pass of a step.
+            gradient_scale: factor by which the gradients are still too large, such as the loss scale of fp16.
         """
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in _gradient_parts(optimizer):
@@ -61,7 +62,8 @@ class TowerClipping:
         is_partitioned = not isinstance(optimizer, torch.optim.Optimizer)
         if is_partitioned:
             dist.all_reduce(square_2)
-        self._factor_2 = (self._clip_2 / (square_2.sqrt() + _EPS)).clamp(max=1.0).float()
+        norm_2 = square_2.sqrt() / gradient_scale
+        self._factor_2 = (self._clip_2 / (norm_2 + _EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
         """Scale the gradients of parameter groups in place by the factor of their tower.
