@@ -55,7 +55,7 @@ def test_an_update_with_two_norms_is_that_of_a_float64_computation_at_every_stag
     assert [rank.returncode for rank in ranks] == [0] * num_ranks, output[0][-3000:]
     for lines in output:
         measured = [line.split() for line in lines.splitlines() if line.startswith("MEASURED")]
-        assert len(measured) == 11
+        assert len(measured) == 15
         assert all(float(fields[-1]) < FP32_ROUNDING for fields in measured), measured
 
 
