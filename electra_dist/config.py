@@ -20,6 +20,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from electra_dist.schedule import (
+    FractionOrSchedule,
+    InnerFractionOrSchedule,
+    NonNegativeOrSchedule,
+    PositiveOrSchedule,
+    Schedule,
+    largest_value,
+)
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -182,9 +191,10 @@ class ObjectiveConfig(Section):
         "modelling. After them the discriminator starts from a copy of the generator's weights, and the generator "
         "is frozen. Needs model.sharing: none and towers of the same shape. 0: both towers train from the start.",
     )
-    mask_prob: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+    mask_prob: InnerFractionOrSchedule = Field(
         default=0.25,
-        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %).",
+        description="Fraction of a row's tokens, padding excluded, that is masked (0.25 means 25 %), as a number or a "
+        "schedule.",
     )
     mask_token_prob: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.85,
@@ -196,14 +206,15 @@ class ObjectiveConfig(Section):
         description="How masked positions are drawn. without_replacement: each position at most once. reference: "
         "with replacement, as in Google's code, so that duplicates reduce the number of distinct masked positions.",
     )
-    mlm_weight: Annotated[float, Field(ge=0)] = Field(
+    mlm_weight: NonNegativeOrSchedule = Field(
         default=1.0,
-        description="Weight of the generator's loss in the total loss, whichever loss trains the generator. With "
-        "objective mlm, the weight of the only loss.",
+        description="Weight of the generator's loss in the total loss, whichever loss trains the generator, as a "
+        "number or a schedule. With objective mlm, the weight of the only loss.",
     )
-    rtd_weight: Annotated[float, Field(ge=0)] = Field(
+    rtd_weight: NonNegativeOrSchedule = Field(
         default=50.0,
-        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50).",
+        description="Weight of the discriminator's loss in the total loss (lambda in the paper, which uses 50), as a "
+        "number or a schedule.",
     )
     token_weight: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
@@ -216,14 +227,26 @@ class ObjectiveConfig(Section):
         "predicts the original tokens at the masked positions of the text that it reads, with a head of its own. "
         "Needs objective rtd or rtd_masked_only. 0: no such head.",
     )
-    temperature: Annotated[float, Field(gt=0)] = Field(
+    temperature: PositiveOrSchedule = Field(
         default=1.0,
-        description="Number that divides the generator's logits before a replacement is sampled. Values above 1 "
-        "make the samples more random. The generator's loss does not use it.",
+        description="Number, or schedule of a number, that divides the generator's logits before a replacement is "
+        "sampled. Values above 1 make the samples more random. The generator's loss does not use it, and evaluations "
+        "sample at 1 from a trained generator.",
     )
     disallow_correct: bool = Field(
         default=False,
         description="Whether sampling excludes the original token, so that every sampled token is a replacement.",
+    )
+    random_share: FractionOrSchedule = Field(
+        default=0.0,
+        description="Fraction of the masked positions whose replacement is drawn at random instead of from the "
+        "generator, as a number or a schedule; random_from decides from which tokens. The generator's loss does not "
+        "change, and evaluations use 0.",
+    )
+    random_from: Literal["uniform", "unigram"] = Field(
+        default="uniform",
+        description="Tokens from which random_share draws. uniform: every token of the vocabulary except the special "
+        "tokens, with equal probability. unigram: tokens by their frequency in the corpus.",
     )
     loss_mean: Literal["global", "per_replica"] = Field(
         default="global",
@@ -236,7 +259,7 @@ class ObjectiveConfig(Section):
         """Raise ValueError if an option does not go with the chosen objective.
 
         The options that only some objectives allow are a fixed generator, generator_only_steps,
-        discriminator_mlm_weight and disallow_correct.
+        discriminator_mlm_weight, disallow_correct, random_share and a schedule of the temperature.
         """
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
@@ -259,7 +282,24 @@ class ObjectiveConfig(Section):
                 "disallow_correct: true does not go with objective `adversarial`, which may sample the true token; "
                 "set objective.disallow_correct: false"
             )
+        is_fixed_generator = self.generator in ("uniform", "unigram")
+        if is_fixed_generator and isinstance(self.temperature, Schedule):
+            raise ValueError(
+                f"temperature cannot be a schedule with generator `{self.generator}`, whose probabilities are fixed; "
+                f"set objective.temperature to a number, or objective.generator: trained"
+            )
+        if self.draws_at_random and (is_fixed_generator or self.name in ("mlm", "electric", "adversarial")):
+            raise ValueError(
+                f"random_share does not go with objective `{self.name}` and generator `{self.generator}`, because it "
+                f"takes the place of some of a trained generator's samples; remove objective.random_share, or set "
+                f"objective.name: rtd and objective.generator: trained"
+            )
         return self
+
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether random_share is above 0 at some step, so that some replacements are not the generator's."""
+        return largest_value(self.random_share) > 0
 
 
 class DataConfig(Section):
@@ -822,10 +862,14 @@ class Config(Section):
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
+        objective = _without_new_defaults(tree["objective"])
+        if not self.objective.draws_at_random:
+            # Runs of versions without these keys have the same identity.
+            objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
         identity = {
             "seed": tree["seed"],
             "model": tree["model"],
-            "objective": _without_new_defaults(tree["objective"]),
+            "objective": objective,
             "optimizer": self._optimizer_identity(),
             "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
             "train": {key: tree["train"][key] for key in train_keys},

@@ -15,19 +15,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from electra_dist.config import Config, Section
 from electra_dist.errors import UserError
+from electra_dist.schedule import NUMBER_TAG, SCHEDULE_TAG
 
 Tree = dict[str, Any]
 S = TypeVar("S", bound=Section)
 
 _COLLECTIONS: tuple[Any, ...] = (dict, tuple)
+_SCHEDULE_KEYS = frozenset({"from", "to", "shape"})  # A mapping with all of these is a whole schedule.
 _OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
 _UNKNOWN_KEY = "extra_forbidden"  # pydantic's types of faults
 _MISSING_KEY = "missing"
@@ -91,7 +94,10 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     source_of_key = dict.fromkeys(_leaves(resolved), "default")
     for name, tree in _layers(Path(path), overrides):
         for key in _leaves(tree):
-            source_of_key[key] = name  # a later layer replaces the values of earlier ones
+            # A later layer replaces the values of earlier ones; a number may have replaced a schedule, whose keys are
+            # then not in the resolved config.
+            if key in source_of_key:
+                source_of_key[key] = name
     return source_of_key
 
 
@@ -192,11 +198,12 @@ def _merge(below: Tree, above: Tree) -> Tree:
     """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
 
     Sections that both trees have are merged key by key. Where only one of the two values is a section, that of `above`
-    replaces the other as a whole.
+    replaces the other as a whole. So does a whole schedule, whose keys depend on its shape.
     """
     merged = dict(below)
     for key, value in above.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if are_sections and not _SCHEDULE_KEYS.issubset(value):
             merged[key] = _merge(merged[key], value)
         else:
             merged[key] = value
@@ -251,7 +258,7 @@ def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
     """Return the message for a key that does not exist: the nearest valid key, or the valid keys of its section."""
     *path, unknown = location
     section = _section(root, path)
-    valid = list(section.model_fields) if section else []
+    valid = [field.alias or name for name, field in section.model_fields.items()] if section else []
     nearest = difflib.get_close_matches(unknown, valid, n=1, cutoff=0.5)
     message = f"unknown key `{'.'.join(location)}`"
     if nearest:
@@ -292,13 +299,14 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the key at fault, without pydantic's names of the types that the key may have.
+    """Return the path of the key at fault, without the names of the types that the key may have.
 
     A key that allows a number or the word auto has two faults, for example ("checkpoint", "every_steps",
     "constrained-int") and ("checkpoint", "every_steps", "literal['auto']"); both give ["checkpoint", "every_steps"].
     """
     parts = [str(part) for part in fault["loc"]]
-    return [part for part in parts if not part.startswith(("constrained-", "literal["))]
+    types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
+    return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
@@ -343,7 +351,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
         if part_selects_element:
             part_selects_element = False
             continue
-        field = section.model_fields.get(part)
+        field = _field(section, part)
         if field is None:
             return None
         inner_section = _section_class(field.annotation)
@@ -357,11 +365,26 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`.
 
-    A section is a class of pydantic. None is returned for a plain value, such as `int` or `float | None`.
+    A section is a class of pydantic. None is returned for a plain value, such as `int` or `float | None`. A key that
+    may be scheduled has the class of its schedule.
     """
-    for kind in (annotation, *get_args(annotation)):
+    for part in (annotation, *get_args(annotation)):
+        kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
+    return None
+
+
+def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
+    """Return the definition of a section's key; None if there is no such key.
+
+    Args:
+        section: Class of the section.
+        key: Key as it is written in a file, which is the field's alias where it has one: `from` in a schedule.
+    """
+    for name, field in section.model_fields.items():
+        if key == (field.alias or name):
+            return field
     return None
 
 
@@ -374,7 +397,8 @@ def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
         return ""
     *path, key = location
     section = _section(root, path)
-    if section is None or key not in section.model_fields:
+    field = _field(section, key) if section else None
+    if field is None:
         return ""
-    description = section.model_fields[key].description
+    description = field.description
     return f". {key}: {description}" if description else ""

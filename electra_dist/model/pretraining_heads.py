@@ -61,7 +61,7 @@ class GeneratorHead(nn.Module):
         seed: int,
         step: int,
         row_M: torch.Tensor,
-        temperature: float,
+        temperature: float | torch.Tensor,
         disallow_correct: bool,
         backend: str,
     ) -> MlmHeadOutput:
@@ -80,7 +80,8 @@ class GeneratorHead(nn.Module):
             seed: the run's seed.
             step: number of the optimizer step.
             row_M: int64 numbers of the slots within the step's global batch, which key the samples.
-            temperature: divides the logits before sampling; the loss does not use it.
+            temperature: divides the logits before sampling, a number or a float64 scalar tensor on their device; the
+                loss does not use it.
             disallow_correct: never sample a slot's original token.
             backend: `kernels.backend` of the config.
         """

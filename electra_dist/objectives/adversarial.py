@@ -27,6 +27,7 @@ from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import Batch, StepOutput, mlm_sums, rtd_sums
 from electra_dist.objectives.corruption import Corruption
 from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class AdversarialGenerator(ReplacedTokenDetection):
@@ -42,8 +43,8 @@ class AdversarialGenerator(ReplacedTokenDetection):
         its gradient only: its value does not show how well the generator does. Compare runs by the metrics, not by
         this loss.
 
-        The REINFORCE loss is a sum over the masked positions, times `batch.first_scale` and `objective.mlm_weight`.
-        The discriminator's is a sum over the real tokens, times `batch.second_scale` and `objective.rtd_weight`.
+        The REINFORCE loss is a sum over the masked positions, times `batch.first_scale` and the weight `mlm_weight`.
+        The discriminator's is a sum over the real tokens, times `batch.second_scale` and the weight `rtd_weight`.
         """
         # The MLM loss is reported but not trained, so the head runs without gradient.
         masking = self.mask(batch)
@@ -62,15 +63,20 @@ class AdversarialGenerator(ReplacedTokenDetection):
         logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
         right_logit_M = torch.where(is_replaced_BN, logit_BN, -logit_BN).flatten()
         weight_M = masking.weight_BN.flatten()
-        policy_loss_sum = self._policy_loss_sum(states_MH, mlm.sampled_M, right_logit_M, weight_M)
-        loss = (
-            self.objective.mlm_weight * batch.first_scale * policy_loss_sum
-            + self.objective.rtd_weight * batch.second_scale * rtd.loss_sum
+        policy_loss_sum = self._policy_loss_sum(
+            states_MH, mlm.sampled_M, right_logit_M, weight_M, batch.values.temperature
         )
+        generator_loss = weighted(batch.values.mlm_weight, batch.first_scale, policy_loss_sum)
+        loss = generator_loss + weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, label_BS)
 
     def _policy_loss_sum(
-        self, states_MH: torch.Tensor, sampled_M: torch.Tensor, right_logit_M: torch.Tensor, weight_M: torch.Tensor
+        self,
+        states_MH: torch.Tensor,
+        sampled_M: torch.Tensor,
+        right_logit_M: torch.Tensor,
+        weight_M: torch.Tensor,
+        temperature: Scalar,
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
@@ -83,10 +89,11 @@ class AdversarialGenerator(ReplacedTokenDetection):
             sampled_M: int64 token that the generator sampled at each position.
             right_logit_M: the discriminator's logit of the right label (replaced or original) at each position.
             weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
+            temperature: the temperature at which the samples were drawn.
         """
         # log p(sample) under the distribution that was sampled from, so its logits are divided by the temperature.
         head = self.towers.generator_head
-        inverse_temperature = 1.0 / self.objective.temperature
+        inverse_temperature = 1.0 / temperature
         log_prob_M, _ = token_log_probs(
             head.transform(states_MH) * inverse_temperature,
             self.towers.embeddings.word.weight,

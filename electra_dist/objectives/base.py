@@ -32,6 +32,7 @@ from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked
+from electra_dist.objectives.scheduled_values import Scalar, ScheduledValues, evaluation_values, first_values
 
 # Each tower's dropout seed is derived with one of these in place of a step number. No run reaches such steps, so the
 # seeds differ from those that the training loop derives for torch's generator.
@@ -89,6 +90,9 @@ class StepInput:
     # Upstream gradient of the loss in the backward pass that will follow; only in fp16, where it contains the loss
     # scale. Gradients that are computed during the forward pass are scaled by it.
     gradient_scale: float | None = field(default=None, kw_only=True)
+    # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode; in training mode
+    # it stands for the values of the first step, which without schedules are those of every step.
+    scheduled: ScheduledValues | None = field(default=None, kw_only=True)
 
 
 class StepOutput(NamedTuple):
@@ -111,6 +115,7 @@ class Batch(StepInput):
     The structure is the examples that each row packs, the position of each token in its example, and the pads.
     """
 
+    values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
 
@@ -129,7 +134,9 @@ class Batch(StepInput):
         return (first_slot_of_row_B1 + slot_in_row_N).flatten()
 
 
-def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
+def loss_counts(
+    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
+) -> torch.Tensor:
     """Return for each row the numbers of tokens over which the objective's two losses are averaged, int64 [B, 2].
 
     Column 0 counts for the generator's loss (for the only loss, if there is no generator), column 1 for the large
@@ -140,8 +147,9 @@ def loss_counts(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveC
         ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
         objective: its name decides which tokens count, its `mask_prob` how many are masked.
+        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
     """
-    masked_B = num_masked(ids_BS, special, objective)
+    masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B
     if objective.name == "electric":
         # Its noise model predicts every token that may be masked.
@@ -193,8 +201,8 @@ class Objective(nn.Module, ABC):
 
         Subclasses implement this method; callers call the module instead. The loss must be the sum of the objective's
         one or two losses. Each is a sum over tokens, multiplied by its scale (`batch.first_scale` for the first,
-        `batch.second_scale` for the second) and by its weight in the config (such as `objective.mlm_weight`). Build
-        the result with `output`.
+        `batch.second_scale` for the second) and by its weight (such as `batch.values.mlm_weight`): use
+        `scheduled_values.weighted`. Build the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
@@ -207,6 +215,9 @@ class Objective(nn.Module, ABC):
             ValueError: the backend is "flash", and the input has no bounds.
         """
         layout = derive(step_input.ids_BS, self.special)
+        values = step_input.scheduled
+        if values is None:
+            values = first_values(self.objective) if self.training else evaluation_values(self.objective)
         return Batch(
             ids_BS=step_input.ids_BS,
             row_B=step_input.row_B,
@@ -216,6 +227,7 @@ class Objective(nn.Module, ABC):
             second_scale=step_input.second_scale,
             bounds=step_input.bounds,
             gradient_scale=step_input.gradient_scale,
+            values=values,
             layout=layout,
             attention_mask=self._attention_mask(step_input, layout),
         )
@@ -247,7 +259,9 @@ class Objective(nn.Module, ABC):
         share 1 - `objective.mask_token_prob` of the masked positions, the generator reads the original token, not
         [MASK].
         """
-        return mask_rows(batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B)
+        return mask_rows(
+            batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B, batch.values.mask_prob
+        )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
         """Return the keys from which one network (tower) derives which elements it drops for this batch.

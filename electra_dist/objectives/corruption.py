@@ -23,6 +23,7 @@ from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.frequency_generator import FixedGenerator
 from electra_dist.objectives.gradients_in_forward import with_gradients_now
 from electra_dist.objectives.masking import Masking
+from electra_dist.objectives.scheduled_values import weighted
 
 
 class Corruption(NamedTuple):
@@ -73,14 +74,14 @@ class CorruptingObjective(Objective):
 
         The samples come from the generator network or, with `objective.generator` "uniform" or "unigram", from fixed
         probabilities. The generator's loss in the result is its sum over the masked positions, times
-        `batch.first_scale` and `objective.mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions)
+        `batch.first_scale` and the weight `mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions)
         the sum becomes a mean.
         """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
         mlm = self.fill(batch, masking, self.generator_states(batch, masking))
-        loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
+        loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
         if self.early_generator and loss.requires_grad:
             loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
         corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
@@ -154,7 +155,7 @@ class CorruptingObjective(Objective):
             seed=batch.seed,
             step=batch.step,
             row_M=batch.slot_number_M(target_BN.shape[1]),
-            temperature=self.objective.temperature,
+            temperature=batch.values.temperature,
             disallow_correct=self.objective.disallow_correct,
             backend=self.backend,
         )

@@ -27,6 +27,7 @@ from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.masking import is_candidate
+from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class Electric(CorruptingObjective):
@@ -61,12 +62,10 @@ class Electric(CorruptingObjective):
         label_BS = masking.slots_BS() > 0
 
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
-        logit_BS = energy_BS + self._offset(cloze_TH, noised_BS)
+        logit_BS = energy_BS + self._offset(cloze_TH, noised_BS, batch.values.mask_prob)
         detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
-        loss = (
-            self.objective.mlm_weight * batch.first_scale * cloze.loss_sum
-            + self.objective.rtd_weight * batch.second_scale * detection_sums["rtd_loss_sum"]
-        )
+        noise_loss = weighted(batch.values.mlm_weight, batch.first_scale, cloze.loss_sum)
+        loss = noise_loss + weighted(batch.values.rtd_weight, batch.second_scale, detection_sums["rtd_loss_sum"])
         return self.output(batch, loss, mlm_sums(cloze) | detection_sums, logit_BS, label_BS)
 
     @staticmethod
@@ -128,15 +127,16 @@ class Electric(CorruptingObjective):
         return torch.cat([before_BSH, after_BSH], -1)
 
     @torch.no_grad()
-    def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor) -> torch.Tensor:
+    def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: Scalar) -> torch.Tensor:
         """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient.
 
         q(x_t) is the noise model's probability of the token x_t at position t of the noised text, and p is
-        `objective.mask_prob`, the share of tokens that are noise.
+        `mask_prob`, the share of tokens that are noise.
 
         Args:
             cloze_TH: states of the noise model, from `_cloze_states`, with batch and position in one dimension.
             noised_BS: int64 ids of the noised text.
+            mask_prob: share of the tokens that are noise at this step.
         """
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
@@ -146,6 +146,8 @@ class Electric(CorruptingObjective):
             noised_BS.flatten(),
             head.vocab_size,
         )
-        noise_share = torch.tensor(self.objective.mask_prob, dtype=torch.float64)
-        log_odds_of_noise = float(torch.logit(noise_share))  # log(p / (1 - p))
+        if isinstance(mask_prob, torch.Tensor):
+            log_odds_of_noise: Scalar = torch.logit(mask_prob)  # log(p / (1 - p))
+        else:
+            log_odds_of_noise = float(torch.logit(torch.tensor(mask_prob, dtype=torch.float64)))
         return log_q_T.view_as(noised_BS) + log_odds_of_noise

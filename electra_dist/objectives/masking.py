@@ -1,8 +1,8 @@
 """Decides which tokens of a row are masked at a step, and which ids the generator reads.
 
 Guarantee: a pure function of (seed, step, row, ids), independent of the other rows of the batch, of the rank and of
-the device. Each row has N slots, and a slot holds one masked position. N follows from the row length. Unused slots
-have weight 0 and position 0 and change nothing, so shapes are static and the host never waits for the device.
+the device. Each row has N slots, and a slot holds one masked position. N follows from the row length and
+the largest `mask_prob` of the run. Unused slots have weight 0 and position 0 and change nothing, so shapes are static and the host never waits for the device.
 
 How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
 real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has
@@ -27,6 +27,8 @@ from electra_kernels.keyed_random import Purpose, bits_grid
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.scheduled_values import Scalar, first_values
+from electra_dist.schedule import NumberOrSchedule, largest_value
 
 _POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
 
@@ -50,17 +52,17 @@ class Masking(NamedTuple):
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
-def num_slots(mask_prob: float, seq_len: int) -> int:
+def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
     """Return the number N of slots per row, which is the largest number of masked positions of a row.
 
     N is in [1, seq_len] and equals the reference's max_predictions_per_seq, whose formula leaves a small margin: N is
     130 for 25 % of 512 tokens, of which a row without pads uses 128.
 
     Args:
-        mask_prob: share of the tokens to mask.
+        mask_prob: share of the tokens to mask; of a schedule, the largest share counts.
         seq_len: tokens per row.
     """
-    most_masked = int((mask_prob + 0.005) * seq_len)  # the reference's formula
+    most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # the reference's formula
     return min(max(1, most_masked), seq_len)
 
 
@@ -74,7 +76,9 @@ def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
     return (ids_BS != special.pad) & (ids_BS != special.cls) & (ids_BS != special.sep) & (ids_BS != special.mask)
 
 
-def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig) -> torch.Tensor:
+def num_masked(
+    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
+) -> torch.Tensor:
     """Return the number of masked positions of each row, int64 [B]: `mask_prob` of its real tokens, at least 1.
 
     The number is rounded half to even. It is limited by the number of slots per row (`num_slots`) and by the number of
@@ -85,17 +89,26 @@ def num_masked(ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveCo
     Args:
         ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
-        objective: gives `mask_prob`.
+        objective: gives `mask_prob`, on which the number of slots depends.
+        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
     """
+    if mask_prob is None:
+        mask_prob = first_values(objective).mask_prob
     num_real_B = (ids_BS != special.pad).sum(1)
-    num_wanted_B = torch.round(num_real_B.double() * objective.mask_prob).long()
+    num_wanted_B = torch.round(num_real_B.double() * mask_prob).long()
     most_masked = num_slots(objective.mask_prob, ids_BS.shape[1])
     num_candidates_B = is_candidate(ids_BS, special).sum(1)
     return torch.minimum(num_wanted_B.clamp(1, most_masked), num_candidates_B)
 
 
 def mask_rows(
-    ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, seed: int, step: int, row_B: torch.Tensor
+    ids_BS: torch.Tensor,
+    special: SpecialIds,
+    objective: ObjectiveConfig,
+    seed: int,
+    step: int,
+    row_B: torch.Tensor,
+    mask_prob: Scalar | None = None,
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
@@ -109,10 +122,11 @@ def mask_rows(
         seed: the run's seed.
         step: number of the optimizer step.
         row_B: int64 row numbers within the global batch.
+        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
-    num_used_B = num_masked(ids_BS, special, objective)
+    num_used_B = num_masked(ids_BS, special, objective, mask_prob)
     is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
 
     # Draw a position for every slot, and put the empty slots at position 0.

@@ -14,6 +14,7 @@ from electra_kernels.mlm_head import MlmHeadOutput
 
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
 from electra_dist.objectives.masking import Masking
+from electra_dist.objectives.scheduled_values import weighted
 
 
 class MaskedLanguageModel(Objective):
@@ -28,7 +29,7 @@ class MaskedLanguageModel(Objective):
         masking = self.mask(batch)
         hidden_BSH = self.read(batch, masking.input_BS)
         mlm = predict_slots(self, batch, masking, hidden_BSH)
-        loss = self.objective.mlm_weight * batch.first_scale * mlm.loss_sum
+        loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
         return self.output(batch, loss, mlm_sums(mlm))
 
 

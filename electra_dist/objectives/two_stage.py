@@ -14,6 +14,7 @@ import torch
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.objectives.scheduled_values import weighted
 
 
 class TwoStageDetection(ReplacedTokenDetection):
@@ -36,5 +37,5 @@ class TwoStageDetection(ReplacedTokenDetection):
             return self.output(batch, corruption.loss, corruption.sums)
 
         rtd = self.detect(batch, corruption)
-        loss = self.objective.rtd_weight * batch.second_scale * rtd.loss_sum
+        loss = weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
         return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)

@@ -35,6 +35,7 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
+from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -86,7 +87,13 @@ class TrainStep:
     """
 
     def __init__(
-        self, engine: Engine, objective: ObjectiveConfig, special: SpecialIds, seed: int, micro_batch: int
+        self,
+        engine: Engine,
+        objective: ObjectiveConfig,
+        special: SpecialIds,
+        seed: int,
+        micro_batch: int,
+        schedules: Schedules | None = None,
     ) -> None:
         """Store the engine and the settings of the run; nothing is computed.
 
@@ -96,12 +103,15 @@ class TrainStep:
             special: ids of the special tokens.
             seed: seed of the run.
             micro_batch: rows per forward pass; must divide the rows of every batch.
+            schedules: gives the values of each step; None uses those of the first step in every step.
         """
         self._engine = engine
         self._objective = objective
         self._special = special
         self._seed = seed
         self._micro_batch = micro_batch
+        self._schedules = schedules
+        self._values = first_values(objective)  # of the present step
         self._stopwatch = _Stopwatch(engine.device)
 
     def __call__(
@@ -126,6 +136,7 @@ class TrainStep:
             The results over the global batch, equal on all ranks. If `fault` is not empty or `overflow` is true,
             weights and moments are unchanged.
         """
+        self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
         sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
@@ -256,7 +267,18 @@ class TrainStep:
             first_scale=first_scale,
             second_scale=second_scale,
             bounds=bounds,
+            scheduled=self._values,
         )
+
+    def _values_of(self, step: int) -> ScheduledValues:
+        """Return the values of a step that may be scheduled; scheduled ones are on the device after the call.
+
+        Args:
+            step: number of the step.
+        """
+        if self._schedules is None:
+            return self._values
+        return self._schedules.write(step)
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
         """Return the token ids of a batch on the device, int64 [B, S].
@@ -282,7 +304,7 @@ class TrainStep:
             scales: factors that turn the two loss sums of each micro-batch into its part of the means, fp32 [N, 2].
             totals: int64 sums over the ranks: number and digest of the rows, then each flag.
         """
-        count_B2 = loss_counts(ids_BS, self._special, self._objective)
+        count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
         receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)
         totals = torch.cat([count_N2.sum(0), receipt_and_flags.to(ids_BS.device, non_blocking=True)])
@@ -312,8 +334,10 @@ class TrainStep:
         Returns:
             One loss per row, in the order of the batch: the mean over the row's own tokens, in nats.
         """
+        self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
-        scale_B2 = 1.0 / loss_counts(ids_BS, self._special, self._objective).clamp(min=1)  # the mean of each row
+        count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
+        scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row
         losses = []
         with torch.no_grad():
             for row in range(len(ids_BS)):

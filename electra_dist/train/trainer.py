@@ -27,6 +27,7 @@ from electra_dist.engine.learning_rate import generator_learning_rate, learning_
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.train.checkpointer import Checkpointer, TrainState
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
@@ -98,6 +99,7 @@ class Trainer:
         )
         monitor.began(self.checkpointer.attempt)
         is_first_round = build_s is not None
+        self.schedules = Schedules(config.objective, config.train.num_steps, engine.device)
         self.restored, set_aside = self.checkpointer.restore(pristine=is_first_round)
         self.state = TrainState.after(self.restored, config.guard, skips)
         setup_s = dict(build_s) if build_s is not None else {}
@@ -164,6 +166,7 @@ class Trainer:
                 special=self.special,
                 seed=self.config.seed,
                 micro_batch=self.config.train.micro_batch,
+                schedules=self.schedules,
             )
             stages = Stages(self.engine, self.config.objective)
             stack.enter_context(contextlib.closing(self.checkpointer))
@@ -196,8 +199,9 @@ class Trainer:
             state.step = step + 1  # steps done, this one included
             state.eval_rtd_loss = None
             second_stage_begins = stages.enter(step)
-            if second_stage_begins:
-                # The window holds losses of the first stage, which the new loss must not be compared with.
+            if second_stage_begins or self.schedules.jumps_at(step):
+                # The window holds losses of the first stage, or of the value before the jump, which the new loss must
+                # not be compared with.
                 state.guard = Guard(guard)
             # Requests of the ranks are added up in the all-reduce of a step. A skipped step has none: no requests.
             flags = RankFlags()

@@ -77,7 +77,7 @@ def mlm_head_loss_and_sample(
     step: int,
     row_M: torch.Tensor,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     disallow_correct: bool = False,
     chunk: int = 4096,
     backend: str = "auto",
@@ -99,7 +99,8 @@ def mlm_head_loss_and_sample(
         step: Global step, in [0, 2**32).
         row_M: int64, number of each masked row within the global batch, in [0, 2**32).
         vocab_size: Number of tokens that exist, at most V.
-        temperature: Divisor of the logits before sampling. The loss does not use it.
+        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
+            logits. The loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
         chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
         backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because

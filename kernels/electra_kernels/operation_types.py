@@ -17,7 +17,8 @@ class RowOptions(NamedTuple):
         seed: Seed of the run, the key of the sampling noise.
         step: Global step, in [0, 2**32).
         vocab_size: Number of tokens that exist; columns of the logits from there on are padding.
-        temperature: Divisor of the logits before sampling. The loss does not use it.
+        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
+            logits. The loss does not use it.
         disallow_correct: Whether the true token of a row is excluded from sampling.
         with_gradient: Whether the gradient of the logits overwrites the logits.
     """
@@ -25,7 +26,7 @@ class RowOptions(NamedTuple):
     seed: int
     step: int
     vocab_size: int
-    temperature: float
+    temperature: float | torch.Tensor
     disallow_correct: bool
     with_gradient: bool
 

@@ -35,7 +35,7 @@ def sample(
     seed: int,
     step: int,
     row_M: torch.Tensor,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature), without gradient.
@@ -48,7 +48,7 @@ def sample(
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, the number of each row within the global batch (not within the rank), in [0, 2**32).
-        temperature: Divisor of the logits, above 0.
+        temperature: Divisor of the logits, above 0: a number or a float64 scalar tensor on the same device.
         backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
             this operation has no CUDA version.
 
@@ -76,7 +76,7 @@ def sample_reference(
     seed: int,
     step: int,
     row_M: torch.Tensor,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     forbidden_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature) in plain PyTorch; this defines `sample`.
@@ -89,7 +89,7 @@ def sample_reference(
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, the number of each row within the global batch, in [0, 2**32).
-        temperature: Divisor of the logits, above 0.
+        temperature: Divisor of the logits, above 0: a number or a float64 scalar tensor on the same device.
         forbidden_M: int64, one token per row that must not be drawn; None forbids nothing.
 
     Returns:
@@ -99,10 +99,7 @@ def sample_reference(
     score_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     bits_MV = bits_grid(seed, Purpose.SAMPLE, step, row_M, num_positions=vocab_size)
     score_MV = gumbel_from_bits(bits_MV).to(score_dtype)
-    if temperature == 1.0:
-        score_MV += logits_MV
-    else:
-        score_MV += logits_MV * (1.0 / temperature)
+    score_MV += logits_MV * (1.0 / temperature)
     if forbidden_M is not None:
         score_MV.scatter_(1, forbidden_M[:, None], -torch.inf)
     return score_MV.argmax(1)

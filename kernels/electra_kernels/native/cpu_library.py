@@ -257,7 +257,7 @@ def _row_pass(
     weight_M: torch.Tensor,
     row_M: torch.Tensor,
     key: tuple[int, int, int],
-    temperature: float,
+    temperature: float | torch.Tensor,
     disallow_correct: bool,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -272,7 +272,7 @@ def _row_pass(
         weight_M: fp32 weight of each row.
         row_M: int64, number of each row within the global batch.
         key: Seed, purpose and step of the sampling noise.
-        temperature: Divisor of the logits before sampling.
+        temperature: Divisor of the logits before sampling, a number or a scalar tensor on the CPU.
         disallow_correct: Whether the true token is excluded from sampling.
         with_gradient: Whether the gradient of the logits overwrites the logits.
 
@@ -284,6 +284,7 @@ def _row_pass(
     assert logits_MV.dtype == weight_M.dtype == torch.float32
     assert logits_MV.stride(1) == 1
     seed, purpose, step = key
+    inverse_temperature = 1.0 / float(temperature)
     bias_V = bias_V.float().contiguous()
     row_M = row_M.contiguous()
     target_M = target_M.contiguous()
@@ -311,7 +312,7 @@ def _row_pass(
             bias_V.data_ptr(),
             target_M[block].data_ptr(),
             weight_M[block].data_ptr(),
-            1.0 / temperature,
+            inverse_temperature,
             disallow_correct,
             with_gradient,
             loss_M[block].data_ptr(),

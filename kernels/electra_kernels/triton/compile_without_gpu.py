@@ -89,13 +89,16 @@ def cases() -> list[KernelCase]:
     """Return what is to be compiled, in the order of the printed table: every kernel in bf16, and two also in fp32.
 
     The two are the training variant of the generator's head and the forward kernel of
-    the discriminator's output layer. Argument types and sizes are those of the large model's launches.
+    the discriminator's output layer. The training variant of the head comes once more with a scheduled temperature,
+    which it reads from memory. Argument types and sizes are those of the large model's launches.
     """
     head_train, head_evaluate, sample = _head_cases()
     tail_forward, tail_backward = _tail_cases()
     head_train_fp32 = _as_fp32(head_train, "head_train_fp32")
+    scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
+    head_train_scheduled = head_train._replace(name="head_train_scheduled", constants=scheduled)
     tail_forward_fp32 = _as_fp32(tail_forward, "tail_fwd_fp32")
-    head_and_tail = [head_train, head_evaluate, sample, tail_forward, tail_backward]
+    head_and_tail = [head_train, head_train_scheduled, head_evaluate, sample, tail_forward, tail_backward]
     return [*head_and_tail, head_train_fp32, tail_forward_fp32, *_slot_cases(), *_norm_cases()]
 
 
@@ -116,9 +119,10 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
         "sampled_ptr": "*i64",
         **dict.fromkeys(("stride", "seed_low", "seed_high", "step"), "i32"),
         "inverse_temperature": "fp32",
+        "temperature_ptr": "*fp64",
     }
     constants = {
-        "WITH_TEMPERATURE": False,
+        "TEMPERATURE_IN_MEMORY": False,
         "DISALLOW_CORRECT": False,
         "PAIR": False,
         "WIDTH": 30592,

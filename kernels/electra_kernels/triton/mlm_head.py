@@ -214,10 +214,11 @@ def row_kernel(
     seed_high,
     step,
     inverse_temperature,
+    temperature_ptr,  # fp64 scalar, read with TEMPERATURE_IN_MEMORY only
     WIDTH: tl.constexpr,  # logits of a row, padding included
     WITH_LOSS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
-    WITH_TEMPERATURE: tl.constexpr,
+    TEMPERATURE_IN_MEMORY: tl.constexpr,
     DISALLOW_CORRECT: tl.constexpr,
     PAIR: tl.constexpr,  # logit + bias is kept as a sum of two
     BLOCK: tl.constexpr,
@@ -230,13 +231,16 @@ def row_kernel(
     pass. Pass 2, only with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
 
     With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
-    the true token is not sampled. WITH_TEMPERATURE false means a temperature of 1. With PAIR, the rounding error of
-    logit + bias is kept, too.
+    the true token is not sampled. With TEMPERATURE_IN_MEMORY, the temperature is read from device memory, so that its
+    value may change between launches. With PAIR, the rounding error of logit + bias is kept, too.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
     row = tl.load(row_ptr + m)  # number within the global batch, a part of the noise's key
     lane = tl.arange(0, BLOCK)
+    if TEMPERATURE_IN_MEMORY:
+        # From fp64, so that the inverse is rounded to fp32 once, as it is on the host.
+        inverse_temperature = (1.0 / tl.load(temperature_ptr)).to(tl.float32)
     if WITH_LOSS:
         target = tl.load(target_ptr + m).to(tl.int32)
         z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
@@ -254,7 +258,7 @@ def row_kernel(
             z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
             top, top_index, total = add_to_sums(z, z_low, index, top, top_index, total)
         noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
-        candidate = z * inverse_temperature + noise if WITH_TEMPERATURE else z + noise
+        candidate = z * inverse_temperature + noise
         if DISALLOW_CORRECT:
             candidate = tl.where(index == target, float("-inf"), candidate)
         better = candidate > score
@@ -333,7 +337,9 @@ def row_pass(
     return RowStats(loss_M.to(weight_M.dtype), best_M, sampled_M)
 
 
-def sample(logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float) -> torch.Tensor:
+def sample(
+    logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float | torch.Tensor
+) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature), int64 [M], by one launch of the Triton kernel.
 
     Arguments are those of `sampling.sample`. Logits whose columns are not adjacent in memory are copied.
@@ -397,6 +403,8 @@ def _launch(
     if interpreted:
         block = min(_BLOCK_INTERPRETED, triton.next_power_of_2(num_columns))
     grid: Any = (num_rows,)
+    # A scheduled temperature stays on the device; the host never reads it.
+    is_in_memory = isinstance(options.temperature, torch.Tensor)
     row_kernel[grid](
         logits_MV,
         bias_V,
@@ -410,11 +418,12 @@ def _launch(
         seed_low=as_int32(options.seed),
         seed_high=as_int32(options.seed >> 32),
         step=as_int32(options.step),
-        inverse_temperature=1.0 / options.temperature,
+        inverse_temperature=1.0 if is_in_memory else 1.0 / options.temperature,
+        temperature_ptr=options.temperature if is_in_memory else sampled_M,  # a pointer is needed in any case
         WIDTH=num_columns,
         WITH_LOSS=with_loss,
         WITH_GRADIENT=options.with_gradient,
-        WITH_TEMPERATURE=options.temperature != 1.0,
+        TEMPERATURE_IN_MEMORY=is_in_memory,
         DISALLOW_CORRECT=options.disallow_correct,
         PAIR=not fits_fp32(logits_MV.dtype),
         BLOCK=block,

@@ -1,0 +1,153 @@
+"""Hands the values of an objective that may change from step to step to its forward passes.
+
+These are the keys of the config's section `objective` that take a number or a schedule: `SCHEDULED_KEYS`.
+
+Guarantee: the values of a step are a pure function of (config, t, num_steps). A scheduled value that equals a plain
+number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same). A config
+without schedules computes as before there were any: its numbers stay Python floats, and nothing is copied to the
+device.
+
+How: the scheduled values lie in one float64 tensor on the device, which is written before the forward passes of a step.
+A forward pass reads views of it, so neither a kernel nor a compiled graph is made anew when a value changes, and the
+host does not wait. The number of slots for masked positions follows from the largest `mask_prob` of the run.
+
+Cost: one copy of at most 40 bytes to the device for each step of a run that has schedules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from electra_dist.config import ObjectiveConfig
+from electra_dist.schedule import Schedule, describe, value_at
+
+# A plain number of the config, or a float64 scalar tensor on the device that holds the present value of a schedule.
+Scalar: TypeAlias = float | torch.Tensor
+
+SCHEDULED_KEYS = ("temperature", "mask_prob", "mlm_weight", "rtd_weight", "random_share")
+_LAST = 1.0  # progress at the end of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledValues:
+    """Values of one step for the keys of the objective that may be scheduled."""
+
+    # Not a NamedTuple, for the reason that StepInput gives: DeepSpeed's hooks rebuild tuples.
+
+    temperature: Scalar  # divides the generator's logits before sampling
+    mask_prob: Scalar  # share of the tokens that is masked
+    mlm_weight: Scalar  # weight of the generator's loss
+    rtd_weight: Scalar  # weight of the discriminator's loss
+    random_share: Scalar  # share of the masked positions with a random replacement
+
+
+class StepNumbers(NamedTuple):
+    """The values of a step as numbers on the host, for the records of a run; see `ScheduledValues`."""
+
+    temperature: float
+    mask_prob: float
+    mlm_weight: float
+    rtd_weight: float
+    random_share: float
+
+
+class Schedules:
+    """The schedules of a run's objective: the values of each step, on the host and on the device.
+
+    Every rank has one. It has no state of its own that a checkpoint would have to hold.
+    """
+
+    def __init__(self, objective: ObjectiveConfig, num_steps: int, device: torch.device) -> None:
+        """Allocate the tensor of the scheduled values on the device.
+
+        Args:
+            objective: the config's section `objective`.
+            num_steps: number of steps of the whole run; a schedule is a function of t / num_steps.
+            device: where forward passes read the values.
+        """
+        self._objective = objective
+        self._num_steps = num_steps
+        self.scheduled_keys = tuple(key for key in SCHEDULED_KEYS if isinstance(getattr(objective, key), Schedule))
+        self._values_K = torch.zeros(len(self.scheduled_keys), dtype=torch.float64, device=device)
+
+    def numbers(self, step: int) -> StepNumbers:
+        """Return the values of a step.
+
+        Args:
+            step: number of the step, from 0.
+        """
+        return _numbers(self._objective, step / self._num_steps)
+
+    def write(self, step: int) -> ScheduledValues:
+        """Write the values of a step to the device, and return what its forward passes read.
+
+        The result of an earlier call then has the values of this step, too, because its tensors are views of the
+        memory that is overwritten.
+
+        Args:
+            step: number of the step, from 0.
+        """
+        numbers = self.numbers(step)._asdict()
+        if not self.scheduled_keys:
+            return ScheduledValues(**numbers)
+        host_K = torch.tensor([numbers[key] for key in self.scheduled_keys], dtype=torch.float64)
+        if self._values_K.device.type == "cuda":
+            host_K = host_K.pin_memory()  # from pageable memory the copy would wait for the queued steps
+        self._values_K.copy_(host_K, non_blocking=True)
+        return ScheduledValues(**(numbers | dict(zip(self.scheduled_keys, self._values_K.unbind(), strict=True))))
+
+    def jumps_at(self, step: int) -> bool:
+        """Return whether a value jumps at a step: whether a schedule of the shape "step" reaches its end there.
+
+        The losses of this step are not comparable with those of earlier steps.
+
+        Args:
+            step: number of the step, from 0.
+        """
+        if step == 0:
+            return False
+        values = [getattr(self._objective, key) for key in self.scheduled_keys]
+        jumping = [value for value in values if value.shape == "step"]
+        before = (step - 1) / self._num_steps
+        now = step / self._num_steps
+        return any(value_at(value, before) != value_at(value, now) for value in jumping)
+
+    def describe(self) -> str:
+        """Return the schedules as a line for the log; an empty string if there is none."""
+        return "; ".join(f"objective.{key} {describe(getattr(self._objective, key))}" for key in self.scheduled_keys)
+
+
+def first_values(objective: ObjectiveConfig) -> ScheduledValues:
+    """Return the values of the first step as numbers; without schedules they are those of every step."""
+    return ScheduledValues(**_numbers(objective, 0.0)._asdict())
+
+
+def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
+    """Return the values with which a model is evaluated: those of the end of the run, without any curriculum.
+
+    Samples are drawn at temperature 1, and no replacement is random, so that evaluations of all steps, and of runs with
+    different schedules, are comparable.
+    """
+    at_end = _numbers(objective, _LAST)._asdict()
+    return ScheduledValues(**(at_end | {"temperature": 1.0, "random_share": 0.0}))
+
+
+def weighted(weight: Scalar, scale: Scalar, loss_sum: torch.Tensor) -> torch.Tensor:
+    """Return weight x scale x loss_sum, in the dtype of `loss_sum`.
+
+    Args:
+        weight: weight of a loss in the total loss.
+        scale: factor that makes the sum a mean.
+        loss_sum: sum of the loss over tokens, a scalar tensor with gradient.
+    """
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(loss_sum.dtype)
+    return weight * scale * loss_sum
+
+
+def _numbers(objective: ObjectiveConfig, progress: float) -> StepNumbers:
+    """Return the values at a point of the run; `progress` is u = t / num_steps."""
+    return StepNumbers(*(value_at(getattr(objective, key), progress) for key in SCHEDULED_KEYS))
