@@ -155,6 +155,11 @@ def largest_value(value: NumberOrSchedule) -> float:
     return max(float(value.start), float(value.end))
 
 
+def schedules_of(section: BaseModel) -> dict[str, Schedule[Any]]:
+    """Return the keys of a config section that have a schedule, with their schedules, in the order of the fields."""
+    return {key: value for key, value in section if isinstance(value, Schedule)}
+
+
 def describe(value: NumberOrSchedule) -> str:
     """Return a config key's value as a short text, for example "4 to 1 (exponential, tau 0.15)", or "2"."""
     if not isinstance(value, Schedule):

@@ -3,6 +3,7 @@
 Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
 3 x forward in all. Attention is counted over the whole of `seq_len`. Vocabulary logits are counted where the objective
 needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
+Of a scheduled `mask_prob`, its mean over the run counts at every step.
 Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
 pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The reference's own script
 counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.schedule import mean_value
 
 BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the input, gradient of the weight
 
@@ -130,7 +132,7 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
         return float(_vocabulary_head(model, hidden, model.embedding_size)) + copy_gate
     if objective.name in ("mlm", "replace_mlm"):
         # Tokens are predicted at the masked positions only.
-        return objective.mask_prob * _vocabulary_head(model, hidden, model.embedding_size)
+        return mean_value(objective.mask_prob) * _vocabulary_head(model, hidden, model.embedding_size)
     # All other objectives classify every token as original or replaced.
     dense = 2 * hidden**2
     logit = 2 * hidden
@@ -154,7 +156,7 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
     if objective.name == "electric":
         # Two towers, one for each direction. The head reads the states of both, at every position.
         return 2 * tower_flops + _vocabulary_head(model, 2 * tower.hidden_size, width)
-    return tower_flops + objective.mask_prob * _vocabulary_head(model, tower.hidden_size, width)
+    return tower_flops + mean_value(objective.mask_prob) * _vocabulary_head(model, tower.hidden_size, width)
 
 
 def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:

@@ -90,8 +90,8 @@ class StepInput:
     # Upstream gradient of the loss in the backward pass that will follow; only in fp16, where it contains the loss
     # scale. Gradients that are computed during the forward pass are scaled by it.
     gradient_scale: float | None = field(default=None, kw_only=True)
-    # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode; in training mode
-    # it stands for the values of the first step, which without schedules are those of every step.
+    # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode, and in training
+    # mode for the values of the first step, which without schedules are those of every step.
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
 
 

@@ -17,12 +17,19 @@ from electra_dist.objectives.all_tokens_mlm import AllTokensMlm
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.objectives.electric import Electric
-from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights
+from electra_dist.objectives.frequency_generator import (
+    FixedGenerator,
+    RandomReplacements,
+    ordinary_weights,
+    uniform_weights,
+    unigram_weights,
+)
 from electra_dist.objectives.mlm import MaskedLanguageModel
 from electra_dist.objectives.replace_mlm import ReplaceMlm
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.objectives.rtd_masked_only import MaskedOnlyDetection
 from electra_dist.objectives.two_stage import TwoStageDetection
+from electra_dist.schedule import Schedule
 
 _CORRUPTING: dict[str, type[CorruptingObjective]] = {
     "rtd": ReplacedTokenDetection,
@@ -102,7 +109,7 @@ def build_objective(
         special: ids of the special tokens.
         seed: the run's seed, which keys the initialisation.
         backend: `kernels.backend` of the config.
-        count_V: how often each token occurs in the corpus; needed for `objective.generator: unigram` only.
+        count_V: how often each token occurs in the corpus; needed if `needs_token_counts` is True for the objective.
 
     Raises:
         UserError: the sections contradict each other; see `check_objective`.
@@ -113,7 +120,39 @@ def build_objective(
         return MaskedLanguageModel(towers, objective, special, backend)
     objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
     fixed_generator = _fixed_generator(model, objective, special, count_V)
-    return objective_class(towers, objective, special, backend, fixed_generator)
+    random_replacements = _random_replacements(model, objective, special, count_V)
+    return objective_class(towers, objective, special, backend, fixed_generator, random_replacements)
+
+
+def needs_token_counts(objective: ObjectiveConfig) -> bool:
+    """Return whether replacements are drawn as often as tokens occur in the corpus, so that they must be counted."""
+    draws_unigrams = objective.draws_at_random and objective.random_from == "unigram"
+    return objective.generator == "unigram" or draws_unigrams
+
+
+def _random_replacements(
+    model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
+) -> RandomReplacements | None:
+    """Return what draws the replacements of `objective.random_share`, or None if that share is 0 in every step.
+
+    Args:
+        model: gives the size of the vocabulary.
+        objective: its `random_from` decides from which tokens is drawn.
+        special: ids of the special tokens; of these, "unigram" draws [UNK] only, and "uniform" none.
+        count_V: how often each token occurs in the corpus; needed for "unigram" only.
+    """
+    if not objective.draws_at_random:
+        return None
+    if objective.random_from == "uniform":
+        return RandomReplacements(ordinary_weights(model.vocab_size, special), objective.disallow_correct)
+    assert count_V is not None, "objective.random_from is unigram, which needs token counts; pass count_V"
+    weight_V = unigram_weights(count_V, _never_drawn(special), temperature=1.0)
+    return RandomReplacements(weight_V, objective.disallow_correct)
+
+
+def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
+    """Return the special ids that are never drawn by token frequency: all but [UNK], which stands for rare words."""
+    return (special.pad, special.cls, special.sep, special.mask)
 
 
 def _fixed_generator(
@@ -134,6 +173,6 @@ def _fixed_generator(
     if objective.generator == "uniform":
         return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)
     assert count_V is not None, "objective.generator is unigram, which needs token counts; pass count_V"
-    never_drawn = (special.pad, special.cls, special.sep, special.mask)
-    weight_V = unigram_weights(count_V, never_drawn, objective.temperature)
+    assert not isinstance(objective.temperature, Schedule)  # the config refuses it for a fixed generator
+    weight_V = unigram_weights(count_V, _never_drawn(special), objective.temperature)
     return FixedGenerator(weight_V, objective.disallow_correct)

@@ -20,7 +20,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
-from electra_dist.objectives.frequency_generator import FixedGenerator
+from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements
 from electra_dist.objectives.gradients_in_forward import with_gradients_now
 from electra_dist.objectives.masking import Masking
 from electra_dist.objectives.scheduled_values import weighted
@@ -52,6 +52,7 @@ class CorruptingObjective(Objective):
         special: SpecialIds,
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
+        random_replacements: RandomReplacements | None = None,
     ) -> None:
         """Store the networks and the settings.
 
@@ -64,18 +65,22 @@ class CorruptingObjective(Objective):
             special: ids of the special tokens.
             backend: `kernels.backend` of the config.
             fixed_generator: draws the replacements in place of a network; None if the generator is a network.
+            random_replacements: draws the replacements of the share `objective.random_share` of the masked positions;
+                None if that share is 0 in every step.
         """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
+        self.random_replacements = random_replacements
         self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
         """Mask the rows, sample a token for each masked position, and put the samples in these positions.
 
         The samples come from the generator network or, with `objective.generator` "uniform" or "unigram", from fixed
-        probabilities. The generator's loss in the result is its sum over the masked positions, times
-        `batch.first_scale` and the weight `mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions)
-        the sum becomes a mean.
+        probabilities. The share `objective.random_share` of a network's samples is replaced by random tokens.
+
+        The generator's loss in the result is its sum over the masked positions, times `batch.first_scale` and the
+        weight `mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions) the sum becomes a mean.
         """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
@@ -84,8 +89,27 @@ class CorruptingObjective(Objective):
         loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
         if self.early_generator and loss.requires_grad:
             loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
-        corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
+        corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=mlm_sums(mlm))
+
+    def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
+        """Return the tokens for the masked positions, int64: the generator's samples, of which some are replaced.
+
+        The share `random_share` of the slots gets random tokens. In evaluation it is the number 0, and the samples are
+        returned as they are.
+
+        Args:
+            batch: the original rows.
+            masking: the masked positions of each row.
+            sampled_M: int64 samples of the generator, one per slot.
+        """
+        share = batch.values.random_share
+        is_never_random = not isinstance(share, torch.Tensor) and share == 0
+        if self.random_replacements is None or is_never_random:
+            return sampled_M
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        sampled_BN = sampled_M.view_as(target_BN)
+        return self.random_replacements.mix(sampled_BN, target_BN, share, batch.row_B, batch.step, batch.seed)
 
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator

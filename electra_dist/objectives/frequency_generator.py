@@ -9,6 +9,8 @@ token's weight. The drawn token is the one whose interval contains the word (inv
 The ends of the intervals are an int64 buffer, so casting the module to bf16 does not change them. No checkpoint holds
 the buffer, because it follows from the config and the corpus.
 
+`RandomReplacements` mixes such draws into the samples of a generator network, with random numbers of their own.
+
 `uniform` draws from the whole vocabulary, special tokens included, as Google's code does. `unigram` (in the paper, but
 not in its code) draws by `count ** (1 / temperature)` and never draws [PAD], [CLS], [SEP] and [MASK].
 
@@ -22,6 +24,9 @@ import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
 from torch import nn
 
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.scheduled_values import Scalar
+
 _RANGE = 1 << 32  # number of different 32-bit random words
 
 
@@ -30,6 +35,8 @@ class FixedGenerator(nn.Module):
 
     It replaces the generator network with `objective.generator` "uniform" or "unigram".
     """
+
+    purpose = Purpose.SAMPLE  # keys the draws
 
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
@@ -63,7 +70,7 @@ class FixedGenerator(nn.Module):
             step: number of the optimizer step.
             seed: the run's seed.
         """
-        word_BN = bits_grid(seed, Purpose.SAMPLE, step, row_B, target_BN.shape[1])
+        word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
         # The first token whose interval ends above the word.
@@ -92,9 +99,51 @@ class FixedGenerator(nn.Module):
         return scaled_word_BN + torch.where(scaled_word_BN >= begin_BN, length_BN, 0)
 
 
+class RandomReplacements(FixedGenerator):
+    """Replaces some of the generator's samples by tokens that are drawn with fixed probabilities.
+
+    It is what `objective.random_share` adds to a generator network.
+    """
+
+    purpose = Purpose.RANDOM_TOKEN
+
+    def mix(
+        self,
+        sampled_BN: torch.Tensor,
+        target_BN: torch.Tensor,
+        share: Scalar,
+        row_B: torch.Tensor,
+        step: int,
+        seed: int,
+    ) -> torch.Tensor:
+        """Return the tokens that replace the masked ones, int64 [B, N]: samples of the generator, and random tokens.
+
+        Whether a slot (a place for one masked position) gets a random token is drawn for each slot by itself, keyed by
+        (seed, step, row number, slot).
+
+        Args:
+            sampled_BN: int64 samples of the generator.
+            target_BN: int64 original tokens; their values matter with `disallow_correct` only.
+            share: probability of a random token, in [0, 1].
+            row_B: int64 numbers of the rows within the step's global batch.
+            step: number of the optimizer step.
+            seed: the run's seed.
+        """
+        word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
+        is_random_BN = word_BN.double() < share * float(_RANGE)
+        return torch.where(is_random_BN, self(target_BN, row_B, step, seed), sampled_BN)
+
+
 def uniform_weights(vocab_size: int) -> np.ndarray:
     """Return weights with which a `FixedGenerator` draws all tokens equally often: ones, float64 [vocab_size]."""
     return np.ones(vocab_size)
+
+
+def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
+    """Return weights with which all tokens but the five special ones are drawn equally often, float64 [vocab_size]."""
+    weight_V = np.ones(vocab_size)
+    weight_V[list(special)] = 0.0
+    return weight_V
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Hands the values of an objective that may change from step to step to its forward passes.
 
-These are the keys of the config's section `objective` that take a number or a schedule: `SCHEDULED_KEYS`.
+These are the keys of the config's section `objective` that take a number or a schedule: the fields of `StepNumbers`.
 
 Guarantee: the values of a step are a pure function of (config, t, num_steps). A scheduled value that equals a plain
 number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same). A config
@@ -22,12 +22,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.schedule import Schedule, describe, value_at
+from electra_dist.schedule import schedules_of, value_at
 
 # A plain number of the config, or a float64 scalar tensor on the device that holds the present value of a schedule.
 Scalar: TypeAlias = float | torch.Tensor
 
-SCHEDULED_KEYS = ("temperature", "mask_prob", "mlm_weight", "rtd_weight", "random_share")
+_WEIGHTS = frozenset({"mlm_weight", "rtd_weight"})
 _LAST = 1.0  # progress at the end of a run
 
 
@@ -70,8 +70,8 @@ class Schedules:
         """
         self._objective = objective
         self._num_steps = num_steps
-        self.scheduled_keys = tuple(key for key in SCHEDULED_KEYS if isinstance(getattr(objective, key), Schedule))
-        self._values_K = torch.zeros(len(self.scheduled_keys), dtype=torch.float64, device=device)
+        self._schedule_of_key = schedules_of(objective)
+        self._values_K = torch.zeros(len(self._schedule_of_key), dtype=torch.float64, device=device)
 
     def numbers(self, step: int) -> StepNumbers:
         """Return the values of a step.
@@ -91,13 +91,19 @@ class Schedules:
             step: number of the step, from 0.
         """
         numbers = self.numbers(step)._asdict()
-        if not self.scheduled_keys:
+        if not self._schedule_of_key:
             return ScheduledValues(**numbers)
-        host_K = torch.tensor([numbers[key] for key in self.scheduled_keys], dtype=torch.float64)
+        host_K = torch.tensor([numbers[key] for key in self._schedule_of_key], dtype=torch.float64)
         if self._values_K.device.type == "cuda":
             host_K = host_K.pin_memory()  # from pageable memory the copy would wait for the queued steps
         self._values_K.copy_(host_K, non_blocking=True)
-        return ScheduledValues(**(numbers | dict(zip(self.scheduled_keys, self._values_K.unbind(), strict=True))))
+        tensors = dict(zip(self._schedule_of_key, self._values_K.unbind(), strict=True))
+        return ScheduledValues(**(numbers | tensors))
+
+    @property
+    def change_weights(self) -> bool:
+        """Whether the weight of a loss changes during the run, so that the total loss is not comparable over steps."""
+        return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
         """Return whether a value jumps at a step: whether a schedule of the shape "step" reaches its end there.
@@ -109,15 +115,10 @@ class Schedules:
         """
         if step == 0:
             return False
-        values = [getattr(self._objective, key) for key in self.scheduled_keys]
-        jumping = [value for value in values if value.shape == "step"]
         before = (step - 1) / self._num_steps
         now = step / self._num_steps
-        return any(value_at(value, before) != value_at(value, now) for value in jumping)
-
-    def describe(self) -> str:
-        """Return the schedules as a line for the log; an empty string if there is none."""
-        return "; ".join(f"objective.{key} {describe(getattr(self._objective, key))}" for key in self.scheduled_keys)
+        jumping = [schedule for schedule in self._schedule_of_key.values() if schedule.shape == "step"]
+        return any(value_at(schedule, before) != value_at(schedule, now) for schedule in jumping)
 
 
 def first_values(objective: ObjectiveConfig) -> ScheduledValues:
@@ -150,4 +151,10 @@ def weighted(weight: Scalar, scale: Scalar, loss_sum: torch.Tensor) -> torch.Ten
 
 def _numbers(objective: ObjectiveConfig, progress: float) -> StepNumbers:
     """Return the values at a point of the run; `progress` is u = t / num_steps."""
-    return StepNumbers(*(value_at(getattr(objective, key), progress) for key in SCHEDULED_KEYS))
+    return StepNumbers(
+        temperature=value_at(objective.temperature, progress),
+        mask_prob=value_at(objective.mask_prob, progress),
+        mlm_weight=value_at(objective.mlm_weight, progress),
+        rtd_weight=value_at(objective.rtd_weight, progress),
+        random_share=value_at(objective.random_share, progress),
+    )

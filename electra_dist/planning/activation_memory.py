@@ -21,6 +21,7 @@ from typing import NamedTuple
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.schedule import largest_value
 
 FREE_FRACTION = 0.1  # of the GPU's memory, not used; the same as for `train.micro_batch: auto`
 FIXED_BYTES = 1e9  # CUDA context and the libraries' workspaces; an estimate
@@ -190,7 +191,7 @@ def _gradients_of_a_layer(tower: TowerConfig, recompute: bool) -> int:
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
     """Return the share of the positions of a row that have a slot for a masked token, as in `masking.num_slots`."""
-    return min(max(1, int((objective.mask_prob + 0.005) * seq_len)), seq_len) / seq_len
+    return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
 def _token_head(hidden: int, embedding_width: int) -> int:

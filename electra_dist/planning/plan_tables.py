@@ -26,7 +26,9 @@ from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
 from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.schedule import Schedule, schedules_of, value_at
 
+_SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
 _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
 _LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some must be left out
 
@@ -76,7 +78,8 @@ def print_plan(
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
     """Return the plan as tables: parameters, data, memory per GPU, compute and possible numbers of GPUs.
 
-    The state is weights, gradients and what the optimizer keeps, in memory.
+    The state is weights, gradients and what the optimizer keeps, in memory. A run with schedules has one more table,
+    of their values.
 
     Args:
         config: the configuration of the run.
@@ -89,6 +92,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
     return [
         _model(config, budget),
         _data(config, budget, corpus),
+        *_schedules(config),
         _memory(config, budget),
         _largest_micro_batch(config),
         _compute(config, budget),
@@ -178,10 +182,9 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
     train = config.train
     optimizer = config.optimizer
     seq_len = config.data.seq_len
-    masked_percent = round(100 * config.objective.mask_prob, 2)
     rows = [
         ["steps", f"{train.num_steps:,}", f"warm-up {optimizer.warmup_steps:,}, peak lr {optimizer.lr:g}"],
-        ["rows per step", f"{budget.rows_per_step:,}", f"of {seq_len} tokens, {masked_percent:g} % masked"],
+        ["rows per step", f"{budget.rows_per_step:,}", f"of {seq_len} tokens, {_masked_percent(config)} % masked"],
         ["tokens per step", f"{budget.tokens_per_step:,}", ""],
         ["rows in all", f"{budget.rows:,}", ""],
         ["tokens in all", format_count(budget.tokens), f"{budget.tokens:,} positions of rows"],
@@ -192,6 +195,26 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
         corpus_size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
         rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {corpus_size}"])
     return PlanSection("Data", rows)
+
+
+def _masked_percent(config: Config) -> str:
+    """Return the share of masked tokens in percent as text: "15", or "30 to 15" for a schedule."""
+    mask_prob = config.objective.mask_prob
+    shares = [mask_prob.start, mask_prob.end] if isinstance(mask_prob, Schedule) else [mask_prob]
+    return " to ".join(f"{round(100 * share, 2):g}" for share in shares)
+
+
+def _schedules(config: Config) -> list[PlanSection]:
+    """Return the table of the values that change over the run, one row for each; no table if there is none."""
+    schedules = schedules_of(config.objective)
+    if not schedules:
+        return []
+    rows = []
+    for key, schedule in schedules.items():
+        values = [value_at(schedule, percent / 100) for percent in _SCHEDULE_PERCENTS]
+        rows.append([f"objective.{key}", schedule.shape, *(f"{value:.4g}" for value in values)])
+    header = ["key", "shape", *(f"{percent} %" for percent in _SCHEDULE_PERCENTS)]
+    return [PlanSection("Schedules", rows, header=header, note="values after shares of the run's steps", prose=False)]
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:

@@ -123,6 +123,28 @@ PANELS = (
         scale="percent",
     ),
     Panel(
+        name="temperature",
+        title="Temperature of the generator's samples",
+        lines=(CurveLine(field="temperature", label="scheduled", smooth=False),),
+    ),
+    Panel(
+        name="loss_weights",
+        title="Weights of the losses",
+        lines=(
+            CurveLine(field="mlm_weight", label="generator", color=_SECOND, smooth=False),
+            CurveLine(field="rtd_weight", label="discriminator", smooth=False),
+        ),
+    ),
+    Panel(
+        name="mask_shares",
+        title="Masked tokens, and masked tokens replaced at random",
+        lines=(
+            CurveLine(field="mask_prob", label="masked, of all tokens", smooth=False),
+            CurveLine(field="random_share", label="random, of the masked", color=_SECOND, smooth=False),
+        ),
+        scale="percent",
+    ),
+    Panel(
         name="tokens_per_s",
         title="Tokens per second",
         lines=(CurveLine(field="tokens_per_s", label="all GPUs"),),

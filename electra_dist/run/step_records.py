@@ -48,13 +48,19 @@ class StepRecord:
     token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
     loss_scale: float | None = None  # with which the gradients of this step were computed; None unless in fp16
     overflow: bool = False  # whether the step made no update, because its gradients overflowed fp16
+    # Values of this step for the keys of the objective that have a schedule; None for a key that is a plain number.
+    temperature: float | None = None  # of the generator's samples
+    mask_prob: float | None = None  # fraction of the tokens that is masked
+    mlm_weight: float | None = None  # of mlm_loss in loss
+    rtd_weight: float | None = None  # of rtd_loss in loss
+    random_share: float | None = None  # fraction of the masked positions with a random replacement
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
     """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
 
-    Accuracies, precision and recall are fractions from 0 to 1.
+    The generator's samples are drawn at temperature 1, none of them at random, whatever the schedules are. Accuracies, precision and recall are fractions from 0 to 1.
     """
 
     step: int  # optimizer steps done

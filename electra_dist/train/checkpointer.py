@@ -60,7 +60,7 @@ class TrainState:
         the step loop sets it for all steps, also for those without an update.
         """
         self.receipt += result.receipt
-        self.guard.accept(result.loss)
+        self.guard.accept(result.judged_loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:

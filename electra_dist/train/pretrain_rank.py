@@ -26,7 +26,7 @@ from electra_dist.model.attention_choice import agree_on_attention, attention_no
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
-from electra_dist.objectives.build_objective import build_objective
+from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.starting_weights import begin_with_source
 from electra_dist.run.folder import begin_run_folder, run_identity
@@ -97,7 +97,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    token_counts = _count_tokens(config, inputs) if config.objective.generator == "unigram" else None
+    token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes = _build_notes(config, module)
     # Weights of another model may be refused, which must happen before the run folder is written.
@@ -184,8 +184,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
     Args:
         config: the resolved config of the run.
         special: ids of the special tokens.
-        token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed by the generator
-            "unigram" alone, which draws replacements by token frequency.
+        token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed only where replacements
+            are drawn by token frequency (`needs_token_counts`).
     """
     objective = build_objective(
         model=config.model,

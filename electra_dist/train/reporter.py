@@ -34,6 +34,7 @@ from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.run.log_console import Console
 from electra_dist.run.metrics_writer import MetricsWriter
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.schedule import describe, schedules_of, value_at
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.step import StepResult
@@ -275,7 +276,15 @@ class Reporter:
             slow_ranks=look.slow_ranks,
             loss_scale=result.loss_scale,
             overflow=result.overflow,
+            **self._scheduled_values(done),
         )
+
+    def _scheduled_values(self, done: int) -> dict[str, float]:
+        """Return the values of the scheduled keys of the objective in the last of `done` steps."""
+        last_step = done - 1  # steps are numbered from 0
+        progress = last_step / self._config.train.num_steps
+        schedules = schedules_of(self._config.objective)
+        return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def evaluation(self, record: EvalRecord) -> None:
         """Report an evaluation on held-out rows.
@@ -375,7 +384,10 @@ class Reporter:
         self._ledger.close()
 
     def _note_setup(self, corpus: CorpusManifest) -> None:
-        """Log two lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch."""
+        """Log lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch.
+
+        One more line has the schedules of the objective, if there are any.
+        """
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)
@@ -388,6 +400,10 @@ class Reporter:
             f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
             f"tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
         )
+        schedules = schedules_of(config.objective)
+        if schedules:
+            changes = [f"objective.{key} {describe(schedule)}" for key, schedule in schedules.items()]
+            self.note(f"schedules | {' | '.join(changes)}")
 
     def _record(self, event: Event, step: int, **details: Any) -> None:
         """Append an event to the ledger and return when it is on the disk. The checkpoint thread may call it, too.

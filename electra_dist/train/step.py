@@ -71,6 +71,7 @@ class StepResult:
 
     sums: Sums  # over the tokens of the global batch, for the metrics
     loss: float  # the minimised loss
+    judged_loss: float  # what the guard compares with earlier steps; see `TrainStep.judged_loss`
     grad_norm: float  # before clipping; NaN if it is not finite
     fault: str  # why the guard allowed no update; empty if an update was made or `overflow` is true
     loss_scale: float | None  # with which the step was computed; None unless the run is in fp16
@@ -127,8 +128,8 @@ class TrainStep:
         Args:
             batch: this rank's rows of the step.
             learning_rate: of the update.
-            find_fault: called before the update with the loss of the step; returns why there must be no update, or an
-                empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
+            find_fault: called before the update with the judged loss of the step; returns why there must be no update,
+                or an empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
             flags: this rank's requests to stop or save, and its counters; they are added up over all ranks.
             generator_learning_rate: of the update of the generator's parameters; None if it is `learning_rate`.
 
@@ -202,7 +203,7 @@ class TrainStep:
             totals: int64 sums over the ranks: number and digest (sum of hashes) of the rows, then each field of
                 `RankFlags`.
             learning_rates: of the update; the second is the generator's, None if it is the first.
-            find_fault: called once with the loss of the step; returns why there must be no update, or an empty string.
+            find_fault: called once with the judged loss of the step; returns why there must be no update, or "".
         """
         fault = ""
 
@@ -214,7 +215,7 @@ class TrainStep:
             # The engine calls this when it has the norm of the reduced gradients: the host has to wait for the device
             # at that point anyway, so that reading the sums costs no second wait.
             nonlocal fault
-            fault = find_fault(Sums(*sum_K.tolist()).loss)
+            fault = find_fault(self.judged_loss(Sums(*sum_K.tolist())))
             return not fault
 
         scaler = self._engine.loss_scale
@@ -222,10 +223,11 @@ class TrainStep:
         learning_rate, generator_learning_rate = learning_rates
         grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate)
         sums = Sums(*sum_K.tolist())
+        judged_loss = self.judged_loss(sums)
         overflow = False
         if not is_updated and not fault:
             # The engine did not call `accept`, because the gradient is not finite. A fault of the loss says more.
-            fault = find_fault(sums.loss)
+            fault = find_fault(judged_loss)
             overflow = not fault and scaler is not None and scaler.lower()
             if not fault and not overflow:
                 fault = "the gradient is not finite"
@@ -235,6 +237,7 @@ class TrainStep:
         return StepResult(
             sums=sums,
             loss=sums.loss,
+            judged_loss=judged_loss,
             grad_norm=grad_norm,
             fault=fault,
             loss_scale=loss_scale,
@@ -242,6 +245,24 @@ class TrainStep:
             receipt=Receipt.from_words(num_rows, digest),
             flags=RankFlags(*flags),
         )
+
+    def judged_loss(self, sums: Sums) -> float:
+        """Return the loss of a step that the guard compares with those of earlier steps.
+
+        It is the minimised loss. Where the weight of a loss is scheduled, it is the sum of the unweighted means over
+        tokens instead, because the minimised loss changes with the weight. If the minimised loss is not finite, it is
+        returned in any case.
+
+        Args:
+            sums: sums over the tokens of the global batch.
+        """
+        has_constant_weights = self._schedules is None or not self._schedules.change_weights
+        if has_constant_weights or not math.isfinite(sums.loss):
+            return sums.loss
+        mlm_loss = sums.mlm_loss_sum / max(sums.mlm_weight, 1.0)
+        rtd_loss = sums.rtd_loss_sum / max(sums.rtd_weight, 1.0)
+        token_loss = sums.token_loss_sum / max(sums.token_weight, 1.0)
+        return mlm_loss + rtd_loss + token_loss
 
     def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
         """Return the input of one forward pass: token ids, and what its random numbers are computed from.

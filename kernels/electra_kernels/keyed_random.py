@@ -58,6 +58,8 @@ class Purpose(enum.IntEnum):
     CORPUS = 9
     HELDOUT = 10
     ATTENTION_DROPOUT = 11
+    RANDOM_SHARE = 12
+    RANDOM_TOKEN = 13
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
