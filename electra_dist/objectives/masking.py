@@ -1,8 +1,9 @@
 """Decides which tokens of a row are masked at a step, and which ids the generator reads.
 
 Guarantee: a pure function of (seed, step, row, ids), independent of the other rows of the batch, of the rank and of
-the device. Each row has N slots, and a slot holds one masked position. N follows from the row length and
-the largest `mask_prob` of the run. Unused slots have weight 0 and position 0 and change nothing, so shapes are static and the host never waits for the device.
+the device. Each row has N slots, and a slot holds one masked position. N follows from the row length and the largest
+`mask_prob` of the run. Unused slots have weight 0 and position 0 and change nothing, so shapes are static and the host
+never waits for the device.
 
 How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
 real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has

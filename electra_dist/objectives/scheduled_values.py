@@ -7,9 +7,9 @@ number gives the same bits as that number (with `mask_prob`, as long as the numb
 without schedules computes as before there were any: its numbers stay Python floats, and nothing is copied to the
 device.
 
-How: the scheduled values lie in one float64 tensor on the device, which is written before the forward passes of a step.
-A forward pass reads views of it, so neither a kernel nor a compiled graph is made anew when a value changes, and the
-host does not wait. The number of slots for masked positions follows from the largest `mask_prob` of the run.
+How: the scheduled values lie in one float64 tensor on the device, which is written before the forward passes of a
+step. A forward pass reads views of it, so neither a kernel nor a compiled graph is made anew when a value changes, and
+the host does not wait. The number of slots for masked positions follows from the largest `mask_prob` of the run.
 
 Cost: one copy of at most 40 bytes to the device for each step of a run that has schedules.
 """
@@ -129,8 +129,8 @@ def first_values(objective: ObjectiveConfig) -> ScheduledValues:
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
     """Return the values with which a model is evaluated: those of the end of the run, without any curriculum.
 
-    Samples are drawn at temperature 1, and no replacement is random, so that evaluations of all steps, and of runs with
-    different schedules, are comparable.
+    Samples are drawn at temperature 1, and no replacement is random, so that evaluations of all steps, and of runs
+    with different schedules, are comparable.
     """
     at_end = _numbers(objective, _LAST)._asdict()
     return ScheduledValues(**(at_end | {"temperature": 1.0, "random_share": 0.0}))

@@ -60,7 +60,8 @@ class StepRecord:
 class EvalRecord:
     """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
 
-    The generator's samples are drawn at temperature 1, none of them at random, whatever the schedules are. Accuracies, precision and recall are fractions from 0 to 1.
+    Accuracies, precision and recall are fractions from 0 to 1. Replacements are the generator's samples at temperature
+    1, whatever the schedules are.
     """
 
     step: int  # optimizer steps done

@@ -12,9 +12,9 @@ bad, and the rows that led to them. (Steps are computed exactly alike each time,
 would only repeat what happened.)
 
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
-steps; no spike is detected before the window is full. The window is part of a checkpoint. Where the weight of a loss is
-scheduled, unweighted losses are judged (`TrainStep.judged_loss`). At a step where a scheduled value jumps the step loop
-begins with a new guard, whose window is empty, because the loss is another function from there on.
+steps; no spike is detected before the window is full. The window is part of a checkpoint. Where the weight of a loss
+is scheduled, unweighted losses are judged (`TrainStep.judged_loss`). At a step where a scheduled value jumps, the step
+loop begins with a new guard, whose window is empty, because the loss is another function from there on.
 
 In fp16 a step whose gradients overflow, although its loss is finite, is not stopped by the guard: it lowers the loss
 scale (`engine/loss_scale.py`), and counts neither as a stopped step nor as an accepted one. Only at the least loss
