@@ -7,13 +7,14 @@ test fails if the page is out of date.
 from __future__ import annotations
 
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from electra_dist.config import Config
+from electra_dist.schedule import Schedule
 
 _INTRODUCTION = """# Configuration
 
@@ -21,6 +22,10 @@ A run is described by one YAML file. `extends: OTHER.yaml` starts from another f
 overrides a key. An unknown key is an error that names the nearest valid one. `electra-dist config FILE --describe`
 shows the same descriptions with the values of a file and where each value comes from. This page is generated from
 `electra_dist/config.py`; do not edit it.
+"""
+_SCHEDULES = """A key of the type schedule takes a number, or a mapping of these keys: `{from: 4, to: 1, shape: linear}`.
+[objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a whole on the command line, or in a
+file that extends another, replaces the one there.
 """
 
 
@@ -31,6 +36,7 @@ def reference() -> str:
         section = _section_of(field)
         if section is not None:
             parts.append(_section(name, section))
+    parts.append(_table("Schedules", dict(Schedule.model_fields), prefix="", introduction=_SCHEDULES))
     return "\n".join(parts)
 
 
@@ -54,17 +60,19 @@ def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
     return {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
 
 
-def _table(title: str, fields: dict[str, FieldInfo], prefix: str) -> str:
+def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: str = "") -> str:
     """Return a heading and a Markdown table with key, type, default and description of each field.
 
     Args:
         title: Text of the heading.
         fields: Name and definition of each field.
         prefix: Beginning of every key, for example `train.`; empty for keys at the top of the file.
+        introduction: Text between the heading and the table.
     """
-    lines = [f"## {title}", "", "| key | type | default | description |", "| --- | --- | --- | --- |"]
+    lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
+    lines += ["| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
-        cells = [f"`{prefix}{name}`", _type_name(field.annotation), _default(field), field.description or ""]
+        cells = [f"`{prefix}{field.alias or name}`", _type_name(field.annotation), _default(field), field.description or ""]
         escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
         lines.append("| " + " | ".join(escaped) + " |")
     return "\n".join(lines) + "\n"
@@ -89,6 +97,8 @@ def _optional_section_of(field: FieldInfo) -> type[BaseModel] | None:
 def _type_name(annotation: Any) -> str:
     """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal.
 
+    A schedule is a link to the table of its keys. The ends of a schedule have the type of the key that it is for.
+
     Args:
         annotation: Type of a config field, for example `float | None`. Constraints in an Annotated are left out.
     """
@@ -104,6 +114,10 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if annotation is NoneType:
         return "`null`"
+    if isinstance(annotation, TypeVar):
+        return "as the key"
+    if issubclass(annotation, Schedule):
+        return "[schedule](#schedules)"
     if issubclass(annotation, BaseModel):
         return "section"
     return f"`{annotation.__name__}`"

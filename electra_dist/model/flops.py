@@ -138,7 +138,7 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
     logit = 2 * hidden
     joint_mlm = 0.0
     if objective.discriminator_mlm_weight:
-        joint_mlm = objective.mask_prob * _vocabulary_head(model, hidden, model.embedding_size)
+        joint_mlm = mean_value(objective.mask_prob) * _vocabulary_head(model, hidden, model.embedding_size)
     return dense + logit + joint_mlm
 
 

@@ -2,9 +2,9 @@
 
 Guarantee: rows, masks and the generator's samples depend on the corpus and the seed only. Samples are drawn at
 temperature 1, without random replacements, and at the share of masked tokens of the end of the run, whatever the
-schedules of the objective are. So two evaluations of a run differ by the weights alone, and the number of ranks changes
-nothing except the order in which sums are added up. An evaluation is collective: every rank calls it after the same
-step.
+schedules of the objective are. So two evaluations of a run differ by the weights alone, and the number of ranks
+changes nothing except the order in which sums are added up. An evaluation is collective: every rank calls it after the
+same step.
 """
 
 from __future__ import annotations
