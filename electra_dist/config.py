@@ -647,8 +647,9 @@ class CheckpointConfig(Section):
     )
     keep_best: NonNegative = Field(
         default=0,
-        description="Number of checkpoints with the lowest held-out loss of the discriminator that are kept. Only "
-        "checkpoints saved at a step with an evaluation count. 0: no such rule.",
+        description="Number of checkpoints that are kept because they are best on data.heldout: those with the "
+        "highest context AUC or, for an objective without a discriminator, with the lowest loss. Only checkpoints "
+        "saved at a step with an evaluation count. 0: no such rule.",
     )
 
 
@@ -662,7 +663,11 @@ class LogConfig(Section):
         default=0,
         description="Steps between two evaluations on data.heldout. 0: only after the last step of the run.",
     )
-    eval_rows: Positive = Field(default=512, description="Number of held-out rows in each evaluation.")
+    eval_rows: Positive = Field(
+        default=512,
+        description="Number of held-out rows in each evaluation. The context AUC uses more rows where these have "
+        "fewer than 5,000 masked tokens.",
+    )
     tensorboard: bool = Field(
         default=True, description="Whether TensorBoard event files are written into the run folder."
     )

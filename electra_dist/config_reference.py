@@ -72,7 +72,12 @@ def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: 
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
     lines += ["| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
-        cells = [f"`{prefix}{field.alias or name}`", _type_name(field.annotation), _default(field), field.description or ""]
+        cells = [
+            f"`{prefix}{field.alias or name}`",
+            _type_name(field.annotation),
+            _default(field),
+            field.description or "",
+        ]
         escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
         lines.append("| " + " | ".join(escaped) + " |")
     return "\n".join(lines) + "\n"

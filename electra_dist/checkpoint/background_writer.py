@@ -26,6 +26,7 @@ import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState, folder_name
 from electra_dist.checkpoint.commit import commit, is_older, retain, submit
+from electra_dist.checkpoint.retention import HeldOutScore
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor, write_tensor_file
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
@@ -73,7 +74,7 @@ class CheckpointWriter:
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
-        self._losses: list[dict[str, float | None]] = [{} for _ in targets]  # held-out losses, for `retain`
+        self._scores: list[dict[str, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
         for key in self._staging.list("step-"):
             if is_older(key, attempt):
                 self._staging.delete(key)
@@ -190,8 +191,8 @@ class CheckpointWriter:
         for target in self._targets:
             commit(target, state, saved_at)
         self.on_commit(state, timing, time.perf_counter() - begin)
-        for target, losses in zip(self._targets, self._losses):
-            retain(target, self._policy, state.attempt, losses)
+        for target, scores in zip(self._targets, self._scores):
+            retain(target, self._policy, state.attempt, scores)
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's tensor file in every target, and then the file's manifest entry (its size and digests).

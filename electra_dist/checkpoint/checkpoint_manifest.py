@@ -129,11 +129,13 @@ class RunState(_Frozen):
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
     skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
-    eval_rtd_loss: float | None = None  # of the evaluation at this step, if there was one
+    # Of the evaluation at this step, if there was one. Checkpoints of older versions have `eval_rtd_loss` only.
+    eval_rtd_loss: float | None = None  # loss of replaced-token detection
+    eval_context_auc: float | None = None  # of an objective with a discriminator
+    eval_loss: float | None = None  # of an objective without a discriminator, whose large tower predicts tokens
     loss_scale: LossScaleState | None = None  # in fp16 only
-    overflowed: tuple[
-        int, ...
-    ] = ()  # steps below `step` without update, as their gradients overflowed fp16, ascending
+    # Steps below `step` that made no update, because their gradients overflowed fp16; ascending.
+    overflowed: tuple[int, ...] = ()
 
 
 class Manifest(_Frozen):

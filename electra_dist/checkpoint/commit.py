@@ -37,7 +37,7 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     parse_folder,
     read_manifest,
 )
-from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
+from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import NUMERICS, CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
@@ -279,7 +279,7 @@ def check_fence(target: Store, attempt: int) -> None:
         )
 
 
-def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[str, float | None]) -> None:
+def retain(target: Store, policy: CheckpointConfig, attempt: int, scores: dict[str, HeldOutScore]) -> None:
     """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only.
 
     Checkpoints that were set aside as damaged stay. The manifest of a checkpoint is deleted before its other files, so
@@ -289,18 +289,18 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
         target: the store to delete from.
         policy: the section `checkpoint` of the config, which sets what is kept.
         attempt: number of the caller's start of the run.
-        losses: cache from checkpoint folder to evaluation loss on held-out rows, None where a checkpoint has none. A
-            loss that is not in it is read from the manifest and added, but only if the policy has `keep_best`.
+        scores: cache from checkpoint folder to its scores on held-out rows. Scores that are not in it are read from
+            the manifest and added, but only if the policy has `keep_best`.
 
     Raises:
         Fenced: a newer start of the run exists; nothing was deleted.
     """
     checkpoints = []
     for step, writing_attempt, folder in committed(target):
-        if policy.keep_best and folder not in losses:
-            losses[folder] = _held_out_loss(target, folder)
-        info = CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, eval_rtd_loss=losses.get(folder))
-        checkpoints.append(info)
+        if policy.keep_best and folder not in scores:
+            scores[folder] = _held_out_score(target, folder)
+        score = scores.get(folder, NOT_EVALUATED)
+        checkpoints.append(CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, score=score))
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
@@ -308,15 +308,18 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, losses: dict[s
             target.delete(key)
 
 
-def _held_out_loss(target: Store, folder: str) -> float | None:
-    """Return the evaluation loss in a checkpoint's manifest: replaced-token detection on rows held out from training.
+def _held_out_score(target: Store, folder: str) -> HeldOutScore:
+    """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records.
 
-    None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
+    Both are None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
     """
     try:
-        return read_manifest(target, folder).state.eval_rtd_loss
+        state = read_manifest(target, folder).state
     except (TornCheckpoint, StoreError):
-        return None
+        return NOT_EVALUATED
+    loss = state.eval_rtd_loss if state.eval_loss is None else state.eval_loss
+    # Older versions recorded 0 as the discriminator's loss of an objective that has no discriminator.
+    return HeldOutScore(context_auc=state.eval_context_auc, loss=loss or None)
 
 
 def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:

@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from electra_dist.config import CheckpointConfig
 
 
+@dataclass(frozen=True)
+class HeldOutScore:
+    """Scores of a checkpoint on held-out rows, by which the best ones are chosen; None where it has no such score."""
+
+    context_auc: float | None = None  # None without a discriminator, and in checkpoints of older versions
+    loss: float | None = None  # of the discriminator, or without one of the tower that predicts tokens
+
+
+NOT_EVALUATED = HeldOutScore()
+
+
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
     """Facts about a committed checkpoint that decide whether it is kept. Instances sort by step, then by attempt.
@@ -18,15 +29,16 @@ class CheckpointInfo:
     step: int
     attempt: int  # number of the start of the run that wrote it
     folder: str
-    eval_rtd_loss: float | None = None  # None: no evaluation at its step, or its manifest is damaged
+    score: HeldOutScore = NOT_EVALUATED  # also if its manifest is damaged
 
 
 def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig) -> list[CheckpointInfo]:
     """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted.
 
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
-    `keep_steps` names its step, or if it is one of the `keep_best` with the lowest evaluation loss on held-out rows
-    (of equal losses the newer one). The newest checkpoint is always kept, whatever the policy is.
+    `keep_steps` names its step, or if it is one of the `keep_best` that were best on held-out rows (of equal ones the
+    newer). The best has the highest context AUC; without one in any checkpoint, it has the lowest loss. The newest
+    checkpoint is always kept, whatever the policy is.
 
     Args:
         checkpoints: all committed checkpoints of one store, in any order.
@@ -43,11 +55,18 @@ def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig)
 
 
 def _best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints with an evaluation loss, the lowest loss first; of equal losses the newest first.
+    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first.
 
-    Checkpoints at whose step there was no evaluation are left out.
+    Those with a context AUC come first, the highest AUC first. The others, which an older version has written or whose
+    objective has no discriminator, follow by their loss, the lowest first. Checkpoints at whose step there was no
+    evaluation are left out.
     """
-    losses = {
-        checkpoint: checkpoint.eval_rtd_loss for checkpoint in checkpoints if checkpoint.eval_rtd_loss is not None
-    }
-    return sorted(losses, key=lambda checkpoint: (losses[checkpoint], -checkpoint.step, -checkpoint.attempt))
+    ranked = []
+    for checkpoint in checkpoints:
+        score = checkpoint.score
+        newest_first = (-checkpoint.step, -checkpoint.attempt)
+        if score.context_auc is not None:
+            ranked.append(((0, -score.context_auc, *newest_first), checkpoint))
+        elif score.loss is not None:
+            ranked.append(((1, score.loss, *newest_first), checkpoint))
+    return [checkpoint for _, checkpoint in sorted(ranked, key=lambda entry: entry[0])]

@@ -49,6 +49,27 @@ def token_log_probs(
     return log_prob_M, best_M
 
 
+@torch.no_grad()
+def token_entropies(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the entropy of each row's distribution over the tokens, in nats, [M] fp32 (fp64 for fp64 input).
+
+    It is the log-sum-exp of the logits minus their mean under the softmax. There is no gradient.
+
+    Args:
+        x_MD: features of the rows; cast to the dtype of the table.
+        table_VD: token table, with its pad rows at the end.
+        bias_V: output bias, `vocab_size` entries.
+        vocab_size: number of tokens, without the pad rows of the table.
+    """
+    products_table_VD = _for_products(table_VD)
+    entropies = []
+    for x_CD in x_MD.split(CHUNK_ROWS):
+        logits_CV = _logits(x_CD.to(products_table_VD.dtype), products_table_VD, bias_V, vocab_size)
+        mean_logit_C = (logits_CV.softmax(1) * logits_CV).sum(1)
+        entropies.append(logits_CV.logsumexp(1) - mean_logit_C)
+    return torch.cat(entropies)
+
+
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the logits over the vocabulary, x W^T + bias, [M, vocab_size] in fp32 or wider.
 

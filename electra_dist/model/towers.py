@@ -42,6 +42,11 @@ def has_generator(objective: ObjectiveConfig) -> bool:
     return objective.name != "mlm" and objective.generator == "trained"
 
 
+def detects_replacements(objective: ObjectiveConfig) -> bool:
+    """Return whether the objective's large tower is a discriminator, which classifies tokens as replaced or not."""
+    return objective.name not in PREDICTS_TOKENS
+
+
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
     """Return whether the discriminator has embedding parameters of its own.
 

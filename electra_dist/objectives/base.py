@@ -63,6 +63,7 @@ class Sums(NamedTuple):
     token_loss_sum: float  # loss of a large tower that predicts tokens, where there is also a generator
     token_weight: float  # sum of the weights in token_loss_sum
     token_correct: float  # of token_weight, where the most probable token of the softmax is the original
+    entropy_sum: float  # of mlm_weight, entropy of the generator's distribution; in evaluation mode only
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class StepInput:
     # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode, and in training
     # mode for the values of the first step, which without schedules are those of every step.
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
+    # int64 ids that the discriminator reads in place of the objective's own corruption; see `Objective.score_shown`.
+    shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 class StepOutput(NamedTuple):
@@ -191,9 +194,28 @@ class Objective(nn.Module, ABC):
     def forward(self, step_input: StepInput) -> StepOutput:
         """Return the loss, the metric sums and the outputs per token for some rows of an optimizer step.
 
-        This derives examples, positions and the attention mask from the token ids, and calls `compute_loss`.
+        This derives examples, positions and the attention mask from the token ids, and calls `compute_loss`. If the
+        input brings replaced tokens of its own (`shown_BS`), only the discriminator runs, on these.
         """
-        return self.compute_loss(self.batch(step_input))
+        batch = self.batch(step_input)
+        if batch.shown_BS is not None:
+            return self.score_shown(batch, batch.shown_BS)
+        return self.compute_loss(batch)
+
+    def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
+        """Return the discriminator's logits of "replaced" on given tokens; the loss is 0, and no generator runs.
+
+        Evaluation calls it, through `forward`, with tokens that were not replaced by a generator. The objective must
+        have a discriminator. Electric's logit is its energy alone.
+
+        Args:
+            batch: the original rows, which give positions and attention mask.
+            shown_BS: int64 ids that the discriminator reads.
+        """
+        label_BS = shown_BS != batch.ids_BS
+        hidden_BSH = self.read(batch, shown_BS)
+        rtd = self.towers.discriminator_head(hidden_BSH, label_BS, batch.layout.is_real_BS, backend=self.backend)
+        return self.output(batch, torch.zeros_like(rtd.loss_sum), {}, rtd.logits_T, label_BS)
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
@@ -228,6 +250,7 @@ class Objective(nn.Module, ABC):
             bounds=step_input.bounds,
             gradient_scale=step_input.gradient_scale,
             values=values,
+            shown_BS=step_input.shown_BS,
             layout=layout,
             attention_mask=self._attention_mask(step_input, layout),
         )

@@ -18,6 +18,7 @@ from electra_kernels.replace_tokens import replace_and_label
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.token_log_probs import token_entropies
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements
@@ -85,12 +86,14 @@ class CorruptingObjective(Objective):
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
-        mlm = self.fill(batch, masking, self.generator_states(batch, masking))
+        states_MH = self.generator_states(batch, masking)
+        mlm = self.fill(batch, masking, states_MH)
+        sums = mlm_sums(mlm) | self.entropy_sums(states_MH, masking.weight_BN)
         loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
         if self.early_generator and loss.requires_grad:
             loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
         corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
-        return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=mlm_sums(mlm))
+        return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
         """Return the tokens for the masked positions, int64: the generator's samples, of which some are replaced.
@@ -183,6 +186,24 @@ class CorruptingObjective(Objective):
             disallow_correct=self.objective.disallow_correct,
             backend=self.backend,
         )
+
+    def entropy_sums(self, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the weighted sum of the entropies of the generator's distributions, as the field of `Sums`.
+
+        The distributions are those at temperature 1. In training mode the result is empty, because the logits would
+        have to be computed once more at every step.
+
+        Args:
+            hidden_MH: the generator's states at M = B * N positions.
+            weight_BN: weights in the generator's loss; 0 where the position does not count.
+        """
+        if self.training:
+            return {}
+        head = self.towers.generator_head
+        entropy_M = token_entropies(
+            head.transform(hidden_MH), self.towers.embeddings.word.weight, head.bias, head.vocab_size
+        )
+        return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows with the samples at the masked positions, int64 [B, S], and which ids changed, bool [B, S].

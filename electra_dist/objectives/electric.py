@@ -52,7 +52,9 @@ class Electric(CorruptingObjective):
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
         candidate_BS = is_candidate(batch.ids_BS, self.special)
-        cloze = self.predict(batch, cloze_TH, batch.ids_BS, candidate_BS.float())
+        weight_BS = candidate_BS.float()
+        cloze = self.predict(batch, cloze_TH, batch.ids_BS, weight_BS)
+        cloze_sums = mlm_sums(cloze) | self.entropy_sums(cloze_TH, weight_BS)
 
         # The samples at the masked positions replace the tokens there. All of them have label 1, even a sample that
         # equals the original token.
@@ -66,7 +68,7 @@ class Electric(CorruptingObjective):
         detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
         noise_loss = weighted(batch.values.mlm_weight, batch.first_scale, cloze.loss_sum)
         loss = noise_loss + weighted(batch.values.rtd_weight, batch.second_scale, detection_sums["rtd_loss_sum"])
-        return self.output(batch, loss, mlm_sums(cloze) | detection_sums, logit_BS, label_BS)
+        return self.output(batch, loss, cloze_sums | detection_sums, logit_BS, label_BS)
 
     @staticmethod
     def _detection_sums(

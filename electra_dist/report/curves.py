@@ -99,7 +99,10 @@ PANELS = (
     Panel(
         name="auc",
         title="ROC-AUC on held-out rows",
-        lines=(CurveLine(field="auc", label="replaced against original", kind="eval"),),
+        lines=(
+            CurveLine(field="auc", label="generator's replacements", kind="eval"),
+            CurveLine(field="context_auc", label="unigram replacements: context AUC", kind="eval", color=_SECOND),
+        ),
     ),
     Panel(
         name="lr",
@@ -142,6 +145,17 @@ PANELS = (
             CurveLine(field="mask_prob", label="masked, of all tokens", smooth=False),
             CurveLine(field="random_share", label="random, of the masked", color=_SECOND, smooth=False),
         ),
+        scale="percent",
+    ),
+    Panel(
+        name="generator_entropy",
+        title="Entropy of the generator (nats per masked token)",
+        lines=(CurveLine(field="generator_entropy", label="held out", kind="eval"),),
+    ),
+    Panel(
+        name="sampled_correct",
+        title="Samples of the generator that are right",
+        lines=(CurveLine(field="sampled_correct", label="held out", kind="eval"),),
         scale="percent",
     ),
     Panel(

@@ -13,6 +13,7 @@ Limits: the page shows the state at the time of writing; it does not update itse
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -46,6 +47,7 @@ _EVALUATION_HEAD = (
     "right",
     "discriminator loss",
     "ROC-AUC",
+    "context AUC",
     "accuracy",
     "precision",
     "recall",
@@ -178,11 +180,15 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
     if not evals:
         return []
     last = evals[-1]
-    return [
+    tiles = [
         ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
         ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals, "rtd_loss")),
         ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{_percent(last['mlm_accuracy'])} right"),
     ]
+    if math.isfinite(last.get("context_auc", math.nan)):
+        remark = f"standard error {last['context_auc_se']:.4f}; 0.5: frequency alone"
+        tiles.insert(1, ("Context AUC, held out", f"{last['context_auc']:.4f}", remark))
+    return tiles
 
 
 def _training_tiles(train: Sequence[Record]) -> list[Tile]:
@@ -258,6 +264,7 @@ def _evaluations(evals: Sequence[Record]) -> str:
             _percent(record["mlm_accuracy"]),
             f"{record['rtd_loss']:.4f}",
             f"{record['auc']:.4f}",
+            _context_auc(record),
             _percent(record["accuracy"]),
             _percent(record["precision"]),
             _percent(record["recall"]),
@@ -396,6 +403,12 @@ def _omitted(count: int, name: str) -> str:
     if count <= 0:
         return ""
     return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'
+
+
+def _context_auc(record: Record) -> str:
+    """Return the context AUC of an evaluation with four decimals; a dash if it has none."""
+    context_auc = record.get("context_auc", math.nan)
+    return f"{context_auc:.4f}" if math.isfinite(context_auc) else "-"
 
 
 def _percent(fraction: float) -> str:

@@ -136,13 +136,23 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> str:
-    """Return the line of an evaluation on held-out rows: losses, AUC, accuracy, precision and recall."""
+    """Return the line of an evaluation on held-out rows.
+
+    It has the losses; the ROC-AUC, accuracy, precision and recall of the discriminator on the generator's
+    replacements; its context AUC with the standard error; the entropy of the generator in nats, and the share of its
+    samples that are right. Of the last three, those that the objective does not have are left out.
+    """
     digits = len(str(total_steps))
-    return (
-        f"{record.step:>{digits}}/{total_steps}  eval  mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}  "
-        f"rtd {record.rtd_loss:.4f}  auc {record.auc:.4f}  acc {_percent(record.accuracy)}  "
-        f"precision {_percent(record.precision)}  recall {_percent(record.recall)}  on {record.rows} held-out rows"
-    )
+    columns = [
+        f"{record.step:>{digits}}/{total_steps}  eval  mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}",
+        f"rtd {record.rtd_loss:.4f}  auc {record.auc:.4f}  acc {_percent(record.accuracy)}",
+        f"precision {_percent(record.precision)}  recall {_percent(record.recall)}  on {record.rows} held-out rows",
+    ]
+    if math.isfinite(record.context_auc):
+        columns.append(f"context auc {record.context_auc:.4f} +-{record.context_auc_se:.4f}")
+    if math.isfinite(record.generator_entropy):
+        columns.append(f"entropy {record.generator_entropy:.3f}  samples right {_percent(record.sampled_correct)}")
+    return "  ".join(columns)
 
 
 def _percent(fraction: float | None) -> str:

@@ -65,6 +65,9 @@ _TAGS = {
         "accuracy": "eval/accuracy",
         "precision": "eval/precision",
         "recall": "eval/recall",
+        "context_auc": "eval/context_auc",
+        "generator_entropy": "eval/generator_entropy",
+        "sampled_correct": "eval/sampled_correct",
     },
 }
 

@@ -7,6 +7,7 @@ for example without a GPU. NaN means undefined, for example an accuracy on repla
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -72,5 +73,11 @@ class EvalRecord:
     accuracy: float  # of the discriminator at logit 0
     precision: float  # fraction of the tokens classified as replaced that are replaced
     recall: float  # fraction of the replaced tokens that are classified as replaced
-    rows: int  # held-out rows evaluated
+    rows: int  # held-out rows evaluated, those of the context AUC not counted
     token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
+    # ROC-AUC on replacements that token frequency alone does not show; NaN for objectives without a discriminator
+    context_auc: float = math.nan
+    context_auc_se: float = math.nan  # standard error of context_auc over held-out rows
+    context_replaced: int = 0  # replaced tokens that context_auc compares with as many original ones
+    generator_entropy: float = math.nan  # nats per masked token, at temperature 1; NaN without a trained generator
+    sampled_correct: float = math.nan  # fraction of the generator's samples that are the original token; likewise

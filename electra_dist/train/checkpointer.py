@@ -7,7 +7,7 @@ which the package `checkpoint` does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
-from electra_dist.config import Config, GuardConfig
+from electra_dist.config import Config, GuardConfig, ObjectiveConfig
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import (
@@ -31,9 +31,11 @@ from electra_dist.engine.state_fragments import (
     shared_names,
 )
 from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.towers import detects_replacements
 from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
+from electra_dist.run.step_records import EvalRecord
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
@@ -51,7 +53,7 @@ class TrainState:
     guard: Guard  # compares each loss with the window of recent losses
     skips: SkipList  # steps that the run skips
     overflowed: list[int]  # steps that made no update, because their gradients overflowed fp16, ascending
-    eval_rtd_loss: float | None = None  # loss of replaced token detection at an evaluation of this step, if any
+    eval_scores: dict[str, float] = field(default_factory=dict)  # of an evaluation of this step, if any
 
     def updated(self, result: StepResult) -> None:
         """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
@@ -93,9 +95,26 @@ class TrainState:
             "rows_digest": self.receipt.digest,
             "skipped": self.skips.below(self.step),
             "recent_losses": self.guard.recent_losses,
-            "eval_rtd_loss": self.eval_rtd_loss,
+            **self.eval_scores,
             "overflowed": tuple(self.overflowed),
         }
+
+
+def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
+    """Return the scores of an evaluation that a checkpoint of its step records, by the field names of `RunState`.
+
+    `checkpoint.keep_best` chooses by them: by the context AUC of an objective with a discriminator, by its own loss
+    for any other objective.
+
+    Args:
+        evaluation: record of the evaluation.
+        objective: the objective of the run.
+    """
+    if detects_replacements(objective):
+        return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
+    if objective.name == "mlm":
+        return {"eval_loss": evaluation.mlm_loss}
+    return {"eval_loss": evaluation.token_loss}
 
 
 class Checkpointer:

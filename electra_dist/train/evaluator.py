@@ -1,27 +1,37 @@
 """Evaluate on held-out rows: the losses and the discriminator's ROC-AUC, with the same rows and masks every time.
 
-Guarantee: rows, masks and the generator's samples depend on the corpus and the seed only. Samples are drawn at
-temperature 1, without random replacements, and at the share of masked tokens of the end of the run, whatever the
-schedules of the objective are. So two evaluations of a run differ by the weights alone, and the number of ranks
-changes nothing except the order in which sums are added up. An evaluation is collective: every rank calls it after the
-same step.
+Guarantee: rows, masks, the generator's samples and the tokens that the context AUC puts in their place depend on the
+corpus and the seed only. Samples are drawn at temperature 1, without random replacements, and at the share of masked
+tokens of the end of the run, whatever the schedules of the objective are. So two evaluations of a run differ by the
+weights alone, and the number of ranks changes nothing except the order in which sums are added up. An evaluation is
+collective: every rank calls it after the same step.
+
+How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
+which gives the losses and `auc`. The second time they are replaced by tokens of other places
+(`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context.
+
+Cost: the second reading is a forward pass of the discriminator over as many rows, or over more rows until 5,000 tokens
+are replaced. On the demo it takes DEMO_SECONDS.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 
+from electra_dist.analysis.context_auc import NUM_REPLACED, auc_with_standard_error
 from electra_dist.analysis.roc_auc import Separation, separation
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
+from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.run.step_records import EvalRecord
 
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
@@ -42,6 +52,18 @@ class _LocalScores:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ContextResult:
+    """Context AUC of one evaluation, its standard error, and the number of replaced tokens."""
+
+    auc: float  # NaN for an objective without a discriminator, or without replaced tokens
+    standard_error: float  # NaN where it cannot be computed
+    num_replaced: int
+
+
+_NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluator:
     """Evaluation of a model on held-out rows of a corpus: losses, and how well replaced tokens are detected.
 
@@ -54,6 +76,7 @@ class Evaluator:
     micro_batch: int  # rows per rank and forward pass
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
+    context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
 
     def run(self, engine: Engine, step: int) -> EvalRecord:
         """Evaluate the current weights of `engine` without dropout. Collective; the result is equal on all ranks.
@@ -67,11 +90,14 @@ class Evaluator:
 
         Returns:
             Means of the losses over tokens, and ROC-AUC, accuracy, precision and recall of the detection of replaced
-            tokens; these are NaN for an objective without detection.
+            tokens; these and the context AUC are NaN for an objective without detection.
         """
         engine.train(False)
-        ids_RS = self._rows()
+        ids_RS = self._rows(self.num_rows)
         local = self._score(engine, ids_RS)
+        context = _NO_CONTEXT
+        if self.context_mask_prob is not None:
+            context = self._context_auc(engine, self.context_mask_prob)
         engine.train(True)
         dist.all_reduce(local.sum_K)
         sums = Sums(*local.sum_K.tolist())
@@ -93,63 +119,117 @@ class Evaluator:
             accuracy=ranking.accuracy,
             precision=ranking.precision,
             recall=ranking.recall,
+            context_auc=context.auc,
+            context_auc_se=context.standard_error,
+            context_replaced=context.num_replaced,
+            generator_entropy=_generator_mean(sums.entropy_sum, sums),
+            sampled_correct=_generator_mean(sums.sampled_correct, sums),
         )
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         """Run this rank's share of the rows through the model without gradients; return sums, scores and labels.
 
-        The rows are processed in rounds. In a round, rank r evaluates the r-th of W consecutive batches of
-        `micro_batch` rows, where W is the number of ranks. Rows of padding fill the last round, so that all ranks run
-        the same number of forward passes; padding does not count in any sum.
-
         Args:
             engine: holds the model, in evaluation mode.
             ids_RS: token ids of all rows of the evaluation, equal on all ranks.
         """
-        num_rows, seq_len = ids_RS.shape
-        world_size = dist.get_world_size()
-        rows_per_round = self.micro_batch * world_size
-        num_rounds = math.ceil(num_rows / rows_per_round)
-        padded_RS = np.full((num_rounds * rows_per_round, seq_len), self.special.pad, np.int64)
-        padded_RS[:num_rows] = ids_RS
-        seed = derive_seed(self.seed, Purpose.EVAL)
         sums = []
         scores = []
         labels = []
         with torch.no_grad():
-            for round_number in range(num_rounds):
-                batch_number = round_number * world_size + dist.get_rank()
-                first = batch_number * self.micro_batch
-                end = first + self.micro_batch
-                bounds = None
-                if engine.attention.backend == "flash":
-                    bounds = example_bounds(padded_RS[first:end], self.special).to(engine.device)
-                step_input = StepInput(
-                    ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
-                    row_B=torch.arange(first, end, device=engine.device),
-                    step=0,  # with the seed and the row number the key of masks and samples, equal at every evaluation
-                    seed=seed,
-                    first_scale=1.0,  # plain sums, which are divided once all of them are added up
-                    second_scale=1.0,
-                    bounds=bounds,
-                )
+            for step_input in self._batches(engine, ids_RS):
                 output = engine.forward(step_input)
                 sums.append(output.sums)
                 scores.append(torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan))
                 labels.append(output.label_BS.float())
         return _LocalScores(sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels))
 
-    def _rows(self) -> np.ndarray:
-        """Return the token ids of the evaluation's rows, [R, S]: evenly spaced over the held-out corpus.
+    def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
+        """Return how well the discriminator tells tokens of other places from the original ones. Collective.
 
-        These are all rows if the corpus has at most `num_rows`. Rows are numbered through all shards: with shards of
-        10 and 5 rows, row 12 is row 2 of the second shard.
+        The rows are those of the evaluation, or more of the held-out corpus if these have too few tokens to replace.
+        The result is equal on all ranks.
+
+        Args:
+            engine: holds the model, in evaluation mode.
+            mask_prob: share of the tokens that are masked.
+        """
+        seq_len = self.cache.manifest.seq_len
+        ids_RS = self._rows(max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len)))
+        seed = derive_seed(self.seed, Purpose.EVAL, 1)
+        context = replace_by_other_tokens(ids_RS, self.special, mask_prob, NUM_REPLACED, seed)
+        shown_QS = torch.from_numpy(self._padded(context.shown_QS))
+        scores = []
+        rows = []
+        with torch.no_grad():
+            for step_input in self._batches(engine, context.original_QS):
+                first = int(step_input.row_B[0])
+                shown_BS = shown_QS[first : first + self.micro_batch].to(engine.device)
+                scores.append(engine.forward(replace(step_input, shown_BS=shown_BS)).rtd_logit_BS)
+                rows.append(step_input.row_B)
+        # The batches of the ranks take turns, so the rows are brought back into their order.
+        order = np.argsort(_gather_batches(torch.cat(rows)))
+        score_QS = _gather_batches(torch.cat(scores))[order][: len(context.original_QS)]
+
+        is_compared_QS = context.label_QS != NOT_COMPARED
+        row_QS = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)
+        auc, standard_error = auc_with_standard_error(
+            score_QS[is_compared_QS], context.label_QS[is_compared_QS] == REPLACED, row_QS[is_compared_QS]
+        )
+        return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
+
+    def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
+        """Yield this rank's share of some rows as inputs of the engine; all ranks get the same number of batches.
+
+        The rows are processed in rounds. In a round, rank r evaluates the r-th of W consecutive batches of
+        `micro_batch` rows, where W is the number of ranks. Rows of padding fill the last round; padding does not count
+        in any sum.
+
+        Args:
+            engine: gives the device and the attention backend.
+            ids_RS: token ids of all rows, equal on all ranks.
+        """
+        world_size = dist.get_world_size()
+        padded_RS = self._padded(ids_RS)
+        seed = derive_seed(self.seed, Purpose.EVAL)
+        for first_of_round in range(0, len(padded_RS), self.micro_batch * world_size):
+            first = first_of_round + dist.get_rank() * self.micro_batch
+            end = first + self.micro_batch
+            bounds = None
+            if engine.attention.backend == "flash":
+                bounds = example_bounds(padded_RS[first:end], self.special).to(engine.device)
+            yield StepInput(
+                ids_BS=torch.from_numpy(padded_RS[first:end]).to(engine.device),
+                row_B=torch.arange(first, end, device=engine.device),
+                step=0,  # with the seed and the row number the key of masks and samples, equal at every evaluation
+                seed=seed,
+                first_scale=1.0,  # plain sums, which are divided once all of them are added up
+                second_scale=1.0,
+                bounds=bounds,
+            )
+
+    def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
+        """Return the rows as int64 with rows of padding at the end, so that they fill a whole number of rounds."""
+        num_rows, seq_len = ids_RS.shape
+        rows_per_round = self.micro_batch * dist.get_world_size()
+        num_rounds = math.ceil(num_rows / rows_per_round)
+        padded_RS = np.full((num_rounds * rows_per_round, seq_len), self.special.pad, np.int64)
+        padded_RS[:num_rows] = ids_RS
+        return padded_RS
+
+    def _rows(self, num_rows: int) -> np.ndarray:
+        """Return the token ids of some held-out rows, [R, S]: evenly spaced over the held-out corpus.
+
+        Rows are numbered through all shards: with shards of 10 and 5 rows, row 12 is row 2 of the second shard.
+
+        Args:
+            num_rows: number R of rows; all rows if the corpus has fewer.
         """
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
         num_available = int(shard_ends[-1])
-        num_chosen = min(self.num_rows, num_available)
+        num_chosen = min(num_rows, num_available)
         chosen_rows = np.linspace(0, num_available, num_chosen, endpoint=False, dtype=np.int64)
         # The shard of a row is the first one that ends after it.
         shard_of_row = np.searchsorted(shard_ends, chosen_rows, side="right")
@@ -166,6 +246,18 @@ def _mean(total: float, count: float) -> float:
     That is so for a loss that the objective does not have. A count between 0 and 1 is taken as 1.
     """
     return total / max(count, 1.0)
+
+
+def _generator_mean(total: float, sums: Sums) -> float:
+    """Return a mean over the positions that the generator predicts; NaN if no generator is trained.
+
+    Args:
+        total: sum over these positions, weighted as in the generator's loss.
+        sums: sums of the evaluation; without a trained generator they have no entropy.
+    """
+    if sums.entropy_sum == 0:
+        return math.nan
+    return total / sums.mlm_weight
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:

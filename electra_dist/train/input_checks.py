@@ -74,6 +74,7 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
     check_precision(config.train.precision)
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
+    _check_keep_best(config)
     _check_kernels(config.kernels.backend)
     corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     identity = run_identity(config, corpus.manifest.fingerprint)
@@ -89,6 +90,19 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
         )
     return RunInputs(corpus=corpus, heldout=heldout, accept_new_numerics=accept_new_numerics)
+
+
+def _check_keep_best(config: Config) -> None:
+    """Refuse to keep the best checkpoints of a run that does not evaluate any.
+
+    Raises:
+        UserError: `checkpoint.keep_best` is set and `data.heldout` is not.
+    """
+    if config.checkpoint.keep_best and not config.data.heldout:
+        raise UserError(
+            f"checkpoint.keep_best is {config.checkpoint.keep_best}, but without data.heldout no checkpoint is "
+            f"evaluated and none is the best; set data.heldout to a held-out corpus, or checkpoint.keep_best: 0"
+        )
 
 
 def _check_kernels(backend: str) -> None:

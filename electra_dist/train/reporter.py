@@ -8,6 +8,7 @@ writes the same ones as an uninterrupted run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from electra_kernels.backend_choice import resolve
 
+from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warning, was_reported
 from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
@@ -28,11 +30,12 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops
+from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
 from electra_dist.run.log_console import Console
-from electra_dist.run.metrics_writer import MetricsWriter
+from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.schedule import describe, schedules_of, value_at
 from electra_dist.train.health.gpu_monitor import GpuReading
@@ -93,6 +96,8 @@ class Reporter:
         self._console = Console(run_dir, config.train.num_steps, start_step)
         self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
         furthest_step = self._metrics.truncate_after(start_step)
+        self._has_warned = False  # of a low context AUC, in this start
+        self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
         write_environment(run_dir, dist.get_world_size())
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
@@ -287,14 +292,41 @@ class Reporter:
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Report an evaluation on held-out rows.
+        """Report an evaluation on held-out rows, with warnings about its context AUC.
 
         It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
         steps.
         """
+        self._warn_of_low_context_auc(record)
         self._metrics.write(record)
         self._console.evaluation(record)
+        self._note_few_replaced_tokens(record)
         self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
+
+    def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
+        """Log that the discriminator knows no context, if the evaluation shows it and no earlier one of the run did.
+
+        Args:
+            record: the evaluation, which is not yet in the metrics.
+        """
+        fields = dataclasses.asdict(record)
+        if self._has_warned or not is_stuck(fields, self._config):
+            return
+        self._has_warned = True
+        if not was_reported(read_metrics(self._run_dir), self._config):
+            self.note(stuck_warning(fields, self._config))
+
+    def _note_few_replaced_tokens(self, record: EvalRecord) -> None:
+        """Log once in a start that the held-out corpus is too small for the context AUC's usual precision."""
+        has_context_auc = detects_replacements(self._config.objective)
+        if self._has_noted_few_tokens or not has_context_auc or record.context_replaced >= NUM_REPLACED:
+            return
+        self._has_noted_few_tokens = True
+        self.note(
+            f"context AUC is over {record.context_replaced:,} replaced tokens instead of {NUM_REPLACED:,}, because "
+            f"data.heldout {self._config.data.heldout} has no more; build the corpus with a larger "
+            f"corpus.heldout_fraction for a smaller standard error"
+        )
 
     def saving(self) -> None:
         """Sync the metrics to the disk before a save begins.

@@ -27,8 +27,10 @@ from electra_dist.engine.learning_rate import generator_learning_rate, learning_
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
-from electra_dist.train.checkpointer import Checkpointer, TrainState
+from electra_dist.schedule import value_at
+from electra_dist.train.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
@@ -197,7 +199,7 @@ class Trainer:
             is_last = step + 1 == num_steps
             self.monitor.beat("step", step)
             state.step = step + 1  # steps done, this one included
-            state.eval_rtd_loss = None
+            state.eval_scores = {}
             second_stage_begins = stages.enter(step)
             if second_stage_begins or self.schedules.jumps_at(step):
                 # The window holds losses of the first stage, or of the value before the jump, which the new loss must
@@ -274,13 +276,13 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows and report the result on rank 0. Collective.
 
-        The loss of replaced token detection is kept in the state, so that a checkpoint of this step records it. By
-        this loss the best checkpoints are chosen, which are kept longer than others.
+        Its context AUC and losses are kept in the state, so that a checkpoint of this step records them. By these the
+        best checkpoints are chosen, which are kept longer than others.
         """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
-        self.state.eval_rtd_loss = evaluation.rtd_loss
+        self.state.eval_scores = evaluation_scores(evaluation, self.config.objective)
         if self.reporter:
             self.reporter.evaluation(evaluation)
 
@@ -450,12 +452,14 @@ class Trainer:
         """
         if self.inputs.heldout is None:
             return None
+        objective = self.config.objective
         return Evaluator(
             cache=self._open_cache(self.inputs.heldout, stack),
             num_rows=self.config.log.eval_rows,
             micro_batch=self.config.train.micro_batch,
             seed=self.config.seed,
             special=self.special,
+            context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
         )
 
 

@@ -5,6 +5,7 @@ Guarantee: the command only reads; it changes neither the run nor Slurm's queue.
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from electra_dist.analysis.context_auc import is_stuck, stuck_warning
 from electra_dist.analysis.goodput import goodput
 from electra_dist.analysis.hung_ranks import hang_limits, hung
 from electra_dist.analysis.run_classification import RunEvidence, State, run_state
@@ -50,6 +52,7 @@ class Facts:
     ledger: list[Record]
     jobs: list[Record]  # the lines of slurm/jobs.jsonl
     last: Record | None  # newest record of a training step; None before the first
+    last_eval: Record | None  # newest record of an evaluation; None before the first
     beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
     queue: QueueView | None  # None without Slurm, or if the run was never submitted
@@ -83,7 +86,9 @@ def facts(run: Path) -> Facts:
     scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
-    train_records = [record for record in read_metrics(run) if record["kind"] == "train"]
+    records = read_metrics(run)
+    train_records = [record for record in records if record["kind"] == "train"]
+    eval_records = [record for record in records if record["kind"] == "eval"]
     return Facts(
         run=run,
         now=time.time(),
@@ -91,6 +96,7 @@ def facts(run: Path) -> Facts:
         ledger=read_ledger(run),
         jobs=read_jobs(run),
         last=train_records[-1] if train_records else None,
+        last_eval=eval_records[-1] if eval_records else None,
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
@@ -133,6 +139,7 @@ def lines(seen: Facts) -> list[str]:
         f"run {seen.run}: {state}{_reason_in_parentheses(seen, state)}",
         f"  step        {_step(seen)}",
         f"  checkpoint  {_newest_checkpoint(seen)}",
+        *_context_auc_lines(seen),
     ]
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
@@ -254,6 +261,24 @@ def _newest_checkpoint(seen: Facts) -> str:
     newest = checkpoints[-1]
     age_s = seen.now - _seconds(newest["time"])
     return f"step {newest['step']:,}, {format_duration(age_s)} old"
+
+
+def _context_auc_lines(seen: Facts) -> list[str]:
+    """Return a line with the context AUC of the newest evaluation, and a warning below it if the run is stuck.
+
+    The list is empty if no evaluation has a context AUC: before the first one, for an objective without a
+    discriminator, and for runs of older versions.
+    """
+    if seen.last_eval is None or not math.isfinite(seen.last_eval.get("context_auc", math.nan)):
+        return []
+    newest = seen.last_eval
+    page_lines = [
+        f"  context     AUC {newest['context_auc']:.4f} at step {newest['step']:,} (standard error "
+        f"{newest['context_auc_se']:.4f})"
+    ]
+    if is_stuck(newest, seen.config):
+        page_lines.append(f"  warning     {stuck_warning(newest, seen.config)}")
+    return page_lines
 
 
 def _hung_rank_lines(seen: Facts) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,27 @@ def test_retention_on_a_target_keeps_the_last_the_chosen_steps_and_the_best(targ
         small.save([target], tmp_path / "staging", step, policy=policy, fields={"eval_rtd_loss": loss})
     assert [step for step, _, _ in committed(target)] == [20, 30, 40, 60, 70, 80]
     assert {key.partition("/")[0] for key in target.list("step-")} == {f for _, _, f in committed(target)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "best"),
+    [
+        # The context AUC counts where there is one, whatever the loss of the discriminator is.
+        ([{"eval_context_auc": 0.6, "eval_rtd_loss": 0.2}, {"eval_context_auc": 0.7, "eval_rtd_loss": 0.9}], 20),
+        ([{"eval_rtd_loss": 0.1}, {"eval_context_auc": 0.55, "eval_rtd_loss": 0.9}], 20),  # 10: of an older version
+        ([{"eval_loss": 5.0}, {"eval_loss": 6.0}], 10),
+        ([{"eval_rtd_loss": 0.0}, {"eval_loss": 6.0}], 20),  # 10: of an older version, without a discriminator
+        ([{"eval_loss": 6.0}, {"eval_context_auc": math.nan, "eval_rtd_loss": 9.0}], 10),
+    ],
+)
+def test_best_is_the_context_auc_or_else_the_own_loss(
+    tmp_path: Path, fields: list[dict[str, float]], best: int
+) -> None:
+    store = open_store(str(tmp_path))
+    policy = CheckpointConfig(keep_last=1, keep_best=1)
+    for number, scores in enumerate([*fields, {}], start=1):
+        small.save([store], tmp_path / "staging", 10 * number, policy=policy, fields=scores)
+    assert [step for step, _, _ in committed(store)] == [best, 30]
 
 
 def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from electra_dist.checkpoint.checkpoint_manifest import folder_name
-from electra_dist.checkpoint.retention import CheckpointInfo, superfluous
+from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig
 
 CHECKPOINTS = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 3), st.none() | st.sampled_from([0.1, 0.2, 0.3])),
+    st.tuples(
+        st.integers(0, 40),
+        st.integers(1, 3),
+        st.none() | st.sampled_from([0.5, 0.6, 0.7]),
+        st.none() | st.sampled_from([0.1, 0.2, 0.3]),
+    ),
     unique_by=lambda c: c[:2],
 )
+
+
+def is_better(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+    """Whether `one` was evaluated and is better than `other`: by context AUC, then by loss, then by age."""
+    if one.score.context_auc != other.score.context_auc:
+        return (one.score.context_auc or 0) > (other.score.context_auc or 0)
+    if one.score.context_auc is None and one.score.loss != other.score.loss:
+        return (one.score.loss or math.inf) < (other.score.loss or math.inf)
+    return one.score != NOT_EVALUATED and (one.step, one.attempt) > (other.step, other.attempt)
 
 
 @given(
@@ -33,20 +48,22 @@ CHECKPOINTS = st.lists(
     ),
 )
 def test_retention_keeps_exactly_the_checkpoints_that_the_policy_names(
-    saved: list[tuple[int, int, float | None]], policy: dict[str, Any]
+    saved: list[tuple[int, int, float | None, float | None]], policy: dict[str, Any]
 ) -> None:
-    checkpoints = [CheckpointInfo(step, attempt, folder_name(step, attempt), loss) for step, attempt, loss in saved]
+    checkpoints = [
+        CheckpointInfo(step, attempt, folder_name(step, attempt), HeldOutScore(context_auc=auc, loss=loss))
+        for step, attempt, auc, loss in saved
+    ]
     to_delete = set(superfluous(checkpoints, CheckpointConfig(**policy)))
-    evaluated = [(c.eval_rtd_loss, -c.step, -c.attempt) for c in checkpoints if c.eval_rtd_loss is not None]
     for checkpoint in checkpoints:
-        step, loss = checkpoint.step, checkpoint.eval_rtd_loss
+        step = checkpoint.step
         num_newer = sum((c.step, c.attempt) > (step, checkpoint.attempt) for c in checkpoints)
-        num_better = sum(key < (loss or 0.0, -step, -checkpoint.attempt) for key in evaluated)
+        num_better = sum(is_better(other, checkpoint) for other in checkpoints)
         is_kept = (
             num_newer < policy["keep_last"]
             or step in policy["keep_steps"]
             or (policy["keep_every_steps"] > 0 and step % policy["keep_every_steps"] == 0)
-            or (loss is not None and num_better < policy["keep_best"])
+            or (checkpoint.score != NOT_EVALUATED and num_better < policy["keep_best"])
         )
         assert (checkpoint not in to_delete) == is_kept
     if checkpoints:

@@ -14,8 +14,10 @@ from support.float64_truth import Truth, shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
+from electra_dist.objectives.masking import is_candidate, mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 SEED = 99
@@ -144,6 +146,54 @@ def test_losses_and_counts_equal_a_float64_computation(case_name: str, batch: Ba
     has_replacement_labels = objective.name not in ("mlm", "electric") and not has_token_loss
     if has_replacement_labels:
         assert torch.equal(out.label_BS, discriminator_input != batch.ids)
+
+
+@for_every_case
+def test_evaluation_adds_the_entropy_of_the_generator(case_name: str, batch: Batch) -> None:
+    """The other sums are those of training mode, bit for bit."""
+    case = CASES[case_name]
+    module = case.module()
+    trained = Sums(*module(batch.step_input((1.0, 1.0))).sums.tolist())
+    with torch.no_grad():
+        evaluated = Sums(*module.eval()(batch.step_input((1.0, 1.0))).sums.tolist())
+    assert trained.entropy_sum == 0
+    assert evaluated._replace(entropy_sum=0.0, loss=0.0) == trained._replace(loss=0.0)
+    if not hasattr(module.towers, "generator_head"):
+        assert evaluated.entropy_sum == 0
+        return
+
+    truth = Truth(module, case.model(), batch.ids, batch.rows)
+    if case_name == "electric":
+        log_probs = truth.cloze_log_probs()[is_candidate(batch.ids, SPECIAL)]
+    else:
+        masking = mask_rows(batch.ids, SPECIAL, module.objective, SEED, STEP, batch.rows)
+        row, slot = (masking.weight_BN > 0).nonzero().T
+        states = truth.states("generator", masking.input_BS)[row, masking.position_BN[row, slot]]
+        log_probs = truth.token_log_probs("generator_head", states, truth.state["embeddings.word.weight"])
+    entropy_sum = -(log_probs.exp() * log_probs).sum()
+    assert evaluated.entropy_sum == pytest.approx(float(entropy_sum), rel=2e-6)
+    assert len(log_probs) == evaluated.mlm_weight
+
+
+@for_every_case
+def test_given_replacements_get_the_logits_of_a_float64_discriminator(case_name: str, batch: Batch) -> None:
+    """No generator runs, and positions and examples are those of the original rows."""
+    case = CASES[case_name]
+    module = case.module().eval()
+    if not detects_replacements(module.objective):
+        assert not hasattr(module.towers, "discriminator_head")
+        return
+    shown = batch.ids.clone()
+    shown[:, 5::7] = torch.randint(VOCAB_SIZE, shown[:, 5::7].shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        out = module(dataclasses.replace(batch.step_input((1.0, 1.0)), shown_BS=shown))
+    truth = Truth(module, case.model(), batch.ids, batch.rows)
+    expected = truth.detection_logits(truth.states("discriminator", shown))
+    is_real = batch.ids != SPECIAL.pad
+    torch.testing.assert_close(out.rtd_logit_BS[is_real].double(), expected[is_real], rtol=0, atol=2e-5)
+    assert torch.equal(out.label_BS, shown != batch.ids)
+    assert out.loss.item() == 0
+    assert Sums(*out.sums.tolist()).mlm_weight == 0
 
 
 @for_every_case

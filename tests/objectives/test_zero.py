@@ -1,6 +1,7 @@
 """Objectives under DeepSpeed on one rank in this process: every ZeRO stage gives the losses of plain PyTorch."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.encoder import Encoder
-from electra_dist.objectives.base import StepInput, loss_counts
+from electra_dist.objectives.base import StepInput, Sums, loss_counts
 from electra_dist.objectives.build_objective import build_objective
 
 NUM_STEPS = 4
@@ -60,12 +61,24 @@ def losses_under_deepspeed(module: torch.nn.Module, stage: int, precision: str, 
         model=module, optimizer=optimizer_of(module), config=config, dist_init_required=False
     )
     losses = train(engine, engine.backward, engine.step, ids)
-    with torch.no_grad():  # evaluation between steps reads the same partitioned parameters
-        engine.eval()
-        evaluated = engine(StepInput(ids, torch.arange(len(ids)), 0, SEED, 1.0, 1.0))
-        assert evaluated.loss.isfinite()
+    check_evaluation(engine, ids)
     engine.destroy()
     return losses
+
+
+def check_evaluation(engine: Any, ids: torch.Tensor) -> None:
+    """Evaluate after the steps: the same partitioned parameters are read, also by the discriminator alone."""
+    step_input = StepInput(ids, torch.arange(len(ids)), 0, SEED, 1.0, 1.0)
+    shown = ids.roll(1, 1)
+    with torch.no_grad():
+        engine.eval()
+        alone = engine(dataclasses.replace(step_input, shown_BS=shown))
+        evaluated = engine(step_input)
+        alone_again = engine(dataclasses.replace(step_input, shown_BS=shown))
+    assert evaluated.loss.isfinite()
+    assert alone.rtd_logit_BS.isfinite().all()
+    assert torch.equal(alone.rtd_logit_BS, alone_again.rtd_logit_BS)
+    assert Sums(*evaluated.sums.tolist()).entropy_sum > 0
 
 
 def losses_under_plain_torch(module: torch.nn.Module, ids: torch.Tensor) -> list[float]:

@@ -30,7 +30,11 @@ def test_log_lines_of_usual_and_extreme_values_equal_the_golden_file(
         step_record(step=40, tokens_per_s=3234.0, mfu=None, memory_gb=None, eta_s=None),
         step_record(step=60, mlm_loss=nan, grad_norm=inf, replaced_accuracy=nan, eta_s=59.6),
     ]
-    eval_records = [eval_record(), eval_record(auc=nan)]
+    eval_records = [
+        eval_record(),
+        eval_record(auc=nan),
+        eval_record(context_auc=0.5712, context_auc_se=0.00413, generator_entropy=4.1234, sampled_correct=0.123),
+    ]
 
     step_lines = [format_line(record, TOTAL_STEPS) for record in step_records]
     eval_lines = [format_evaluation(record, TOTAL_STEPS) for record in eval_records]

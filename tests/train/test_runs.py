@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -54,12 +55,34 @@ def test_bf16_zero1_is_bit_for_bit_the_same_on_one_and_two_ranks(
         "train.precision": "bf16",
         "model.hidden_dropout": 0.1,  # a function of step, row and position, so it is equal too
         "model.attention_dropout": 0.1,
+        "log.eval_every_steps": 20,
     }
     for ranks in (1, 2):
         pretrain(tiny_config(f"bf16-{ranks}", **settings), ranks)
     one, two = losses(tmp_path / "bf16-1"), losses(tmp_path / "bf16-2")
     # Field 4, the gradient norm, is a sum over partitions in an order that differs; all other fields must be equal.
     assert [r[:4] + r[5:] for r in one] == [r[:4] + r[5:] for r in two]
+    check_context_auc(tmp_path / "bf16-1", tmp_path / "bf16-2")
+
+
+def check_context_auc(one_rank: Path, two_ranks: Path) -> None:
+    """Check that two runs have the same context AUC at both evaluations, and one warning each that it is low."""
+    evaluations = []
+    for run_dir in (one_rank, two_ranks):
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        evaluations.append([record for record in records if record["kind"] == "eval"])
+        log = (run_dir / "log.txt").read_text()
+        assert log.count("is below 0.52") == 1
+        assert log.count("replaced tokens instead of 5,000, because data.heldout") == 1
+    names = ("step", "context_auc", "context_auc_se", "context_replaced", "sampled_correct")
+    first, second = ([[record[name] for name in names] for record in records] for records in evaluations)
+    assert first == second
+    assert [record["step"] for record in evaluations[0]] == [20, 40]
+    for record in evaluations[0]:
+        # The corpus is random tokens, so there is no context to learn from.
+        assert record["context_auc"] == pytest.approx(0.5, abs=4 * record["context_auc_se"])
+        assert 0 < record["context_auc_se"] < 0.1
+        assert 0 < record["generator_entropy"] <= math.log(1024)
 
 
 def test_accumulating_four_micro_batches_equals_one_large_batch(

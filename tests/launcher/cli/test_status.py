@@ -97,6 +97,29 @@ def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodp
     assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
 
 
+def test_the_context_auc_of_the_newest_evaluation_is_shown_with_a_warning_if_it_is_low(run: Path):
+    train = {"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}
+    older_version = {"kind": "eval", "step": 4, "auc": 0.9}
+    early = {"kind": "eval", "step": 5, "context_auc": 0.5, "context_auc_se": 0.004}
+    low = {**early, "step": 10}
+    high = {"kind": "eval", "step": 12, "context_auc": 0.6123, "context_auc_se": 0.0042}
+
+    def context_lines(*records: dict[str, Any]) -> list[str]:
+        write(run / "metrics.jsonl", [train, *records])
+        return [line for line in shown(run) if "context" in line]
+
+    assert context_lines() == []
+    assert context_lines(older_version) == []
+    assert context_lines(older_version, early) == ["  context     AUC 0.5000 at step 5 (standard error 0.0040)"]
+    newest, warning = context_lines(early, low)
+    assert newest == "  context     AUC 0.5000 at step 10 (standard error 0.0040)"
+    assert warning.startswith(
+        "  warning     step 10: context AUC 0.500 (standard error 0.004) is below 0.52 after 50 %"
+    )
+    assert "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}" in warning
+    assert context_lines(low, high) == ["  context     AUC 0.6123 at step 12 (standard error 0.0042)"]
+
+
 def test_ranks_without_a_recent_heartbeat_in_a_running_job_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch, RUNNING)
     for rank in (0, 1):

@@ -1,0 +1,140 @@
+"""Replace tokens of held-out rows by tokens of other places, so that only context shows which ones were replaced.
+
+Guarantee: over the places that are compared, the replaced tokens and the original tokens are the same tokens, each as
+often in both classes. A score that depends on the token alone, such as its frequency, therefore has a ROC-AUC of
+exactly 0.5 (ties count one half), whatever the corpus is. Replacements are draws from the unigram distribution of the
+rows, and a function of (rows, seed) only.
+
+How: all tokens that may be masked are put into one random order, as on a ring. A part of `mask_prob` of them is masked
+at a time. Each masked place shows the token of the place that lies one part further in the order. The pair consists of
+the masked place, with label 1, and of that other place, which keeps the token, with label 0. A pair of equal tokens is
+left out, because nothing is replaced; this removes the token from both classes. If one part has too few pairs, the
+next parts of the order are masked in further copies of the rows. No place is masked twice.
+
+Limits: a word that occurs twice in a document is context, too, and counts as such.
+
+Shapes: R rows, S tokens of a row, Q rows of all copies, n places that may be masked, in a random order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from electra_kernels.keyed_random import Purpose, bits_grid
+
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.masking import is_candidate
+
+REPLACED = 1  # label of a place that shows the token of another place
+ORIGINAL = 0  # label of a place whose token is shown at another place
+NOT_COMPARED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRows:
+    """Rows with replaced tokens for the discriminator to read, and labels of the places whose scores are compared.
+
+    The rows are copies of held-out rows, all of them once or several times, each time with other places replaced.
+    """
+
+    original_QS: np.ndarray  # int64 ids; examples and positions follow from these
+    shown_QS: np.ndarray  # int64 ids with the replacements in place
+    label_QS: np.ndarray  # int8: REPLACED, ORIGINAL or NOT_COMPARED
+    source_row_Q: np.ndarray  # int64 number of the held-out row of which the row is a copy
+
+    @property
+    def num_replaced(self) -> int:
+        """Return the number of replaced tokens, which is also the number of original tokens that are compared."""
+        return int((self.label_QS == REPLACED).sum())
+
+
+def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
+    """Return how many rows have about `num_wanted` masked tokens, with a margin of 10 % for pads and equal tokens.
+
+    Args:
+        num_wanted: replaced tokens to reach.
+        mask_prob: share of the tokens that are masked.
+        seq_len: tokens per row.
+    """
+    return math.ceil(1.1 * num_wanted / (mask_prob * seq_len))
+
+
+def replace_by_other_tokens(
+    ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
+) -> ContextRows:
+    """Return copies of the rows in which tokens of other places stand, with labels for the comparison.
+
+    There are as few copies as give `num_wanted` replaced tokens, and fewer tokens if all places that may be masked are
+    not enough. Rows without two such places give no replaced token.
+
+    Args:
+        ids_RS: token ids, of any integer dtype.
+        special: ids of the special tokens.
+        mask_prob: share of the places that are masked in one copy; at most half of them are.
+        num_wanted: replaced tokens to reach.
+        seed: key of the random order.
+    """
+    ids = torch.from_numpy(ids_RS.astype(np.int64))
+    places_n = _random_order(ids, special, seed)
+    places_per_copy = min(max(1, round(mask_prob * len(places_n))), len(places_n) // 2)
+    if places_per_copy == 0:
+        unchanged_QS = ids.numpy()
+        label_QS = np.full(unchanged_QS.shape, NOT_COMPARED, np.int8)
+        rows_Q = np.arange(len(unchanged_QS))
+        return ContextRows(original_QS=unchanged_QS, shown_QS=unchanged_QS, label_QS=label_QS, source_row_Q=rows_Q)
+
+    token_of_place_n = ids.numpy().reshape(-1)[places_n]
+    partner_n = np.roll(places_n, -places_per_copy)  # the place whose token is shown instead
+    partner_token_n = np.roll(token_of_place_n, -places_per_copy)
+    is_replaced_n = token_of_place_n != partner_token_n
+    num_copies = _copies_needed(is_replaced_n, places_per_copy, num_wanted)
+
+    num_rows = len(ids)
+    original_QS = np.tile(ids.numpy(), (num_copies, 1))
+    shown_QS = original_QS.copy()
+    label_QS = np.full(original_QS.shape, NOT_COMPARED, np.int8)
+    for copy in range(num_copies):
+        masked = np.arange(copy * places_per_copy, (copy + 1) * places_per_copy)
+        masked = masked[is_replaced_n[masked]]
+        rows_of_copy = slice(copy * num_rows, (copy + 1) * num_rows)
+        shown_QS[rows_of_copy].reshape(-1)[places_n[masked]] = partner_token_n[masked]
+        label_QS[rows_of_copy].reshape(-1)[places_n[masked]] = REPLACED
+        label_QS[rows_of_copy].reshape(-1)[partner_n[masked]] = ORIGINAL
+    return ContextRows(
+        original_QS=original_QS,
+        shown_QS=shown_QS,
+        label_QS=label_QS,
+        source_row_Q=np.tile(np.arange(num_rows), num_copies),
+    )
+
+
+def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.ndarray:
+    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a keyed random order.
+
+    Args:
+        ids_RS: int64 token ids.
+        special: ids of the special tokens.
+        seed: key of the order.
+    """
+    num_rows, seq_len = ids_RS.shape
+    bits_RS = bits_grid(seed, Purpose.MASK_POSITION, 0, torch.arange(num_rows), seq_len).numpy()
+    places = np.flatnonzero(is_candidate(ids_RS, special).numpy())
+    return places[np.argsort(bits_RS.reshape(-1)[places], kind="stable")]
+
+
+def _copies_needed(is_replaced_n: np.ndarray, places_per_copy: int, num_wanted: int) -> int:
+    """Return the smallest number of copies with `num_wanted` replaced tokens, or the largest possible number.
+
+    Args:
+        is_replaced_n: bool, whether the place shows another token than its own when it is masked.
+        places_per_copy: masked places of a copy, at least 1.
+        num_wanted: replaced tokens to reach.
+    """
+    most_copies = len(is_replaced_n) // places_per_copy
+    places_used = np.arange(1, most_copies + 1) * places_per_copy
+    num_replaced = np.cumsum(is_replaced_n)[places_used - 1]
+    has_enough = num_replaced >= num_wanted
+    return int(has_enough.argmax()) + 1 if has_enough.any() else most_copies
