@@ -212,7 +212,7 @@ def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed:
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)
-    # Dropout on the embeddings and in the head draws from torch's global generator; the encoder's layers use keys.
+    # Dropout in the head draws from torch's global generator; embeddings and encoder use keys.
     torch.manual_seed(derive_seed(seed, Purpose.DROPOUT, step))
     dropout_keys = DropoutKeys(
         seed=derive_seed(seed, Purpose.DROPOUT, _KEYED_DROPOUT),

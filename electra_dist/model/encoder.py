@@ -7,10 +7,11 @@ and sub-layer outputs, and a projection with bias where the width of the tables 
 How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches.
 LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
 sub-layer outputs is keyed by (seed, step, global row, position) and fused with the residual and LayerNorm
-(`electra_kernels.dropout_add_norm`), so it does not depend on how a batch is split.
+(`electra_kernels.dropout_add_norm`), so it does not depend on how a batch is split. Dropout on embeddings has the same
+keys (`electra_kernels.keyed_dropout`).
 
-Limits: dropout on embeddings, and dropout of attention probabilities on a GPU, draw from torch's generator. The
-training loop seeds that generator for each micro-batch.
+Limits: dropout of attention probabilities on a GPU draws from torch's generator. The training loop seeds that
+generator for each micro-batch. Nothing draws from it on a CPU.
 
 Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V rows of the token table (padded to 128).
 """
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from electra_kernels import compiled_dropout
 from electra_kernels.dropout_add_norm import dropout_add_norm
+from electra_kernels.keyed_dropout import keyed_dropout
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -159,7 +161,7 @@ class SharedEmbeddings(nn.Module):
         self.position = nn.Embedding(model.max_positions, width)
         self.token_type = nn.Embedding(model.type_vocab_size, width)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
-        self.dropout = nn.Dropout(model.hidden_dropout)
+        self.dropout = model.hidden_dropout
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the three tables' entries, [B, S, E], before LayerNorm and dropout.
@@ -176,24 +178,31 @@ class SharedEmbeddings(nn.Module):
         ids_BS: torch.Tensor,
         position_BS: torch.Tensor,
         token_type_BS: torch.Tensor,
+        dropout_keys: DropoutKeys | None = None,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E].
+        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E]; nothing is dropped in evaluation mode.
 
-        Dropout draws from torch's generator, anew for each call, so generator and discriminator drop different
-        elements even where they share this instance.
+        Which elements are dropped follows from the keys and from nothing else. Generator and discriminator have
+        different keys, so they drop different elements even where they share this instance.
 
         Args:
             ids_BS: int64 token ids.
             position_BS: int64 positions within the example.
             token_type_BS: int64 token types.
+            dropout_keys: keys of the tower that reads the embeddings; not needed in evaluation mode.
             base_BSE: sums of entries of the generator's tables, added before LayerNorm. Passed for the discriminator
                 with `model.sharing: gdes`, where this instance holds only the difference to the generator's tables.
         """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
             summed = summed + base_BSE
-        return self.dropout(self.layer_norm(summed))
+        normed = self.layer_norm(summed)
+        if not self.training or not self.dropout:
+            return normed
+        assert dropout_keys is not None, "embeddings in training mode need dropout_keys"
+        tower_keys = dropout_keys.of_layer(0)  # the embeddings' draws have a purpose of their own
+        return keyed_dropout(normed, tower_keys.key_3, tower_keys.row_B, self.dropout, backend=tower_keys.backend)
 
 
 class SelfAttention(nn.Module):

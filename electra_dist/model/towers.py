@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import Encoder, SharedEmbeddings
+from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 from electra_dist.model.row_layout import RowLayout
 
@@ -149,12 +149,12 @@ class ElectraTowers(nn.Module):
         Args:
             name: name of the parameter in this module, such as "generator_head.bias".
         """
-        parts = ("generator", "generator_reverse", "generator_head", "baseline")
+        parts: tuple[str, ...] = ("generator", "generator_reverse", "generator_head", "baseline")
         if hasattr(self, "discriminator_embeddings"):
             parts += ("embeddings",)
         return name.partition(".")[0] in parts
 
-    def embed(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the embeddings of the rows by the tables that the generator reads, [B, S, E].
 
         Where generator and discriminator share the tables, the discriminator's embeddings are computed by them, too.
@@ -162,10 +162,13 @@ class ElectraTowers(nn.Module):
         Args:
             ids_BS: int64 ids of the rows, original or masked.
             layout: structure of the original rows, which gives positions and token types.
+            dropout_keys: keys of the tower that reads them; not needed in evaluation mode.
         """
-        return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
+        return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
 
-    def embed_discriminator(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    def embed_discriminator(
+        self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None
+    ) -> torch.Tensor:
         """Return the discriminator's embeddings of the rows, [B, S, E].
 
         With `model.sharing: gdes`, the discriminator's own tables hold differences to the generator's tables. The
@@ -174,13 +177,14 @@ class ElectraTowers(nn.Module):
         Args:
             ids_BS: int64 ids of the rows, original, masked or corrupted.
             layout: structure of the original rows, which gives positions and token types.
+            dropout_keys: keys of the discriminator; not needed in evaluation mode.
         """
         if not hasattr(self, "discriminator_embeddings"):
-            return self.embed(ids_BS, layout)
+            return self.embed(ids_BS, layout, dropout_keys)
         base_BSE = None
         if self.is_difference:
             base_BSE = self.embeddings.tables(ids_BS, layout.position_BS, layout.token_type_BS).detach()
-        return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, base_BSE)
+        return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
         """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.

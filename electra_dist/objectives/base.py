@@ -306,8 +306,9 @@ class Objective(nn.Module, ABC):
             batch: the original rows, which give positions, attention mask and dropout keys.
             ids_BS: int64 token ids that the discriminator reads.
         """
-        embedded = self.towers.embed_discriminator(ids_BS, batch.layout)
-        return self.towers.discriminator(embedded, batch.attention_mask, self.dropout_keys(batch, DISCRIMINATOR))
+        dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
+        embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
+        return self.towers.discriminator(embedded, batch.attention_mask, dropout_keys)
 
     def output(
         self,

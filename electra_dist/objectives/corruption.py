@@ -146,8 +146,9 @@ class CorruptingObjective(Objective):
             batch: the original rows, which give the attention mask and the dropout keys.
             masking: the masked rows and the positions.
         """
-        embedded = self.towers.embed(masking.input_BS, batch.layout)
-        hidden = self.towers.generator(embedded, batch.attention_mask, self.dropout_keys(batch, GENERATOR))
+        dropout_keys = self.dropout_keys(batch, GENERATOR)
+        embedded = self.towers.embed(masking.input_BS, batch.layout, dropout_keys)
+        hidden = self.towers.generator(embedded, batch.attention_mask, dropout_keys)
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:

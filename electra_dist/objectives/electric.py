@@ -107,7 +107,8 @@ class Electric(CorruptingObjective):
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
-        embedded_BSE = towers.embed(batch.ids_BS, batch.layout)
+        left_keys = self.dropout_keys(batch, GENERATOR)
+        embedded_BSE = towers.embed(batch.ids_BS, batch.layout, left_keys)
 
         # The left-to-right tower attends to a token and those before it, the other to a token and those after it.
         bias = batch.attention_mask
@@ -116,7 +117,7 @@ class Electric(CorruptingObjective):
         key_is_earlier_SS = key_is_later_SS.t()
         left_bias = bias.masked_fill(key_is_later_SS, -torch.inf)
         right_bias = bias.masked_fill(key_is_earlier_SS, -torch.inf)
-        left_BSH = towers.generator(embedded_BSE, left_bias, self.dropout_keys(batch, GENERATOR))
+        left_BSH = towers.generator(embedded_BSE, left_bias, left_keys)
         right_BSH = towers.generator_reverse(embedded_BSE, right_bias, self.dropout_keys(batch, REVERSE))
 
         # Shift the states by one token: token t gets the left state of t - 1 and the right state of t + 1, and zeros

@@ -67,11 +67,11 @@ class Backbone(nn.Module):
             ids_BS: int64 token ids, [B, S].
             dropout_keys: keys of the dropout's random numbers; required in training mode, unused in evaluation mode.
         """
-        layout = derive(ids_BS, self.special)
-        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS)
-        bias = attention_bias(layout, embedded.dtype)
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
+        layout = derive(ids_BS, self.special)
+        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
+        bias = attention_bias(layout, embedded.dtype)
         return self.encoder(embedded, bias, dropout_keys)
 
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:

@@ -165,7 +165,8 @@ class TrainStep:
             first = index * self._micro_batch
             rows = slice(first, first + self._micro_batch)
             row0 = batch.row0 + first  # number within the global batch
-            # Seeded by the row, so that a micro-batch drops the same units on whatever rank it runs.
+            # Attention on a GPU draws its dropout from torch's generator. Seeded by the row, a micro-batch drops the
+            # same probabilities on whatever rank it runs.
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
             step_input = self._input(batch, ids_BS, rows, scale_N2[index])
             if index == 0:
@@ -346,8 +347,8 @@ class TrainStep:
         """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
 
         It runs one forward pass per row, without gradients, in the engine's present mode (training or evaluation).
-        Masks and samples are those of the step. Dropout of embeddings and attention may differ from the step, because
-        it is drawn per micro-batch.
+        Masks, samples and dropout are those of the step; only dropout of attention on a GPU differs, because it is
+        drawn per micro-batch.
 
         Args:
             batch: this rank's rows of the step; every rank must have equally many.

@@ -13,7 +13,7 @@ in int64; the 64-bit product wraps, and its two's-complement bits are still corr
 split into rectangles that several threads fill, by the C library (`native/cpu_library.py`, about 1 ns a number on a
 core) or, where that was not built, by NumPy (10 ns).
 
-Limits: dropout inside torch's own operators takes only its seed from this module (`derive_seed`), not its bits.
+Limits: dropout inside torch's attention on a GPU takes only its seed from this module (`derive_seed`), not its bits.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Purpose(enum.IntEnum):
     ATTENTION_DROPOUT = 11
     RANDOM_SHARE = 12
     RANDOM_TOKEN = 13
+    EMBEDDING_DROPOUT = 14
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:

@@ -55,7 +55,7 @@ class FixedTowers(nn.Module):
         self.inputs: list[torch.Tensor] = []  # the generator's input, then the discriminator's
         self.slots = torch.empty(0)  # position, weight and sample of each slot, [B, 3 N]
 
-    def embed(self, ids_BS: torch.Tensor, layout: Any) -> torch.Tensor:
+    def embed(self, ids_BS: torch.Tensor, layout: Any, dropout_keys: Any) -> torch.Tensor:
         self.inputs.append(ids_BS)
         return torch.arange(SEQ_LEN).expand(ids_BS.shape)[..., None].float()  # a position's feature is the position
 

@@ -11,13 +11,13 @@ import pytest
 
 SNAPSHOT = Path(__file__).with_name("compiled_kernels.txt")
 NUM_ARCHITECTURES = 2  # sm_80 and sm_90
-NUM_KERNELS = 17
+NUM_KERNELS = 18
 # Kernels whose rows are aligned: each must move 16 bytes at a time. Those of STORES_ROWS store rows, too.
 NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
     *("norm_bwd_256", "norm_bwd_256_p0", "norm_bwd_1024", "norm_bwd_1024_p0"),
 }
-STORES_ROWS = {"head_train", "head_train_fp32", "tail_backward", "gather_backward"} | NORMS
+STORES_ROWS = {"head_train", "head_train_fp32", "tail_backward", "gather_backward", "keyed_dropout"} | NORMS
 LOADS_ROWS = {"head_evaluate", "sample", "tail_forward", "tail_fwd_fp32"} | STORES_ROWS
 
 

@@ -1,4 +1,4 @@
-"""Dropout on sub-layer outputs and, on a CPU, on attention belongs to the row, not to the batch that holds it."""
+"""Dropout on embeddings, sub-layer outputs and, on a CPU, attention belongs to the row, not to the batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from electra_dist.model.encoder import DropoutKeys, Encoder
+from electra_dist.config import ObjectiveConfig
+from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.objectives.base import StepInput
+from electra_dist.objectives.build_objective import build_objective
+
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+DROP = 0.3
 
 
 @pytest.mark.parametrize("place", ["hidden_dropout", "attention_dropout"])
@@ -21,3 +28,65 @@ def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any]
     whole = run(slice(0, 6))
     torch.testing.assert_close(torch.cat([run(slice(0, 2)), run(slice(2, 6))]), whole, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(run(slice(0, 6), step=6), whole, atol=1e-2)  # another step drops others
+
+
+def embeddings_of_ones(make_config: Callable[..., Any]) -> SharedEmbeddings:
+    """Embeddings whose LayerNorm gives 1 everywhere, so that the result shows the factors of dropout."""
+    model = make_config(32, 32, 32, hidden_dropout=DROP)
+    embeddings = SharedEmbeddings(model).train()
+    with torch.no_grad():
+        embeddings.layer_norm.weight.zero_()
+        embeddings.layer_norm.bias.fill_(1.0)
+    return embeddings
+
+
+def factors(embeddings: SharedEmbeddings, rows: torch.Tensor, seed: int = 7, step: int = 5) -> torch.Tensor:
+    """The factors of dropout on the embeddings of some rows of 64 tokens."""
+    ids = torch.full((len(rows), 64), 9)
+    keys = DropoutKeys(seed, step, rows, "reference")
+    return embeddings(ids, torch.zeros_like(ids), torch.zeros_like(ids), keys).detach()
+
+
+def test_embeddings_drop_by_row_and_not_by_batch(make_config: Callable[..., Any]) -> None:
+    """However the rows are split and ordered, each row drops the same elements; so do all ranks."""
+    embeddings = embeddings_of_ones(make_config)
+    rows = torch.arange(40, 52)
+    whole = factors(embeddings, rows)
+    for sizes in ([12], [1] * 12, [5, 7], [3, 3, 6]):
+        torch.manual_seed(len(sizes))  # torch's generator has no influence
+        assert torch.equal(torch.cat([factors(embeddings, part) for part in rows.split(sizes)]), whole)
+    assert torch.equal(factors(embeddings, rows.flip(0)), whole.flip(0))
+    assert len(torch.unique(whole.flatten(1), dim=0)) == len(rows)
+
+
+def test_embeddings_keep_the_right_share_and_differ_between_towers_and_steps(make_config: Callable[..., Any]) -> None:
+    embeddings = embeddings_of_ones(make_config)
+    rows = torch.arange(64)
+    first = factors(embeddings, rows)
+    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / (1 - DROP)).item()}
+    deviation = (DROP * (1 - DROP) / first.numel()) ** 0.5
+    assert abs((first == 0).double().mean().item() - DROP) < 5 * deviation
+    for other in (factors(embeddings, rows, seed=8), factors(embeddings, rows, step=6)):
+        both_dropped = ((first == 0) & (other == 0)).double().mean().item()
+        assert abs(both_dropped - DROP**2) < 5 * (DROP**2 / first.numel()) ** 0.5  # as if they were independent
+
+
+def test_a_training_step_on_a_cpu_draws_nothing_from_torchs_generator_and_rows_do_not_depend_on_the_split(
+    make_config: Callable[..., Any],
+) -> None:
+    model = make_config(32, 32, 16, hidden_dropout=DROP, attention_dropout=DROP)
+    module = build_objective(model, ObjectiveConfig(), SPECIAL, 3).train()
+    ids = torch.randint(5, model.vocab_size, (6, 32), generator=torch.Generator().manual_seed(1))
+    ids[:, 0] = SPECIAL.cls
+    rows = torch.arange(6) + 90
+    before = torch.get_rng_state()
+
+    def logits(chosen: slice) -> torch.Tensor:
+        out = module(StepInput(ids[chosen], rows[chosen], 5, 7, 1.0, 1.0))
+        out.loss.backward()
+        return out.rtd_logit_BS
+
+    whole = logits(slice(0, 6))
+    split = torch.cat([logits(slice(0, 1)), logits(slice(1, 3)), logits(slice(3, 6))])
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -47,7 +47,6 @@ def losses_and_gradients(module: Any, ids: torch.Tensor, steps: range) -> list[t
     """The loss and then every parameter's gradient of each step, one step after the other."""
     results = []
     for step in steps:
-        torch.manual_seed(step)  # dropout on embeddings
         scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
         rows = torch.arange(len(ids)) + 100 * step
         module.zero_grad()

@@ -67,7 +67,6 @@ def small_objective(name: Any = "rtd", **model_fields: Any) -> Any:
 
 def loss_and_gradients(module: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one step over `ids`, and the gradients of twice the loss by parameter name."""
-    torch.manual_seed(1)  # dropout on embeddings and attention
     module.zero_grad()
     scales = 1.0 / loss_counts(ids, module.special, module.objective).sum(0)
     out = module(StepInput(ids, torch.arange(len(ids)), STEP, SEED, *scales))

@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from electra_kernels.triton import discriminator_tail, dropout_add_norm, masked_gather, mlm_head
+from electra_kernels.triton import discriminator_tail, dropout_add_norm, keyed_dropout, masked_gather, mlm_head
 from electra_kernels.triton.replace_tokens import replace_kernel
 
 _WARP_SIZE = 32  # threads
@@ -99,7 +99,7 @@ def cases() -> list[KernelCase]:
     head_train_scheduled = head_train._replace(name="head_train_scheduled", constants=scheduled)
     tail_forward_fp32 = _as_fp32(tail_forward, "tail_fwd_fp32")
     head_and_tail = [head_train, head_train_scheduled, head_evaluate, sample, tail_forward, tail_backward]
-    return [*head_and_tail, head_train_fp32, tail_forward_fp32, *_slot_cases(), *_norm_cases()]
+    return [*head_and_tail, head_train_fp32, tail_forward_fp32, *_slot_cases(), *_norm_cases(), _embedding_case()]
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
@@ -259,6 +259,19 @@ def _norm_cases() -> list[KernelCase]:
                 )
                 norm_cases.append(case)
     return norm_cases
+
+
+def _embedding_case() -> KernelCase:
+    """Return what to compile for dropout on embeddings: its only kernel, in bf16."""
+    types = {"x_ptr": "*bf16", "key_ptr": "*i64", "row_ptr": "*i64", "out_ptr": "*bf16", "scale": "fp32"}
+    return KernelCase(
+        name="keyed_dropout",
+        kernel=keyed_dropout.keyed_dropout_kernel,
+        types=types | {"num_elements": "i32", "limit": "i32"},
+        constants={"BLOCK": keyed_dropout.BLOCK},
+        divisible=("num_elements",),
+        num_warps=keyed_dropout.NUM_WARPS,
+    )
 
 
 def compile_case(case: KernelCase, arch: int) -> Compiled:

@@ -37,6 +37,20 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
     return tl.join(tl.join(bits0, bits2), tl.join(bits1, bits3)).reshape(BLOCK)
 
 
+@triton.jit
+def load_key(key_ptr):
+    """Return the low and high 32 bits of the seed, and the step, as int32, from a key in device memory.
+
+    A launch that a CUDA graph repeats thus draws the numbers of the step that the memory holds by then.
+
+    Args:
+        key_ptr: int64 seed and, behind it, global step.
+    """
+    seed = tl.load(key_ptr)
+    step = tl.load(key_ptr + 1).to(tl.int32)
+    return seed.to(tl.int32), (seed >> 32).to(tl.int32), step
+
+
 def as_int32(word: int) -> int:
     """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31).
 

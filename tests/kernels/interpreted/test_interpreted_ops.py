@@ -4,6 +4,7 @@ import pytest
 import torch
 from electra_kernels.discriminator_tail import rtd_loss, rtd_losses_reference
 from electra_kernels.dropout_add_norm import dropout_add_norm
+from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.operation_types import DropoutKey
 from electra_kernels.replace_tokens import replace_and_label
@@ -163,3 +164,21 @@ def test_dropout_add_norm_is_no_further_from_float64_than_the_reference(
 
     for triples in zip(*triples_of_draws):
         assert_no_worse(list(triples))
+
+
+@for_every_dtype
+@pytest.mark.parametrize(("batch", "seq_len", "hidden"), [(1, 1, 1), (3, 7, 24), (2, 5, 410)])
+def test_keyed_dropout_and_its_gradient_are_the_references(dtype, batch, seq_len, hidden):
+    """One product in fp32 is rounded once in both, so the values are equal; only bf16 stores differ by truncation."""
+    rows = torch.arange(batch) + 2**32 - batch
+    key = torch.tensor([2**62 + 9, 2**31 + 5])
+    x, upstream = torch.randn(2, batch, seq_len, hidden).to(dtype)
+
+    def output_and_gradient(backend):
+        states = x.clone().requires_grad_()
+        out = keyed_dropout(states, key, rows, 0.3, backend=backend)
+        return out.detach(), torch.autograd.grad(out, states, upstream)[0]
+
+    allowed = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
+    for by_kernel, by_reference in zip(output_and_gradient("triton"), output_and_gradient("reference")):
+        torch.testing.assert_close(by_kernel, by_reference, rtol=allowed, atol=0.0)
