@@ -1,0 +1,137 @@
+"""Reads sentences of a treebank from CoNLL-U files: words with their parts of speech and heads.
+
+Guarantee: words are the syntactic words of the tree; lines of multiword tokens (ID 1-2) and of empty nodes (ID 5.1)
+are left out, as the format prescribes. Every other line that does not fit the format is an error with its number.
+
+Source: https://universaldependencies.org/format.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from electra_dist.errors import UserError
+
+_NUM_COLUMNS = 10
+_ID, _FORM, _UPOS, _HEAD = 0, 1, 3, 6  # indices of columns
+
+
+class Sentence(NamedTuple):
+    """Words of a sentence with the part of speech and the head of each."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]  # UPOS of each word, such as "NOUN"
+    heads: tuple[int, ...]  # number of each word's head, from 1; 0 for the root
+
+
+class Treebank(NamedTuple):
+    """Sentences of a training and a test file, and a digest of the bytes of both."""
+
+    train: list[Sentence]
+    test: list[Sentence]
+    sha256: str
+
+    def sample(self, max_train: int | None) -> Treebank:
+        """Return the treebank with a fixed random sample of at most `max_train` training sentences; None keeps all."""
+        if max_train is None or max_train >= len(self.train):
+            return self
+        order = np.random.default_rng(seed=0).permutation(len(self.train))
+        return self._replace(train=[self.train[index] for index in np.sort(order[:max_train])])
+
+
+def read_treebank(folder: Path) -> Treebank:
+    """Read the files of a folder whose names end in `train.conllu` and `test.conllu`.
+
+    Published treebanks have such names, for example `en_ewt-ud-train.conllu`.
+
+    Raises:
+        UserError: there is no such file or more than one, or a file is not valid.
+    """
+    files = [_only_file(folder, "train"), _only_file(folder, "test")]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    train, test = (read_conllu(file) for file in files)
+    return Treebank(train=train, test=test, sha256=digest.hexdigest())
+
+
+def read_conllu(file: Path) -> list[Sentence]:
+    """Return the sentences of a CoNLL-U file.
+
+    Raises:
+        UserError: the file is not UTF-8, has no sentence, or has a line that does not fit the format.
+    """
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+    sentences = []
+    for first_line, columns_of_words in _blocks(file, lines):
+        num_words = len(columns_of_words)
+        heads = []
+        for number, columns in enumerate(columns_of_words, start=1):
+            head = columns[_HEAD]
+            is_head = head.isdecimal() and int(head) <= num_words and int(head) != number
+            if not is_head or columns[_ID] != str(number) or columns[_UPOS] == "_":
+                raise UserError(
+                    f"{file}: sentence at line {first_line}: word {number} has ID {columns[_ID]}, UPOS "
+                    f"{columns[_UPOS]} and HEAD {head}; IDs must count from 1, UPOS must not be empty, and HEAD must "
+                    f"be another word or 0, up to {num_words}: correct the file"
+                )
+            heads.append(int(head))
+        words = tuple(columns[_FORM] for columns in columns_of_words)
+        tags = tuple(columns[_UPOS] for columns in columns_of_words)
+        sentences.append(Sentence(words=words, tags=tags, heads=tuple(heads)))
+    if not sentences:
+        raise UserError(f"{file}: no sentences; name a treebank in CoNLL-U format")
+    return sentences
+
+
+def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
+    """Yield each sentence: the number of its first word's line, from 1, and the columns of its syntactic words.
+
+    Raises:
+        UserError: a line that is no comment has another number of columns than 10.
+    """
+    words: list[list[str]] = []
+    first_line = 0
+    for number, line in enumerate([*lines, ""], start=1):
+        text = line.rstrip("\r")
+        if text.startswith("#"):
+            continue
+        if not text.strip():
+            if words:
+                yield first_line, words
+            words = []
+            continue
+        columns = text.split("\t")
+        if len(columns) != _NUM_COLUMNS:
+            raise UserError(
+                f"{file}:{number}: {len(columns)} columns in place of {_NUM_COLUMNS}; CoNLL-U separates them by tabs"
+            )
+        is_syntactic_word = "-" not in columns[_ID] and "." not in columns[_ID]
+        if is_syntactic_word:
+            if not words:
+                first_line = number
+            words.append(columns)
+
+
+def _only_file(folder: Path, split: str) -> Path:
+    """Return the file of a folder whose name is SPLIT.conllu or ends in -SPLIT.conllu.
+
+    Raises:
+        UserError: there is no such file, or more than one.
+    """
+    files = sorted(folder.glob(f"*-{split}.conllu")) + sorted(folder.glob(f"{split}.conllu"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise UserError(
+            f"{folder}: one file {split}.conllu or *-{split}.conllu is needed, but the folder has {found}; "
+            f"name the folder of one treebank"
+        )
+    return files[0]
