@@ -29,6 +29,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
@@ -38,6 +39,7 @@ from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError
 from electra_dist.model.attention import AttentionChoice
+from electra_dist.model.encoder import EncoderLayer
 from electra_dist.objectives.base import Objective, StepInput, StepOutput
 
 # A longer list of rank counts in an error message is cut to its first and its last ones.
@@ -192,6 +194,10 @@ class Engine:
             generator_clip_norm = optimizer_config.for_generator.clip_norm
             self._tower_clipping = TowerClipping(clip_norm, generator_clip_norm, self.device)
             clip_norm = 0.0
+        if self.zero_stage == 3:
+            # A layer reads its parameters directly, not through the modules that hold them, so DeepSpeed has to gather
+            # all of them when the layer begins.
+            set_z3_leaf_modules(module, [EncoderLayer], raise_if_not_found=False)
         with _without_memory_reports():
             self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,

@@ -4,7 +4,9 @@ Guarantee: the same function as google-research/electra (and so as Hugging Face'
 post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout on embeddings, attention probabilities
 and sub-layer outputs, and a projection with bias where the width of the tables is not the tower's. There is no pooler.
 
-How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches.
+How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches. In
+eager mode, what a layer computes before and after attention is one autograd function each (`layer/`). Under
+torch.compile it is the composition of separate operations, which defines the values.
 LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
 sub-layer outputs is keyed by (seed, step, global row, position) and fused with the residual and LayerNorm
 (`electra_kernels.dropout_add_norm`), so it does not depend on how a batch is split. Dropout on embeddings has the same
@@ -13,7 +15,8 @@ keys (`electra_kernels.keyed_dropout`).
 Limits: dropout of attention probabilities on a GPU draws from torch's generator. The training loop seeds that
 generator for each micro-batch. Nothing draws from it on a CPU.
 
-Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V rows of the token table (padded to 128).
+Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V rows of the token table (padded to 128), T =
+B * S tokens of all rows.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from electra_kernels import compiled_dropout
+from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
+from electra_kernels.operation_types import LayerDropout
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, attend
-from electra_dist.model.flash_attention import flash_attention
+from electra_dist.model.flash_attention import flash_context
+from electra_dist.model.layer.after_attention import Parameters, Settings, after_attention
+from electra_dist.model.layer.qkv_product import qkv_product
 from electra_dist.model.matrix_products import Linear
 from electra_dist.model.row_layout import ExampleBounds
 
@@ -57,23 +64,27 @@ class DropoutKeys(NamedTuple):
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
-    def of_layer(self, number: int) -> LayerDropoutKeys:
-        """Return the dropout keys of one layer of the network; `number` counts layers from 0.
+    def of_layers(self, num_layers: int) -> list[LayerDropoutKeys]:
+        """Return the dropout keys of each layer of the network.
 
-        The layer's number is part of the key, so that each layer drops different elements.
+        A layer's number is part of its key, so that each layer drops different elements. The keys of all layers are
+        one tensor, which is copied to the device once if kernels read it there.
         """
-        key_3 = torch.tensor([self.seed, self.step, number])
-        return LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend)
+        key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])
+        device_type = self.row_B.device.type
+        if resolve_without_cuda(self.backend, device_type) == "triton":
+            key_L3 = key_L3.to(self.row_B.device)
+        return [LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend) for key_3 in key_L3.unbind(0)]
 
 
 class LayerDropoutKeys(NamedTuple):
     """Keys that determine which elements one layer of a network drops in one forward pass.
 
     Seed, step and layer number are in a tensor and not Python integers, so that one graph of torch.compile serves all
-    layers and all steps.
+    layers and all steps, and so that a launch of a kernel has no argument that changes with the step.
     """
 
-    key_3: torch.Tensor  # int64 [3] on the host: seed, step, number of the layer
+    key_3: torch.Tensor  # int64 [3]: seed, step, number of the layer; on the device under Triton, else on the host
     row_B: torch.Tensor  # int64 numbers of the rows within the global batch
     backend: str  # `kernels.backend` of the config
 
@@ -115,7 +126,7 @@ class DropoutAddNorm(nn.LayerNorm):
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
         residual_BSH = residual_BSH.to(x_BSH.dtype)
         if torch.compiler.is_compiling():
-            normed_BSH, _mean, _variance = compiled_dropout.dropout_add_norm(
+            normed_BSH, _statistics = compiled_dropout.dropout_add_norm(
                 x_BSH,
                 residual_BSH,
                 self.weight,
@@ -134,10 +145,15 @@ class DropoutAddNorm(nn.LayerNorm):
             self.weight,
             self.bias,
             eps=self.eps,
-            dropout=compiled_dropout.dropout_key(dropout_keys.key_3, self.site, probability),
+            dropout=self.dropout(dropout_keys).on_host(),
             row_B=dropout_keys.row_B,
             backend=dropout_keys.backend,
         )
+
+    def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
+        """Return the dropout before this norm in a layer with these keys; its probability is 0 in evaluation mode."""
+        probability = self.probability if self.training else 0.0
+        return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
 
 
 class SharedEmbeddings(nn.Module):
@@ -232,25 +248,34 @@ class SelfAttention(nn.Module):
             attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
             dropout_keys: keys of this layer.
         """
-        B, S, H = hidden_BSH.shape
-        head_width = H // self.num_heads
+        qkv = self.qkv(hidden_BSH).flatten(0, 1)
+        context_TH = self.attend(qkv, attention_mask, dropout_keys)
+        return self.out(context_TH.view(hidden_BSH.shape))
 
-        # One product gives query, key and value of all heads. All three stay views of it, and their gradients are
-        # stacked into a tensor of its layout, which the product's backward pass reads without a further copy.
-        qkv_BS3ND = self.qkv(hidden_BSH).view(B, S, 3, self.num_heads, head_width)
+    def attend(self, qkv: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+        """Return the attention output before its projection, [T, H] contiguous.
+
+        Args:
+            qkv: query, key and value of all heads and tokens, [T, 3 H]. They stay views of this tensor, and their
+                gradients are stacked into a tensor of its layout, which the backward pass of the product that made
+                them reads without a further copy.
+            attention_mask: which keys a query sees.
+            dropout_keys: keys of this layer; they also give the number of rows.
+        """
         dropout = self.dropout if self.training else 0.0
         if isinstance(attention_mask, ExampleBounds):
-            context_TND = flash_attention(
-                qkv_BS3ND.view(B * S, 3, self.num_heads, head_width), attention_mask, dropout
-            )
-            return self.out(context_TND.view(B, S, H))
+            return flash_context(qkv, self.num_heads, attention_mask, dropout)
 
+        T = len(qkv)
+        B = len(dropout_keys.row_B)
+        S = T // B
+        qkv_BS3ND = qkv.view(B, S, 3, self.num_heads, -1)
         query, key, value = (part_BSND.transpose(1, 2) for part_BSND in qkv_BS3ND.unbind(2))
         keep_BNSS = None
-        if dropout and hidden_BSH.device.type == "cpu":
+        if dropout and qkv.device.type == "cpu":
             keep_BNSS = self._keyed_factors(B, S, dropout_keys)
-        context = attend(query, key, value, attention_mask, dropout, keep_BNSS)
-        return self.out(context.transpose(1, 2).reshape(B, S, H))
+        context_BNSD = attend(query, key, value, attention_mask, dropout, keep_BNSS)
+        return context_BNSD.transpose(1, 2).reshape(T, -1)
 
     def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
         """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout).
@@ -284,19 +309,55 @@ class EncoderLayer(nn.Module):
         self.output_norm = DropoutAddNorm(width, model, site=1)
 
     def forward(
-        self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [B, S, H].
+        """Return the states after this layer, [T, H].
 
         Args:
-            hidden_BSH: states of the previous layer, or the (projected) embeddings.
+            hidden_TH: states of the previous layer, or the (projected) embeddings, of B rows laid end to end.
             attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
             dropout_keys: keys of this layer.
         """
-        attended = self.attention(hidden_BSH, attention_mask, dropout_keys)
-        hidden_BSH = self.attention_norm(attended, hidden_BSH, dropout_keys)
+        if torch.compiler.is_compiling():
+            return self.compose(hidden_TH, attention_mask, dropout_keys)
+        attention = self.attention
+        qkv, residual_TH = qkv_product(hidden_TH, attention.qkv.weight, attention.qkv.bias)
+        context_TH = attention.attend(qkv, attention_mask, dropout_keys)
+        parameters = Parameters(
+            out_weight=attention.out.weight,
+            out_bias=attention.out.bias,
+            attention_norm_weight=self.attention_norm.weight,
+            attention_norm_bias=self.attention_norm.bias,
+            expand_weight=self.expand.weight,
+            expand_bias=self.expand.bias,
+            contract_weight=self.contract.weight,
+            contract_bias=self.contract.bias,
+            output_norm_weight=self.output_norm.weight,
+            output_norm_bias=self.output_norm.bias,
+        )
+        settings = Settings(
+            eps=self.output_norm.eps,
+            attention_dropout=self.attention_norm.dropout(dropout_keys),
+            output_dropout=self.output_norm.dropout(dropout_keys),
+            row_B=dropout_keys.row_B,
+            backend=resolve_without_cuda(dropout_keys.backend, hidden_TH.device.type),
+        )
+        return after_attention(context_TH, residual_TH, parameters, settings)
+
+    def compose(
+        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+    ) -> torch.Tensor:
+        """Return the states after this layer, [T, H], by separate operations that autograd or the compiler combines.
+
+        It is the definition of `forward`, which has the same arguments.
+        """
+        num_tokens, width = hidden_TH.shape
+        hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
+        attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)
+        hidden_BSH = self.attention_norm(attended_BSH, hidden_BSH, dropout_keys)
         expanded = F.gelu(self.expand(hidden_BSH))
-        return self.output_norm(self.contract(expanded), hidden_BSH, dropout_keys)
+        states_BSH = self.output_norm(self.contract(expanded), hidden_BSH, dropout_keys)
+        return states_BSH.view(num_tokens, width)
 
 
 class Encoder(nn.Module):
@@ -343,11 +404,12 @@ class Encoder(nn.Module):
         hidden = embedded_BSE
         if self.embeddings_project is not None:
             hidden = self.embeddings_project(embedded_BSE)
+        shape_BSH = hidden.shape
+        hidden = hidden.flatten(0, 1)
         recompute = self.recompute and torch.is_grad_enabled()
-        for number, layer in enumerate(self.layers):
-            layer_keys = dropout_keys.of_layer(number)
+        for layer, layer_keys in zip(self.layers, dropout_keys.of_layers(len(self.layers))):
             if recompute:
                 hidden = checkpoint(layer, hidden, attention_mask, layer_keys, use_reentrant=False)
             else:
                 hidden = layer(hidden, attention_mask, layer_keys)
-        return hidden
+        return hidden.view(shape_BSH)

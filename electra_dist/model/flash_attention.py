@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from electra_dist.model.row_layout import ExampleBounds
 
@@ -32,7 +33,7 @@ _backward_operator = torch.ops.aten._flash_attention_backward
 
 
 class _Saved(NamedTuple):
-    """Results of the forward pass: the output, and what the backward pass needs beside it."""
+    """Results of the operator's forward pass: the output, and what the backward pass needs beside it."""
 
     out_TND: torch.Tensor
     logsumexp_NT: torch.Tensor  # fp32 logarithms of the sums that the softmax divides by
@@ -48,44 +49,73 @@ def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: floa
         bounds: where the sequences begin, on the same device.
         dropout: probability of dropping an attention probability, drawn from torch's generator.
     """
+    num_tokens, _, num_heads, head_width = qkv_T3ND.shape
+    context_TH = flash_context(qkv_T3ND.reshape(num_tokens, -1), num_heads, bounds, dropout)
+    return context_TH.view(num_tokens, num_heads, head_width)
+
+
+def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
+    """Return the result of `flash_attention` with all heads of a token side by side, [T, N D] contiguous.
+
+    Args:
+        qkv: queries, keys and values of all tokens, [T, 3 N D] contiguous; each token has those of N heads in order.
+        num_heads: N.
+        bounds: where the sequences begin, on the same device.
+        dropout: probability of dropping an attention probability, drawn from torch's generator.
+    """
     if torch.compiler.is_compiling():
+        qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
         out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)[0]
-        return out_TND
-    eager_out_TND: torch.Tensor = _FlashAttention.apply(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)
-    return eager_out_TND
+        return out_TND.view(len(qkv), -1)
+    context_TH: torch.Tensor = _FlashAttention.apply(qkv, num_heads, bounds.cu_seqlens, bounds.longest, dropout)
+    return context_TH
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode."""
+    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode.
+
+    Inputs and results are [T, ...] as the matrix products around it have them; the views by heads are made inside,
+    where autograd does not record them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
+        ctx: Any, qkv: torch.Tensor, num_heads: int, cu_seqlens: torch.Tensor, longest: int, dropout: float
     ) -> torch.Tensor:
-        """Return the attention output, [T, N, D]; the arguments are those of `_run_forward`.
+        """Return the attention output, [T, N D]; the arguments are those of `flash_context`.
 
         The state of the random numbers is saved, so that the backward pass drops the same probabilities.
         """
-        saved = _run_forward(qkv_T3ND, cu_seqlens, longest, dropout)
-        ctx.save_for_backward(qkv_T3ND, cu_seqlens, *saved)
+        num_tokens = len(qkv)
+        query, key, value = qkv.view(num_tokens, 3, num_heads, -1).unbind(1)
+        saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
+        ctx.save_for_backward(query, key, value, cu_seqlens, *saved)
         ctx.longest = longest
         ctx.dropout = dropout
-        return saved.out_TND
+        return saved.out_TND.view(num_tokens, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of queries, keys and values in one tensor, and None for the other three arguments."""
-        qkv_T3ND, cu_seqlens, *saved = ctx.saved_tensors
-        grad_T3ND = _run_backward(grad_TND, qkv_T3ND, cu_seqlens, _Saved(*saved), ctx.longest, ctx.dropout)
-        return grad_T3ND, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of queries, keys and values in one tensor, and None for the other four arguments."""
+        query, key, value, cu_seqlens, *saved = ctx.saved_tensors
+        grad_TND = grad_TH.view(query.shape)
+        grad_T3ND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), ctx.longest, ctx.dropout)
+        return grad_T3ND.view(len(grad_TH), -1), None, None, None, None
 
 
-def _run_forward(qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float) -> _Saved:
-    """Call torch's forward operator; the arguments are those of `flash_attention`.
+def _run_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    dropout: float,
+) -> _Saved:
+    """Call torch's forward operator on queries, keys and values, [T, N, D] each.
 
     Queries and keys are cut into the same sequences, whose bounds `cu_seqlens` has, of at most `longest` tokens.
     """
-    query, key, value = qkv_T3ND.unbind(1)
     is_causal = False
     return_debug_mask = False
     out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
@@ -96,7 +126,9 @@ def _run_forward(qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int,
 
 def _run_backward(
     grad_TND: torch.Tensor,
-    qkv_T3ND: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     cu_seqlens: torch.Tensor,
     saved: _Saved,
     longest: int,
@@ -106,13 +138,14 @@ def _run_backward(
 
     Args:
         grad_TND: gradient of the attention output.
-        qkv_T3ND: queries, keys and values.
+        query: queries, [T, N, D].
+        key: keys, likewise.
+        value: values, likewise.
         cu_seqlens: int32 bounds of the sequences.
         saved: results of the forward pass.
         longest: upper bound of the tokens of a sequence.
         dropout: probability of the forward pass.
     """
-    query, key, value = qkv_T3ND.unbind(1)
     is_causal = False
     with _in_fixed_order():
         grads_TND = _backward_operator(
@@ -158,7 +191,8 @@ def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the fields of `_Saved` as a custom operator; the arguments are those of `_run_forward`."""
-    saved = _run_forward(qkv_T3ND, cu_seqlens, longest, dropout)
+    query, key, value = qkv_T3ND.unbind(1)
+    saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
 
 
@@ -188,8 +222,9 @@ def _compiled_backward(
     dropout: float,
 ) -> torch.Tensor:
     """Return `_run_backward`'s gradient as a custom operator; the fields of `_Saved` are separate arguments."""
+    query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
-    return _run_backward(grad_TND, qkv_T3ND, cu_seqlens, saved, longest, dropout)
+    return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)
 
 
 @_compiled_backward.register_fake

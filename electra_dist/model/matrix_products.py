@@ -37,8 +37,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         weight: [out, in].
         bias: [out], or None.
     """
-    emulates_bf16 = x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
-    if not emulates_bf16:
+    if not _emulates_bf16(x):
         return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
         # Under autocast the operands may be fp32. Rounding them to bf16 first gives the operands of a bf16 product.
@@ -47,6 +46,56 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if bias is not None:
             bias = bias.bfloat16().float()
         return F.linear(x, weight, bias).bfloat16()
+
+
+def input_gradient(
+    grad_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    other_grad_TI: torch.Tensor | None = None,
+    out_TI: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient of the input of `linear`, [T, in]: grad W, plus another gradient of the same input.
+
+    The sum is part of the product, which rounds once. T tokens; all arguments have one dtype.
+
+    Args:
+        grad_TO: gradient of the product's output.
+        weight_OI: [out, in].
+        other_grad_TI: gradient that the input has from elsewhere, such as a residual connection.
+        out_TI: tensor that may be overwritten by the result, so that no memory is allocated.
+    """
+    if _emulates_bf16(grad_TO):
+        with torch.autocast("cpu", enabled=False):
+            other_in_fp32 = None if other_grad_TI is None else other_grad_TI.float()
+            return input_gradient(grad_TO.float(), weight_OI.float(), other_in_fp32).bfloat16()
+    if other_grad_TI is None:
+        return torch.mm(grad_TO, weight_OI, out=out_TI)
+    return torch.addmm(other_grad_TI, grad_TO, weight_OI, out=out_TI)
+
+
+def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the weight of `linear`, [out, in], from the output's gradient and the input.
+
+    T tokens; both arguments have one dtype, which is that of the result.
+    """
+    if _emulates_bf16(grad_TO):
+        with torch.autocast("cpu", enabled=False):
+            return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()
+    return torch.mm(grad_TO.t(), x_TI)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a matrix product of `x` is computed: that of autocast, or its own."""
+    device_type = x.device.type
+    has_autocast = torch.amp.is_autocast_available(device_type)  # `meta` has none
+    if has_autocast and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
+def _emulates_bf16(x: torch.Tensor) -> bool:
+    """Return whether a product of `x` is one in bf16 that this CPU has no instructions for."""
+    return x.device.type == "cpu" and in_bf16(x) and not HAS_BF16_PRODUCTS
 
 
 def in_bf16(x: torch.Tensor) -> bool:

@@ -5,8 +5,8 @@ them from a generator with a state.
 
 Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
-How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor on the host: seed, step, and number
-of the layer. The values of a tensor are not part of a compiled graph, so one graph serves every layer of a tower and
+How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor: seed, step, and number of the layer;
+on the device where a Triton kernel reads it, on the host otherwise. The values of a tensor are not part of a compiled graph, so one graph serves every layer of a tower and
 every step. Python integers would become constants of the graph.
 
 Limits: on a CPU, the backward pass of `dropout_add_norm` computes the input of the LayerNorm again.
@@ -21,26 +21,25 @@ from typing import Any
 import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.dropout_add_norm import dropout_add_norm_reference, keep_scale
+from electra_kernels.dropout_add_norm import dropout_add_norm_reference, reference_backward, reference_forward
 from electra_kernels.keyed_random import Purpose, keep_grid
-from electra_kernels.operation_types import DropoutKey
+from electra_kernels.operation_types import LayerDropout
 
 SITES = 2  # number of places in a layer that call `dropout_add_norm`
 
 
-def dropout_key(key_3: torch.Tensor, site: int, probability: float) -> DropoutKey:
-    """Return the key that decides which elements are dropped at one site, a place in a layer that applies dropout.
+def layer_dropout(key_3: torch.Tensor, site: int, probability: float) -> LayerDropout:
+    """Return the dropout at one site, a place in a layer that applies dropout.
 
     Every layer has `SITES` sites. In the key they are numbered through all layers of a tower (layer * SITES + site),
     so that no two sites of a tower share random numbers.
 
     Args:
-        key_3: int64 [3] on the host: seed, step and number of the layer.
+        key_3: int64 [3]: seed, step and number of the layer.
         site: Place within the layer, in [0, SITES).
         probability: Chance of an element to be dropped, in [0, 1).
     """
-    seed, step, layer = key_3.tolist()
-    return DropoutKey(probability, seed, step, SITES * layer + site)
+    return LayerDropout(probability, key_3, site, SITES)
 
 
 @torch.library.custom_op("electra::keep_attention", mutates_args=())
@@ -87,7 +86,7 @@ def dropout_add_norm(
     probability: float,
     eps: float,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass, as a custom operator.
 
     The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`. B rows, S tokens, H hidden, T = B * S.
@@ -98,7 +97,7 @@ def dropout_add_norm(
         weight_H: Scale of the LayerNorm.
         bias_H: Shift of the LayerNorm.
         row_B: int64 row numbers within the global batch.
-        key_3: int64 [3] on the host: seed, step and number of the layer.
+        key_3: int64 [3]: seed, step and number of the layer; on the device under Triton, otherwise on the host.
         site: Place within the layer, in [0, SITES).
         probability: Chance of an element to be dropped, in [0, 1).
         eps: Added to the variance.
@@ -106,33 +105,29 @@ def dropout_add_norm(
             this operation has no CUDA version.
 
     Returns:
-        The norm, contiguous, in `x_BSH`'s dtype; then mean and variance (with eps) of each token, fp32 [T]. Under the
-        reference, which needs no statistics, the last two are empty.
+        The norm, contiguous, in `x_BSH`'s dtype; then mean and variance (with eps) of each token, fp32 [2, T]. Under
+        the reference, which keeps no statistics, the second is empty.
     """
-    dropout = dropout_key(key_3, site, probability)
+    dropout = layer_dropout(key_3, site, probability)
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
-        out_BSH, mean_T, variance_T = forward_pass(
+        return forward_pass(
             x_BSH.contiguous(), residual_BSH.contiguous(), weight_H, bias_H, row_B.contiguous(), eps, dropout
         )
-        # Outputs of a custom operator must not share storage; mean and variance are two views of one buffer.
-        return out_BSH, mean_T.clone(), variance_T.clone()
-    out_BSH = dropout_add_norm_reference(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout)
-    mean_T, variance_T = _empty_statistics(x_BSH, backend)
-    return out_BSH.contiguous(), mean_T, variance_T
+    out_BSH = dropout_add_norm_reference(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
+    return out_BSH.contiguous(), _empty_statistics(x_BSH, backend)
 
 
 @dropout_add_norm.register_fake
-def _dropout_add_norm_shapes(x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _dropout_add_norm_shapes(x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors with the shapes and dtypes of `dropout_add_norm`'s results; torch.compile traces with them.
 
     The arguments are those of the operator, whose last one is the backend.
     """
     backend = rest[-1]
     out_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
-    mean_T, variance_T = _empty_statistics(x_BSH, backend)
-    return out_BSH, mean_T, variance_T
+    return out_BSH, _empty_statistics(x_BSH, backend)
 
 
 @torch.library.custom_op("electra::dropout_add_norm_backward", mutates_args=())
@@ -140,8 +135,7 @@ def _backward(
     grad_BSH: torch.Tensor,
     x_BSH: torch.Tensor,
     residual_BSH: torch.Tensor,
-    mean_T: torch.Tensor,
-    variance_T: torch.Tensor,
+    statistics_2T: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
     row_B: torch.Tensor,
@@ -153,11 +147,11 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`, as a custom operator.
 
-    `grad_BSH` is the gradient of the norm. `mean_T` and `variance_T` are those that the forward pass returned, and the
-    further arguments are those of the forward pass; the dropped elements are drawn again from the key. Each gradient
+    `grad_BSH` is the gradient of the norm. `statistics_2T` is what the forward pass returned, and the further
+    arguments are those of the forward pass; the dropped elements are drawn again from the key. Each gradient
     is contiguous, in the dtype of its input, and has storage of its own. B rows, S tokens, H hidden, T = B * S.
     """
-    dropout = dropout_key(key_3, site, probability)
+    dropout = layer_dropout(key_3, site, probability)
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
@@ -165,16 +159,15 @@ def _backward(
             grad_BSH.contiguous(),
             x_BSH.contiguous(),
             residual_BSH.contiguous(),
-            mean_T,
-            variance_T,
+            statistics_2T,
             weight_H,
             row_B.contiguous(),
             dropout,
         )
     else:
-        grad_x, grad_residual, grad_weight, grad_bias = _reference_backward(
-            grad_BSH, x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout
-        )
+        # Autograd records nothing inside a custom operator, so the sum before the norm is computed again.
+        _, kept = reference_forward(x_BSH, residual_BSH, weight_H, bias_H, row_B, eps, dropout.on_host())
+        grad_x, grad_residual, grad_weight, grad_bias = reference_backward(grad_BSH, kept, weight_H, bias_H)
     grad_x = grad_x.to(x_BSH.dtype).contiguous()
     grad_residual = grad_residual.to(residual_BSH.dtype).contiguous()
     grad_weight = grad_weight.to(weight_H.dtype).contiguous()
@@ -185,53 +178,12 @@ def _backward(
     return grad_x, grad_residual, grad_weight, grad_bias
 
 
-def _reference_backward(
-    grad_BSH: torch.Tensor,
-    x_BSH: torch.Tensor,
-    residual_BSH: torch.Tensor,
-    weight_H: torch.Tensor,
-    bias_H: torch.Tensor,
-    row_B: torch.Tensor,
-    eps: float,
-    dropout: DropoutKey,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm_reference`.
-
-    The forward pass is LayerNorm(residual + keep * x), where keep is 0 or 1 / (1 - probability). It is written out,
-    because autograd records nothing inside a custom operator; torch's own kernel computes the gradient of LayerNorm.
-    The gradients are in the precision of the computation: fp32, or fp64 for fp64 input.
-    """
-    compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)
-    # The sum before the norm, computed again as in the forward pass.
-    if dropout.probability:
-        keep = keep_scale(x_BSH.shape, row_B, dropout).to(compute_dtype)
-    else:
-        keep = torch.ones((), dtype=compute_dtype)
-    summed = x_BSH.to(compute_dtype) * keep + residual_BSH.to(compute_dtype)
-
-    # The gradient of the sum, by torch's LayerNorm and its backward pass.
-    normed_shape = list(x_BSH.shape[-1:])
-    weight = weight_H.to(compute_dtype)
-    bias = bias_H.to(compute_dtype)
-    _, mean, inverse_deviation = torch.native_layer_norm(summed, normed_shape, weight, bias, eps)
-    wanted_grads = [True, True, True]  # input, weight, bias
-    grad_summed, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-        grad_BSH.to(compute_dtype), summed, normed_shape, mean, inverse_deviation, weight, bias, wanted_grads
-    )
-
-    # The sum's gradient is that of the residual; x was multiplied by the factors of dropout.
-    grad_x = grad_summed * keep
-    grad_residual = grad_summed
-    return grad_x, grad_residual, grad_weight, grad_bias
-
-
 @_backward.register_fake
 def _backward_shapes(
     grad_BSH: torch.Tensor,
     x_BSH: torch.Tensor,
     residual_BSH: torch.Tensor,
-    mean_T: torch.Tensor,
-    variance_T: torch.Tensor,
+    statistics_2T: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
     *rest: Any,
@@ -250,20 +202,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     Args:
         ctx: Context that torch passes to `_autograd_backward`.
         inputs: Arguments of `dropout_add_norm`.
-        output: Its results: the norm, and mean and variance of each token.
+        output: Its results: the norm, and the statistics of each token.
     """
     x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, site, probability, eps, backend = inputs
-    _, mean_T, variance_T = output
+    _, statistics_2T = output
     # Both are in the order in which `_backward` takes them.
-    ctx.save_for_backward(x_BSH, residual_BSH, mean_T, variance_T, weight_H, bias_H, row_B, key_3)
+    ctx.save_for_backward(x_BSH, residual_BSH, statistics_2T, weight_H, bias_H, row_B, key_3)
     ctx.options = (site, probability, eps, backend)
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`.
 
-    `grad_BSH` is the gradient of the first result, the norm. torch also passes gradients of the other two results,
-    mean and variance; they are ignored, because no loss depends on these.
+    `grad_BSH` is the gradient of the first result, the norm. torch also passes a gradient of the statistics, which is
+    ignored, because no loss depends on them.
     """
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
@@ -278,15 +230,13 @@ def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
     return resolve_without_cuda(backend, x_BSH.device.type) == "triton"
 
 
-def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two uninitialised fp32 tensors for the statistics of the forward pass: mean and variance of each token.
+def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
+    """Return an uninitialised fp32 tensor for the statistics of the forward pass: mean and variance of each token.
 
-    The backward pass needs them under Triton. They are [B * S] where `backend` selects Triton. The plain-PyTorch
-    reference keeps neither, so for it they are [0]: a custom operator must return the same number of tensors in both
+    The backward pass needs them under Triton. They are [2, B * S] where `backend` selects Triton. The plain-PyTorch
+    reference keeps none, so for it they are [2, 0]: a custom operator must return the same number of tensors in both
     cases.
     """
     num_rows, seq_len, _ = x_BSH.shape
-    size = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
-    mean = x_BSH.new_empty(size, dtype=torch.float32)
-    variance = x_BSH.new_empty(size, dtype=torch.float32)
-    return mean, variance
+    num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
+    return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)

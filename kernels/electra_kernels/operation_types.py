@@ -62,3 +62,34 @@ class DropoutKey(NamedTuple):
     seed: int
     step: int
     site: int
+
+
+class LayerDropout(NamedTuple):
+    """Dropout at one place of a layer, with the key of its random numbers in a tensor.
+
+    It says the same as `DropoutKey`; a kernel reads the key from the device's memory. The place's number within the
+    model is layer * sites_per_layer + site.
+
+    Attributes:
+        probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
+        key_3: int64 [3], contiguous: seed, step and number of the layer. It is on the device where a kernel reads it,
+            and on the host for the plain-PyTorch reference.
+        site: Number of the place within the layer, from 0.
+        sites_per_layer: Number of places of a layer.
+    """
+
+    probability: float
+    key_3: torch.Tensor
+    site: int
+    sites_per_layer: int
+
+    @classmethod
+    def of_key(cls, dropout: DropoutKey, device: torch.device) -> LayerDropout:
+        """Return a key of integers with its numbers in a tensor on `device`; each site counts as a layer."""
+        key_3 = torch.tensor([dropout.seed, dropout.step, dropout.site], device=device)
+        return cls(dropout.probability, key_3, site=0, sites_per_layer=1)
+
+    def on_host(self) -> DropoutKey:
+        """Return the key as integers, for the plain-PyTorch reference; a key on a GPU makes the host wait."""
+        seed, step, layer = self.key_3.tolist()
+        return DropoutKey(self.probability, seed, step, self.sites_per_layer * layer + self.site)

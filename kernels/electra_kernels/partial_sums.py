@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 
-def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0) -> torch.Tensor:
-    """Return the sum over the P programs of a kernel, added in fp64 and rounded once to fp32; two GPU launches.
+def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the sum over the P programs of a kernel, added in fp64 and converted to `dtype`; two GPU launches.
 
     Each program (thread block) handles some of the tokens, its strip. Entry p of the axis of programs holds the
     parameter's gradient summed over the strip of program p. There are no atomic additions, so the order of additions,
@@ -15,8 +15,9 @@ def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0) -> torch.Tenso
     Args:
         partials: fp32 with an axis of length P, for example [P, H], or [2, P, H] for two parameters at once.
         programs_axis: number of that axis.
+        dtype: dtype of the result.
 
     Returns:
-        fp32 without that axis, for example [H] or [2, H].
+        The sums without that axis, for example [H] or [2, H].
     """
-    return partials.sum(programs_axis, dtype=torch.float64).float()
+    return partials.sum(programs_axis, dtype=torch.float64).to(dtype)

@@ -16,8 +16,10 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 Plant = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def _rehearse_small(seed: int = 7) -> None:
-    config = CASES["rtd fp32, 2 layers"].config().model_copy(update={"seed": seed})
+def _rehearse_small(hidden_dropout: float = 0.1) -> None:
+    config = CASES["rtd fp32, 2 layers"].config()
+    model = config.model.model_copy(update={"hidden_dropout": hidden_dropout})
+    config = config.model_copy(update={"model": model})
     module = build(config)
     rehearse(module, lambda: step_input(config, module, 2))
 
@@ -90,10 +92,11 @@ def test_a_rehearsal_stops_at_a_strided_argument(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rehearsal_stops_at_a_word_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    _rehearse_small(seed=2**40)
+    """The threshold of dropout is 0.6 * 2**32, above the largest signed word."""
+    _rehearse_small(hidden_dropout=0.6)
     monkeypatch.setattr(norm_kernels, "as_int32", lambda word: word)
-    with pytest.raises(Stray, match=r"norm_forward_kernel\(.*\): \d+ does not fit into 32 bits"):
-        _rehearse_small(seed=2**40)
+    with pytest.raises(Stray, match=r"norm_forward_kernel\(limit\): \d+ does not fit into 32 bits"):
+        _rehearse_small(hidden_dropout=0.6)
 
 
 def test_a_rehearsal_stops_at_a_missing_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,19 @@ random numbers with each call of Philox (none at probability 0), and computes me
 How, backward: program p of P handles tokens p, p + P, p + 2 P and so on, which are its strip. It draws the same bits
 again and computes residual + dropout(x) again from both inputs. To read that sum in bf16 from memory instead would
 cost the same traffic, and would add its rounding error to every gradient. The program sums its strip's gradients of
-weight and bias in registers and writes them once.
+weight and bias in registers and writes them once. On request it also sums the gradient of x over its tokens: that is
+the gradient of the bias of the matrix product that made x, which then needs no pass of its own.
+
+The key of the random numbers (seed, step, layer) is read from device memory, so that a launch that is repeated draws
+the numbers of whatever step the memory then holds.
 
 Exactness: multiplications and the additions that follow them are fused. 1 / sqrt(variance) is held as a rounded value
 plus a correction (see `compensated_arithmetic.py`). That costs six instructions a token and avoids the error of
 `sqrt.approx`.
 
-Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 8 MB of partial sums.
+Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 8 or 11 MB of partial sums.
 
-Shapes: T = B * S tokens, H hidden, P programs.
+Shapes: T = B * S tokens, H hidden, P programs, C columns of the partial sums.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -32,7 +36,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose, drop_threshold
-from electra_kernels.operation_types import DropoutKey
+from electra_kernels.operation_types import LayerDropout
 from electra_kernels.partial_sums import sum_of_strips
 from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
 from electra_kernels.triton.philox import as_int32, four_way_bits
@@ -44,22 +48,19 @@ _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 
 
 @triton.jit
-def keep_scale(
-    row_ptr, token, seed_low, seed_high, step, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr
-):
+def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr):
     """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
 
     The values are those of `dropout_add_norm.keep_scale` in torch. An element is dropped if its 32 random bits, read
     as an unsigned number, are below `limit`.
 
     Args:
+        key_ptr: int64 seed, global step, and number of the layer.
         row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
         token: Number of the token among all rows of this launch.
-        seed_low: Low 32 bits of the run's seed, as int32.
-        seed_high: High 32 bits of the run's seed, as int32.
-        step: Global step, as int32.
-        site_quads: Index, divided by 4, of the first random number that this dropout site (a place in the model that
-            applies dropout) uses in each row.
+        layer_quads: How many random numbers of each row a layer uses, divided by 4.
+        site_quads: Index, divided by 4 and counted from the layer's first, of the first random number that this site
+            (a place in the layer that applies dropout) uses in each row.
         limit: Threshold below which an element is dropped, probability * 2**32 (`keyed_random.drop_threshold`): the
             32 bits of the unsigned number, passed as int32.
         scale: 1 / (1 - probability).
@@ -67,8 +68,13 @@ def keep_scale(
         hidden: Columns of a token, a multiple of 4.
         BLOCK_H: Number of factors, a power of 2 and at least `hidden`.
     """
+    seed = tl.load(key_ptr)
+    seed_low = seed.to(tl.int32)
+    seed_high = (seed >> 32).to(tl.int32)
+    step = tl.load(key_ptr + 1).to(tl.int32)
+    layer = tl.load(key_ptr + 2).to(tl.int32)
     row = tl.load(row_ptr + token // seq_len)
-    first_quad = site_quads + (token % seq_len) * (hidden // 4)
+    first_quad = layer * layer_quads + site_quads + ((token % seq_len) * (hidden // 4)).to(tl.int32)
     bits = four_way_bits(seed_low, seed_high, first_quad, row, step, _PURPOSE, BLOCK_H)
     return tl.where(bits >= limit.to(tl.uint32, bitcast=True), scale, 0.0)
 
@@ -89,22 +95,21 @@ def normalised(summed, mean, variance, inside):
     return normed, root, root_low
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "site_quads", "limit", "scale", "eps"])
+@triton.jit(do_not_specialize=["site_quads", "limit", "scale", "eps"])
 def norm_forward_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
     bias_ptr,  # [H]
+    key_ptr,  # [3] int64
     row_ptr,  # [B] int64
     out_ptr,  # [T, H]
-    mean_ptr,  # [T] fp32
-    variance_ptr,  # [T] fp32, eps included
+    statistics_ptr,  # [2, T] fp32: mean, and variance with eps included
+    num_tokens,
     seq_len,
     hidden,
     eps,
-    seed_low,
-    seed_high,
-    step,
+    layer_quads,
     site_quads,
     limit,
     scale,
@@ -113,9 +118,8 @@ def norm_forward_kernel(
 ):
     """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
-    The random bits follow from seed, step, row and `site_quads`; `keep_scale` takes the same arguments and explains
-    them. `row_ptr` has the number of each row within the global batch. DROP is false at probability 0, where no bits
-    are drawn. BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
+    The random bits follow from key, row and site; `keep_scale` takes the same arguments and explains them. `row_ptr`
+    has the number of each row within the global batch. DROP is false at probability 0, where no bits are drawn. BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
@@ -124,9 +128,7 @@ def norm_forward_kernel(
     x = tl.load(x_ptr + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
     if DROP:
-        keep = keep_scale(
-            row_ptr, token, seed_low, seed_high, step, site_quads, limit, scale, seq_len, hidden, BLOCK_H
-        )
+        keep = keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H)
         summed = tl.fma(x, keep, residual)
     else:
         summed = x + residual
@@ -139,47 +141,49 @@ def norm_forward_kernel(
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     out = tl.fma(normed, weight, bias)
     tl.store(out_ptr + token * hidden + column, out.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(mean_ptr + token, mean)
-    tl.store(variance_ptr + token, variance)
+    tl.store(statistics_ptr + token, mean)
+    tl.store(statistics_ptr + num_tokens + token, variance)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "site_quads", "limit", "scale"])
+@triton.jit(do_not_specialize=["site_quads", "first_column", "limit", "scale"])
 def norm_backward_kernel(
     grad_ptr,  # [T, H]
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
-    mean_ptr,  # [T] fp32
-    variance_ptr,  # [T] fp32, eps included
+    statistics_ptr,  # [2, T] fp32: mean, and variance with eps included
     weight_ptr,  # [H]
+    key_ptr,  # [3] int64
     row_ptr,  # [B] int64
     grad_x_ptr,  # [T, H]
     grad_residual_ptr,  # [T, H]
-    grad_weight_ptr,  # [P, H] fp32
-    grad_bias_ptr,  # [P, H] fp32
+    partials_ptr,  # [P, C] fp32
     num_tokens,
     seq_len,
     hidden,
-    seed_low,
-    seed_high,
-    step,
+    num_columns,
+    first_column,
+    layer_quads,
     site_quads,
     limit,
     scale,
     DROP: tl.constexpr,
+    SUM_X: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
 
     The inputs are `x`, which dropout applies to, and `residual`. Program p of P handles tokens p, p + P, p + 2 P and
-    so on (its strip), and writes row p of the partial sums `grad_weight_ptr` and `grad_bias_ptr`. The dropped elements
-    are drawn again, by `keep_scale`, which takes the same arguments. With DROP false, both inputs have the same
-    gradient and only `grad_residual_ptr` is written. BLOCK_H is a power of 2 and at least H. T = B * S tokens.
+    so on (its strip), and writes sums over its strip into row p of `partials_ptr`, from `first_column` on: H columns
+    of the LayerNorm's weight, H of its bias and, with SUM_X, H sums of the gradient of `x`. The dropped elements are
+    drawn again, by `keep_scale`, which takes the same arguments. With DROP false, both inputs have the same gradient
+    and only `grad_residual_ptr` is written. BLOCK_H is a power of 2 and at least H. T = B * S tokens.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((BLOCK_H,), tl.float32)
     grad_bias = tl.zeros((BLOCK_H,), tl.float32)
+    sum_x = tl.zeros((BLOCK_H,), tl.float32)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         # 64 bits, because T * H can exceed 2**31. `column * 0 + token` is a tensor also where `token` is a Python int.
         offset = (column * 0 + token).to(tl.int64) * hidden + column
@@ -188,14 +192,12 @@ def norm_backward_kernel(
         x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if DROP:
-            keep = keep_scale(
-                row_ptr, token, seed_low, seed_high, step, site_quads, limit, scale, seq_len, hidden, BLOCK_H
-            )
+            keep = keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H)
             summed = tl.fma(x, keep, residual)
         else:
             summed = x + residual
-        mean = tl.load(mean_ptr + token)
-        variance = tl.load(variance_ptr + token)
+        mean = tl.load(statistics_ptr + token)
+        variance = tl.load(statistics_ptr + num_tokens + token)
         normed, root, root_low = normalised(summed, mean, variance, inside)
         # Gradient of LayerNorm: (g - mean(g) - normed * mean(g * normed)) / sqrt(variance), with g = grad * weight.
         weighted = grad * weight
@@ -204,119 +206,162 @@ def norm_backward_kernel(
         grad_centred = tl.fma(-normed, projection, weighted - mean_weighted)
         grad_summed = tl.fma(grad_centred, root, grad_centred * root_low)
         tl.store(grad_residual_ptr + offset, grad_summed.to(grad_residual_ptr.dtype.element_ty), mask=inside)
+        grad_x = grad_summed
         if DROP:
-            tl.store(grad_x_ptr + offset, (grad_summed * keep).to(grad_x_ptr.dtype.element_ty), mask=inside)
+            grad_x = grad_summed * keep
+            tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # The strip's gradients of the parameters stay in registers until the last token.
         grad_weight = tl.fma(grad, normed, grad_weight)
         grad_bias += grad
-    program = tl.program_id(0).to(tl.int64)
-    tl.store(grad_weight_ptr + program * hidden + column, grad_weight, mask=inside)
-    tl.store(grad_bias_ptr + program * hidden + column, grad_bias, mask=inside)
+        if SUM_X:
+            sum_x += grad_x
+    partial_row_ptr = partials_ptr + tl.program_id(0).to(tl.int64) * num_columns + first_column
+    tl.store(partial_row_ptr + column, grad_weight, mask=inside)
+    tl.store(partial_row_ptr + hidden + column, grad_bias, mask=inside)
+    if SUM_X:
+        tl.store(partial_row_ptr + 2 * hidden + column, sum_x, mask=inside)
 
 
 def forward_pass(
-    x_BSH: torch.Tensor,
-    residual_BSH: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
     weight_H: torch.Tensor,
     bias_H: torch.Tensor,
     row_B: torch.Tensor,
     eps: float,
-    dropout: DropoutKey,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return LayerNorm(residual + dropout(x)), and mean and variance (with eps) of each token, by one launch.
+    dropout: LayerDropout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return LayerNorm(residual + dropout(x)), and the statistics of each token, by one launch.
 
     Args:
-        x_BSH: Contiguous output of a sub-layer: B rows, S tokens in each, H hidden. H is a multiple of 4.
-        residual_BSH: Contiguous input of the sub-layer.
+        x: Contiguous output of a sub-layer, [B, S, H] or [T, H]: B rows of S tokens. H is a multiple of 4.
+        residual: Contiguous input of the sub-layer.
         weight_H: Scale of the LayerNorm.
         bias_H: Shift of the LayerNorm.
         row_B: Contiguous int64 row numbers within the global batch.
         eps: Added to the variance.
-        dropout: Probability of dropping an element, and the seed, step and site that decide which ones are dropped.
+        dropout: Probability of dropping an element, and the key and site that decide which ones are dropped.
 
     Returns:
-        The norm in the dtype of `x_BSH`; mean and variance, fp32 [B * S] each, two views of one buffer.
+        The norm in the dtype of `x`; and fp32 [2, T] with each token's mean, and variance with eps.
     """
-    batch, seq_len, hidden = x_BSH.shape
-    num_tokens = batch * seq_len
-    out_BSH = torch.empty_like(x_BSH)
-    mean_T, variance_T = torch.empty(2, num_tokens, device=x_BSH.device)
+    hidden = x.shape[-1]
+    num_tokens = x.numel() // hidden
+    seq_len = num_tokens // len(row_B)
+    out = torch.empty_like(x)
+    statistics_2T = torch.empty(2, num_tokens, device=x.device)
     grid: Any = (num_tokens,)
     norm_forward_kernel[grid](
-        x_BSH,
-        residual_BSH,
+        x,
+        residual,
         weight_H,
         bias_H,
+        dropout.key_3,
         row_B,
-        out_BSH,
-        mean_T,
-        variance_T,
+        out,
+        statistics_2T,
+        num_tokens=num_tokens,
         seq_len=seq_len,
         hidden=hidden,
         eps=eps,
         **_dropout_arguments(dropout, seq_len, hidden),
         **_launch_options(hidden),
     )
-    return out_BSH, mean_T, variance_T
+    return out, statistics_2T
 
 
 def backward_pass(
-    grad_BSH: torch.Tensor,
-    x_BSH: torch.Tensor,
-    residual_BSH: torch.Tensor,
-    mean_T: torch.Tensor,
-    variance_T: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    statistics_2T: torch.Tensor,
     weight_H: torch.Tensor,
     row_B: torch.Tensor,
-    dropout: DropoutKey,
+    dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the LayerNorm's weight and its bias, by one launch.
+    """Return the gradients of x, the residual, the LayerNorm's weight and its bias, by one launch and two for sums.
 
     All tensors are contiguous: B rows, S tokens in each, T = B * S, H hidden. The dropped elements are drawn again.
 
     Args:
-        grad_BSH: Gradient of the forward pass's result.
-        x_BSH: Output of a sub-layer, as in the forward pass.
-        residual_BSH: Input of the sub-layer, as in the forward pass.
-        mean_T: Mean of each token, from `forward_pass`.
-        variance_T: Variance of each token with eps, from `forward_pass`.
+        grad: Gradient of the forward pass's result, [B, S, H] or [T, H].
+        x: Output of a sub-layer, as in the forward pass.
+        residual: Input of the sub-layer, as in the forward pass.
+        statistics_2T: Mean and variance of each token, from `forward_pass`.
         weight_H: Scale of the LayerNorm.
         row_B: int64 row numbers within the global batch.
-        dropout: Probability, seed, step and site, as in the forward pass.
+        dropout: Probability, key and site, as in the forward pass.
 
     Returns:
         The gradients; those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.
     """
-    batch, seq_len, hidden = grad_BSH.shape
-    num_tokens = batch * seq_len
-    launch_options = _launch_options(hidden)
-    num_programs = min(resident_programs(grad_BSH.device, launch_options["num_warps"]), num_tokens)
-    grad_residual_BSH = torch.empty_like(grad_BSH)
-    grad_x_BSH = torch.empty_like(grad_BSH) if dropout.probability else grad_residual_BSH
-    # Each program writes one row of partial sums; they are added afterwards, in a fixed order.
-    partials_2PH = torch.empty(2, num_programs, hidden, device=grad_BSH.device)
-    partial_weight_PH, partial_bias_PH = partials_2PH
+    hidden = grad.shape[-1]
+    partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
+    grad_x, grad_residual = backward_strips(
+        grad, x, residual, statistics_2T, weight_H, row_B, dropout, partials_PC, first_column=0, sum_x=False
+    )
+    grad_weight_H, grad_bias_H = sum_of_strips(partials_PC).split(hidden)
+    return grad_x, grad_residual, grad_weight_H, grad_bias_H
+
+
+def num_strips(grad: torch.Tensor) -> int:
+    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H]."""
+    hidden = grad.shape[-1]
+    num_tokens = grad.numel() // hidden
+    return min(resident_programs(grad.device, _launch_options(hidden)["num_warps"]), num_tokens)
+
+
+def backward_strips(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    statistics_2T: torch.Tensor,
+    weight_H: torch.Tensor,
+    row_B: torch.Tensor,
+    dropout: LayerDropout,
+    partials_PC: torch.Tensor,
+    first_column: int,
+    sum_x: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
+
+    The first seven arguments are those of `backward_pass`. At probability 0 both gradients are one tensor.
+
+    Args:
+        partials_PC: fp32, receives the sums over the strip of each of P programs. Several kernels may share it, each
+            with columns of its own, so that one sum over P serves all.
+        first_column: First of the columns to write: H for the weight, H for the bias and, with `sum_x`, H for the sum
+            of the gradient of x over the tokens.
+        sum_x: Whether to sum the gradient of x, too.
+    """
+    hidden = grad.shape[-1]
+    num_tokens = grad.numel() // hidden
+    seq_len = num_tokens // len(row_B)
+    num_programs, num_columns = partials_PC.shape
+    grad_residual = torch.empty_like(grad)
+    grad_x = torch.empty_like(grad) if dropout.probability else grad_residual
     grid: Any = (num_programs,)
     norm_backward_kernel[grid](
-        grad_BSH,
-        x_BSH,
-        residual_BSH,
-        mean_T,
-        variance_T,
+        grad,
+        x,
+        residual,
+        statistics_2T,
         weight_H,
+        dropout.key_3,
         row_B,
-        grad_x_BSH,
-        grad_residual_BSH,
-        partial_weight_PH,
-        partial_bias_PH,
+        grad_x,
+        grad_residual,
+        partials_PC,
         num_tokens=num_tokens,
         seq_len=seq_len,
         hidden=hidden,
+        num_columns=num_columns,
+        first_column=first_column,
+        SUM_X=sum_x,
         **_dropout_arguments(dropout, seq_len, hidden),
-        **launch_options,
+        **_launch_options(hidden),
     )
-    grad_weight_H, grad_bias_H = sum_of_strips(partials_2PH, programs_axis=1)
-    return grad_x_BSH, grad_residual_BSH, grad_weight_H, grad_bias_H
+    return grad_x, grad_residual
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
@@ -337,19 +382,18 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
     return num_processors * (_RESIDENT_WARPS // num_warps)
 
 
-def _dropout_arguments(dropout: DropoutKey, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the arguments of both kernels that follow from the dropout key; integers as int32 words.
+def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
+    """Return the arguments of both kernels that follow from the dropout's probability and site, integers as int32.
 
-    `site_quads` is where the random numbers of this site (a place in the model that applies dropout) begin in each
-    row, divided by 4, because one call of the generator draws four numbers. Each site takes seq_len * hidden numbers
-    of a row, one for each element, and the sites follow one another.
+    `site_quads` is where, counted from the layer's first, the random numbers of this site (a place in the layer that
+    applies dropout) begin in each row, divided by 4, because one call of the generator draws four numbers. Each site
+    takes seq_len * hidden numbers of a row, one for each element; sites and layers follow one another.
     """
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
+    quads_of_a_site = seq_len * hidden // 4
     return {
-        "seed_low": as_int32(dropout.seed),
-        "seed_high": as_int32(dropout.seed >> 32),
-        "step": as_int32(dropout.step),
-        "site_quads": as_int32(dropout.site * seq_len * hidden // 4),
+        "layer_quads": dropout.sites_per_layer * quads_of_a_site,
+        "site_quads": dropout.site * quads_of_a_site,
         "limit": as_int32(drop_threshold(dropout.probability)),
         "scale": 1.0 / (1.0 - dropout.probability),
         "DROP": dropout.probability > 0,

@@ -1,0 +1,197 @@
+"""Computes all of a layer that follows attention, as one autograd function with a backward pass written by hand.
+
+These are the output product of attention, dropout + residual + LayerNorm, the feed-forward network (product, GELU,
+product), and dropout + residual + LayerNorm again.
+
+Guarantee: the values are those of `EncoderLayer`'s composition of separate operations to rounding; it is the
+definition with which tests compare. The random elements that dropout drops are the same.
+
+Why: autograd over separate operations adds up the gradients of every residual connection in a pass of its own, sums
+every bias's gradient in a pass of its own, and makes views for each call. Here a residual's gradient enters the next
+product, the norms' and GELU's backward passes give the sums for the biases, and tensors are [T, H] throughout.
+
+What is kept for the backward pass is what autograd kept: the inputs of the three products, GELU's input, and what
+each norm needs. Parameters are kept themselves, and not casts of them, so that ZeRO-3 may partition them in between.
+
+Shapes: T tokens, H hidden, I width of the feed-forward network.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from electra_kernels.layer.passes import BackwardPasses, ReferencePasses, TritonPasses, norm_forward
+from electra_kernels.operation_types import LayerDropout
+from torch.autograd.function import once_differentiable
+
+from electra_dist.model.matrix_products import input_gradient, linear, weight_gradient
+
+
+class Parameters(NamedTuple):
+    """Parameters of a layer that come after attention, in the order in which they are used."""
+
+    out_weight: torch.Tensor  # [H, H]
+    out_bias: torch.Tensor  # [H]
+    attention_norm_weight: torch.Tensor  # [H]
+    attention_norm_bias: torch.Tensor  # [H]
+    expand_weight: torch.Tensor  # [I, H]
+    expand_bias: torch.Tensor  # [I]
+    contract_weight: torch.Tensor  # [H, I]
+    contract_bias: torch.Tensor  # [H]
+    output_norm_weight: torch.Tensor  # [H]
+    output_norm_bias: torch.Tensor  # [H]
+
+
+class Settings(NamedTuple):
+    """What the two norms need beside tensors that have gradients."""
+
+    eps: float  # added to the variance
+    attention_dropout: LayerDropout  # on the output of attention
+    output_dropout: LayerDropout  # on the output of the feed-forward network
+    row_B: torch.Tensor  # int64 numbers of the rows within the global batch
+    backend: str  # "triton" or "reference"
+
+
+def after_attention(
+    context_TH: torch.Tensor, residual_TH: torch.Tensor, parameters: Parameters, settings: Settings
+) -> torch.Tensor:
+    """Return the states after a layer, [T, H] in the dtype of `context_TH`.
+
+    Args:
+        context_TH: output of attention before its output product, contiguous.
+        residual_TH: input of the layer, contiguous, in the same dtype.
+        parameters: may have another dtype under autocast.
+        settings: eps, dropout, rows and backend.
+    """
+    states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
+    return states_TH
+
+
+class _AfterAttention(torch.autograd.Function):
+    """Autograd function of what follows attention in a layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context_TH: torch.Tensor, residual_TH: torch.Tensor, settings: Settings, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the states after the layer, [T, H]; save what the backward pass needs."""
+        used = _in_dtype_of_products(Parameters(*parameters), context_TH.dtype)
+        rows = settings.row_B
+        attended_TH = linear(context_TH, used.out_weight, used.out_bias)
+        normed_TH, attention_kept = norm_forward(
+            attended_TH,
+            residual_TH,
+            used.attention_norm_weight,
+            used.attention_norm_bias,
+            rows,
+            settings.eps,
+            settings.attention_dropout,
+            settings.backend,
+        )
+        expanded_TI = linear(normed_TH, used.expand_weight, used.expand_bias)
+        activated_TI = F.gelu(expanded_TI)
+        contracted_TH = linear(activated_TI, used.contract_weight, used.contract_bias)
+        states_TH, output_kept = norm_forward(
+            contracted_TH,
+            normed_TH,
+            used.output_norm_weight,
+            used.output_norm_bias,
+            rows,
+            settings.eps,
+            settings.output_dropout,
+            settings.backend,
+        )
+        ctx.save_for_backward(
+            context_TH, normed_TH, expanded_TI, activated_TI, *parameters, *attention_kept, *output_kept
+        )
+        ctx.settings = settings
+        return states_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of both inputs and of all parameters, and None for the settings.
+
+        It can run once for a forward pass, because it overwrites what was saved; torch reports a second time as an
+        error.
+
+        Weights of products have gradients in the dtype of `grad_TH`, which autograd casts to that of the parameters.
+        """
+        context_TH, normed_TH, expanded_TI, activated_TI, *saved = ctx.saved_tensors
+        num_parameters = len(Parameters._fields)
+        parameters = Parameters(*saved[:num_parameters])
+        used = _in_dtype_of_products(parameters, grad_TH.dtype)
+        kept = saved[num_parameters:]
+        attention_kept = tuple(kept[: len(kept) // 2])
+        output_kept = tuple(kept[len(kept) // 2 :])
+        settings: Settings = ctx.settings
+        passes = _backward_passes(settings.backend, grad_TH, used)
+
+        grad_contracted_TH, grad_normed_TH = passes.norm(
+            grad_TH.contiguous(),
+            output_kept,
+            used.output_norm_weight,
+            used.output_norm_bias,
+            settings.row_B,
+            settings.output_dropout,
+        )
+        grad_contract_weight = weight_gradient(grad_contracted_TH, activated_TI)
+        # The activations are not needed any more, so their memory takes the gradient; it is the largest of the pass.
+        grad_activated_TI = input_gradient(grad_contracted_TH, used.contract_weight, out_TI=activated_TI)
+        grad_expanded_TI = passes.gelu(grad_activated_TI, expanded_TI)
+        grad_expand_weight = weight_gradient(grad_expanded_TI, normed_TH)
+        grad_normed_TH = input_gradient(grad_expanded_TI, used.expand_weight, grad_normed_TH)
+        grad_attended_TH, grad_residual_TH = passes.norm(
+            grad_normed_TH,
+            attention_kept,
+            used.attention_norm_weight,
+            used.attention_norm_bias,
+            settings.row_B,
+            settings.attention_dropout,
+        )
+        grad_out_weight = weight_gradient(grad_attended_TH, context_TH)
+        grad_context_TH = input_gradient(grad_attended_TH, used.out_weight)
+
+        # The order is that of the backward passes.
+        sums = passes.sums(parameters.out_bias.dtype)
+        grad_output_norm_weight, grad_output_norm_bias, grad_contract_bias, grad_expand_bias = sums[:4]
+        grad_attention_norm_weight, grad_attention_norm_bias, grad_out_bias = sums[4:]
+        grad_parameters = Parameters(
+            out_weight=grad_out_weight,
+            out_bias=grad_out_bias,
+            attention_norm_weight=grad_attention_norm_weight,
+            attention_norm_bias=grad_attention_norm_bias,
+            expand_weight=grad_expand_weight,
+            expand_bias=grad_expand_bias,
+            contract_weight=grad_contract_weight,
+            contract_bias=grad_contract_bias,
+            output_norm_weight=grad_output_norm_weight,
+            output_norm_bias=grad_output_norm_bias,
+        )
+        return grad_context_TH, grad_residual_TH, None, *grad_parameters
+
+
+def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Parameters:
+    """Return the parameters with those of the products cast to `dtype`; only under autocast they have another one."""
+    if parameters.out_weight.dtype == dtype:
+        return parameters
+    return parameters._replace(
+        out_weight=parameters.out_weight.to(dtype),
+        out_bias=parameters.out_bias.to(dtype),
+        expand_weight=parameters.expand_weight.to(dtype),
+        expand_bias=parameters.expand_bias.to(dtype),
+        contract_weight=parameters.contract_weight.to(dtype),
+        contract_bias=parameters.contract_bias.to(dtype),
+    )
+
+
+def _backward_passes(backend: str, grad_TH: torch.Tensor, parameters: Parameters) -> BackwardPasses:
+    """Return the backward passes of a layer's norms and GELU for a backend, "triton" or "reference"."""
+    if backend == "reference":
+        return ReferencePasses()
+    hidden = len(parameters.out_bias)
+    intermediate = len(parameters.expand_bias)
+    # Weight, bias and the bias before it for each of the two norms, with GELU's between them.
+    return TritonPasses(grad_TH, [hidden, hidden, hidden, intermediate, hidden, hidden, hidden])

@@ -1,0 +1,193 @@
+"""Run the forward and backward passes of a layer's norms and of GELU outside autograd, and collect sums over tokens.
+
+A layer's own autograd function calls them between its matrix products. Beside the gradients of their inputs, the
+backward passes give sums over all tokens: the gradients of each LayerNorm's weight and bias, and of the bias of the
+matrix product before each norm and before GELU. Under Triton all kernels of a layer write their partial sums into one
+buffer, which one addition over its strips then turns into all of these gradients.
+
+Guarantee: the values are those of `dropout_add_norm` and of `gelu_gradient`, whose references define them.
+
+Shapes: T tokens, H hidden, I width of GELU, P strips of tokens, C columns of the partial sums.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+
+from electra_kernels import dropout_add_norm
+from electra_kernels.layer.gelu_gradient import gelu_gradient_reference
+from electra_kernels.operation_types import LayerDropout
+from electra_kernels.partial_sums import sum_of_strips
+
+Kept = tuple[torch.Tensor | None, ...]  # what a norm's forward pass keeps for its backward pass
+
+
+def norm_forward(
+    x_TH: torch.Tensor,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    row_B: torch.Tensor,
+    eps: float,
+    dropout: LayerDropout,
+    backend: str,
+) -> tuple[torch.Tensor, Kept]:
+    """Return LayerNorm(residual + dropout(x)), [T, H] in the dtype of `x_TH`, and what the backward pass needs.
+
+    Args:
+        x_TH: Contiguous output of a sub-layer.
+        residual_TH: Contiguous input of the sub-layer, in the same dtype.
+        weight_H: Scale of the LayerNorm.
+        bias_H: Shift of the LayerNorm.
+        row_B: int64 row numbers within the global batch, one for each T / B tokens.
+        eps: Added to the variance.
+        dropout: Probability, key and site of the dropout.
+        backend: "triton" or "reference".
+    """
+    if backend == "triton":
+        from electra_kernels.triton.dropout_add_norm import forward_pass
+
+        normed_TH, statistics_2T = forward_pass(x_TH, residual_TH, weight_H, bias_H, row_B, eps, dropout)
+        return normed_TH, (x_TH, residual_TH, statistics_2T)
+    return dropout_add_norm.reference_forward(x_TH, residual_TH, weight_H, bias_H, row_B, eps, dropout.on_host())
+
+
+class BackwardPasses(abc.ABC):
+    """Backward passes of one layer's norms and GELU, which collect the sums over tokens that they give."""
+
+    @abc.abstractmethod
+    def norm(
+        self,
+        grad_TH: torch.Tensor,
+        kept: Kept,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        row_B: torch.Tensor,
+        dropout: LayerDropout,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of x and of the residual, [T, H] in the dtype of `grad_TH`.
+
+        It collects three sums [H]: the gradients of the LayerNorm's weight, of its bias, and of a bias added to x.
+        Without dropout, the two gradients are one tensor.
+
+        Args:
+            grad_TH: Contiguous gradient of the norm.
+            kept: Second result of `norm_forward`; the further arguments are those of that call.
+            weight_H: Scale of the LayerNorm.
+            bias_H: Shift of the LayerNorm.
+            row_B: int64 row numbers within the global batch.
+            dropout: Probability, key and site of the dropout.
+        """
+
+    @abc.abstractmethod
+    def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of GELU's input, [T, I]; `grad_TI`, that of its output, may be overwritten.
+
+        It collects one sum [I], the gradient of a bias added to GELU's input.
+        """
+
+    @abc.abstractmethod
+    def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all collected sums in `dtype`, in the order in which they were collected."""
+
+
+class ReferencePasses(BackwardPasses):
+    """Backward passes in plain PyTorch."""
+
+    def __init__(self) -> None:
+        """Begin with no sums."""
+        self._sums: list[torch.Tensor] = []
+
+    def norm(
+        self,
+        grad_TH: torch.Tensor,
+        kept: Kept,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        row_B: torch.Tensor,
+        dropout: LayerDropout,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of x and of the residual; see `BackwardPasses.norm`."""
+        kept_for_backward = dropout_add_norm.KeptForBackward(*kept)  # type: ignore[arg-type]
+        grad_x_TH, grad_residual_TH, grad_weight_H, grad_bias_H = dropout_add_norm.reference_backward(
+            grad_TH, kept_for_backward, weight_H, bias_H
+        )
+        self._sums += [grad_weight_H, grad_bias_H, grad_x_TH.sum(0)]
+        return grad_x_TH.to(grad_TH.dtype), grad_residual_TH.to(grad_TH.dtype)
+
+    def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of GELU's input; see `BackwardPasses.gelu`."""
+        grad_x_TI, sum_I = gelu_gradient_reference(grad_TI, x_TI)
+        self._sums.append(sum_I)
+        return grad_x_TI
+
+    def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all collected sums in `dtype`, in the order in which they were collected."""
+        return [each.to(dtype) for each in self._sums]
+
+
+class TritonPasses(BackwardPasses):
+    """Backward passes in Triton, whose kernels write their partial sums into one buffer."""
+
+    def __init__(self, grad_TH: torch.Tensor, widths: Sequence[int]) -> None:
+        """Allocate the buffer of partial sums.
+
+        Args:
+            grad_TH: Gradient of the layer's output; it gives the device and the number of strips.
+            widths: Width of each sum, in the order in which the backward passes collect them.
+        """
+        from electra_kernels.triton.dropout_add_norm import num_strips
+
+        self._widths = list(widths)
+        self._next_column = 0
+        self._partials_PC = torch.empty(num_strips(grad_TH), sum(widths), device=grad_TH.device)
+
+    def norm(
+        self,
+        grad_TH: torch.Tensor,
+        kept: Kept,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        row_B: torch.Tensor,
+        dropout: LayerDropout,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of x and of the residual by one launch; see `BackwardPasses.norm`."""
+        from electra_kernels.triton.dropout_add_norm import backward_strips
+
+        x_TH, residual_TH, statistics_2T = kept
+        assert x_TH is not None and residual_TH is not None and statistics_2T is not None
+        first_column = self._take_columns(3 * grad_TH.shape[1])
+        return backward_strips(
+            grad_TH,
+            x_TH,
+            residual_TH,
+            statistics_2T,
+            weight_H,
+            row_B,
+            dropout,
+            self._partials_PC,
+            first_column,
+            sum_x=True,
+        )
+
+    def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """Overwrite the gradient by that of GELU's input, by one launch, and return it."""
+        from electra_kernels.triton.gelu_gradient import gradient_strips
+
+        return gradient_strips(grad_TI, x_TI, self._partials_PC, self._take_columns(grad_TI.shape[1]))
+
+    def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all collected sums in `dtype`, as parts of one vector, by two launches."""
+        assert self._next_column == sum(self._widths), (
+            f"{self._next_column} of {sum(self._widths)} columns are written"
+        )
+        return sum_of_strips(self._partials_PC, dtype=dtype).split(self._widths)
+
+    def _take_columns(self, width: int) -> int:
+        """Return the first of the next `width` columns of the buffer, and mark them as used."""
+        first_column = self._next_column
+        self._next_column += width
+        return first_column
