@@ -17,7 +17,8 @@ NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
     *("norm_bwd_256", "norm_bwd_256_p0", "norm_bwd_1024", "norm_bwd_1024_p0"),
 }
-STORES_ROWS = {"head_train", "head_train_fp32", "tail_backward", "gather_backward", "keyed_dropout"} | NORMS
+STORES_ROWS = {"head_train", "head_train_fp32", "tail_backward", "gather_backward", "keyed_dropout", "gelu_gradient"}
+STORES_ROWS |= NORMS
 LOADS_ROWS = {"head_evaluate", "sample", "tail_forward", "tail_fwd_fp32"} | STORES_ROWS
 
 

@@ -71,7 +71,7 @@ class BackwardPasses(abc.ABC):
         """Return the gradients of x and of the residual, [T, H] in the dtype of `grad_TH`.
 
         It collects three sums [H]: the gradients of the LayerNorm's weight, of its bias, and of a bias added to x.
-        Without dropout, the two gradients are one tensor.
+        Without dropout, the two gradients are one tensor. What was kept may be overwritten.
 
         Args:
             grad_TH: Contiguous gradient of the norm.
@@ -154,7 +154,10 @@ class TritonPasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of the residual by one launch; see `BackwardPasses.norm`."""
+        """Return the gradients of x and of the residual by one launch; see `BackwardPasses.norm`.
+
+        With dropout, the gradient of x is written over x.
+        """
         from electra_kernels.triton.dropout_add_norm import backward_strips
 
         x_TH, residual_TH, statistics_2T = kept
@@ -170,7 +173,7 @@ class TritonPasses(BackwardPasses):
             dropout,
             self._partials_PC,
             first_column,
-            sum_x=True,
+            in_layer=True,
         )
 
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:

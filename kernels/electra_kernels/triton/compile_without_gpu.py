@@ -34,6 +34,7 @@ from triton.compiler import ASTSource
 from electra_kernels.triton import (
     discriminator_tail,
     dropout_add_norm,
+    gelu_gradient,
     keyed_dropout,
     masked_gather,
     mlm_head,
@@ -105,7 +106,8 @@ _SHARED_TYPES = {
     "logits_ptr": "*fp32",
     "positions_ptr": "*i64",
 }
-_SIZES = ("seq_len", "hidden", "num_tokens")  # multiples of 16 in the large model
+# Multiples of 16 in the large model.
+_SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_column", "layer_quads")
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
@@ -123,7 +125,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
     head_train_scheduled = head_train._replace(name="head_train_scheduled", constants=scheduled)
     in_bf16 = [head_train, head_train_scheduled, head_evaluate, sample]
-    in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _embedding_case()]
+    in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case()]
     if not all_dtypes:
         return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in ("head_train", "tail_forward")]
     return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
@@ -268,10 +270,10 @@ def _norm_cases() -> list[KernelCase]:
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
-        **dict.fromkeys(("mean_ptr", "variance_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32"),
-        "row_ptr": "*i64",
-        **dict.fromkeys(("num_tokens", "seq_len", "hidden", "step", "site_quads", "limit"), "i32"),
-        **dict.fromkeys(("seed_low", "seed_high"), "i32"),
+        **dict.fromkeys(("statistics_ptr", "partials_ptr"), "*fp32"),
+        **dict.fromkeys(("key_ptr", "row_ptr"), "*i64"),
+        **dict.fromkeys(("num_tokens", "seq_len", "hidden", "num_columns", "first_column"), "i32"),
+        **dict.fromkeys(("layer_quads", "site_quads", "limit"), "i32"),
         **dict.fromkeys(("eps", "scale"), "fp32"),
     }
     kernels = {"norm_fwd": dropout_add_norm.norm_forward_kernel, "norm_bwd": dropout_add_norm.norm_backward_kernel}
@@ -285,7 +287,7 @@ def _norm_cases() -> list[KernelCase]:
                     name=f"{name}_{hidden}{suffix}",
                     kernel=kernel,
                     types=types,
-                    constants={"DROP": drop, "BLOCK_H": hidden},
+                    constants={"DROP": drop, "BLOCK_H": hidden, **({"SUM_X": True} if name == "norm_bwd" else {})},
                     divisible=_SIZES,
                     num_warps=num_warps,
                 )
@@ -303,6 +305,23 @@ def _embedding_case() -> KernelCase:
         constants={"BLOCK": keyed_dropout.BLOCK},
         divisible=("num_elements",),
         num_warps=keyed_dropout.NUM_WARPS,
+    )
+
+
+def _gelu_case() -> KernelCase:
+    """Return what to compile for GELU's gradient, in bf16: blocks of 1024 columns, as the large model has them."""
+    types = _SHARED_TYPES | {
+        **dict.fromkeys(("grad_ptr", "x_ptr"), "*bf16"),
+        "partials_ptr": "*fp32",
+        **dict.fromkeys(("num_tokens", "width", "num_columns", "first_column"), "i32"),
+    }
+    return KernelCase(
+        name="gelu_gradient",
+        kernel=gelu_gradient.gelu_gradient_kernel,
+        types=types,
+        constants={"BLOCK": gelu_gradient.BLOCK},
+        divisible=_SIZES,
+        num_warps=gelu_gradient.NUM_WARPS,
     )
 
 

@@ -42,7 +42,7 @@ from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
 from electra_kernels.triton.philox import as_int32, four_way_bits
 
 _H200_PROCESSORS = 132
-_RESIDENT_WARPS = 28  # of the backward kernel on one processor
+_RESIDENT_WARPS = 24  # of the backward kernel on one processor
 NUM_WARPS = 4
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 
@@ -119,7 +119,8 @@ def norm_forward_kernel(
     """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
     The random bits follow from key, row and site; `keep_scale` takes the same arguments and explains them. `row_ptr`
-    has the number of each row within the global batch. DROP is false at probability 0, where no bits are drawn. BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
+    has the number of each row within the global batch. DROP is false at probability 0, where no bits are drawn.
+    BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
@@ -145,7 +146,7 @@ def norm_forward_kernel(
     tl.store(statistics_ptr + num_tokens + token, variance)
 
 
-@triton.jit(do_not_specialize=["site_quads", "first_column", "limit", "scale"])
+@triton.jit(do_not_specialize=["site_quads", "limit", "scale"])
 def norm_backward_kernel(
     grad_ptr,  # [T, H]
     x_ptr,  # [T, H]
@@ -298,7 +299,7 @@ def backward_pass(
     hidden = grad.shape[-1]
     partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
     grad_x, grad_residual = backward_strips(
-        grad, x, residual, statistics_2T, weight_H, row_B, dropout, partials_PC, first_column=0, sum_x=False
+        grad, x, residual, statistics_2T, weight_H, row_B, dropout, partials_PC, first_column=0, in_layer=False
     )
     grad_weight_H, grad_bias_H = sum_of_strips(partials_PC).split(hidden)
     return grad_x, grad_residual, grad_weight_H, grad_bias_H
@@ -321,7 +322,7 @@ def backward_strips(
     dropout: LayerDropout,
     partials_PC: torch.Tensor,
     first_column: int,
-    sum_x: bool,
+    in_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
 
@@ -330,16 +331,19 @@ def backward_strips(
     Args:
         partials_PC: fp32, receives the sums over the strip of each of P programs. Several kernels may share it, each
             with columns of its own, so that one sum over P serves all.
-        first_column: First of the columns to write: H for the weight, H for the bias and, with `sum_x`, H for the sum
-            of the gradient of x over the tokens.
-        sum_x: Whether to sum the gradient of x, too.
+        first_column: First of the columns to write: H for the weight, H for the bias and, with `in_layer`, H for the
+            sum of the gradient of x over the tokens.
+        in_layer: Whether to sum the gradient of x, too, and to write it over `x`, which a layer does not need any
+            more.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
     seq_len = num_tokens // len(row_B)
     num_programs, num_columns = partials_PC.shape
     grad_residual = torch.empty_like(grad)
-    grad_x = torch.empty_like(grad) if dropout.probability else grad_residual
+    grad_x = grad_residual
+    if dropout.probability:
+        grad_x = x if in_layer else torch.empty_like(grad)
     grid: Any = (num_programs,)
     norm_backward_kernel[grid](
         grad,
@@ -357,7 +361,7 @@ def backward_strips(
         hidden=hidden,
         num_columns=num_columns,
         first_column=first_column,
-        SUM_X=sum_x,
+        SUM_X=in_layer,
         **_dropout_arguments(dropout, seq_len, hidden),
         **_launch_options(hidden),
     )
@@ -369,7 +373,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
     With exactly so many programs, all begin at once and none has to wait for a second, mostly empty round. The number
     follows from the kernel's registers, which leave room for `_RESIDENT_WARPS` warps on each processor (measured by
-    compiling for sm_90: 7 programs of 4 warps). It enters the order in which a parameter's gradient is added, so that
+    compiling for sm_90: 6 programs of 4 warps). It enters the order in which a parameter's gradient is added, so that
     gradients of two kinds of GPU may differ by rounding.
 
     Args:

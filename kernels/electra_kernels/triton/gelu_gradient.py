@@ -30,7 +30,7 @@ BLOCK = 1024  # columns of a program, 8 for each thread: one load of 16 bytes in
 _ROOT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 
 
-@triton.jit(do_not_specialize=["first_column"])
+@triton.jit
 def gelu_gradient_kernel(
     grad_ptr,  # [T, I], overwritten
     x_ptr,  # [T, I]
