@@ -26,6 +26,7 @@ from electra_dist.config import OptimizerConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.errors import UserError
+from electra_dist.objectives.base import Objective
 from electra_dist.objectives.two_stage import TwoStageDetection
 
 
@@ -60,7 +61,9 @@ def parameter_groups(
     for name, parameter in module.named_parameters():
         is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
-        in_generator = has_generator_groups and module.towers.is_generators(name.removeprefix("towers."))
+        in_generator = False
+        if has_generator_groups and isinstance(module, Objective):
+            in_generator = module.towers.is_generators(name.removeprefix("towers."))
         members.setdefault((in_generator, is_undecayed), []).append(parameter)
 
     groups = []

@@ -217,7 +217,7 @@ class SharedEmbeddings(nn.Module):
         if not self.training or not self.dropout:
             return normed
         assert dropout_keys is not None, "embeddings in training mode need dropout_keys"
-        tower_keys = dropout_keys.of_layer(0)  # the embeddings' draws have a purpose of their own
+        tower_keys = dropout_keys.of_layers(1)[0]  # the embeddings' draws have a purpose of their own
         return keyed_dropout(normed, tower_keys.key_3, tower_keys.row_B, self.dropout, backend=tower_keys.backend)
 
 
