@@ -1,25 +1,27 @@
-"""Every Triton kernel compiled for sm_80 and sm_90 without a GPU: no spills, wide loads, no tensor-core products."""
+"""Every Triton kernel compiled for three GPUs without a GPU: no spills, wide loads, no tensor-core products."""
 
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from electra_kernels.triton import compile_without_gpu
 
 SNAPSHOT = Path(__file__).with_name("compiled_kernels.txt")
-NUM_ARCHITECTURES = 2  # sm_80 and sm_90
-NUM_KERNELS = 18
+NUM_ARCHITECTURES = 3  # sm_80, sm_90 and sm_100
+NUM_KERNELS = 20  # two of them are compiled in bf16 and in fp32
 # Kernels whose rows are aligned: each must move 16 bytes at a time. Those of STORES_ROWS store rows, too.
 NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
     *("norm_bwd_256", "norm_bwd_256_p0", "norm_bwd_1024", "norm_bwd_1024_p0"),
 }
-STORES_ROWS = {"head_train", "head_train_fp32", "tail_backward", "gather_backward", "keyed_dropout", "gelu_gradient"}
-STORES_ROWS |= NORMS
-LOADS_ROWS = {"head_evaluate", "sample", "tail_forward", "tail_fwd_fp32"} | STORES_ROWS
+STORES_ROWS = {"head_train", "head_train_scheduled", "tail_backward", "gather_backward"} | NORMS
+STORES_ROWS |= {"keyed_dropout", "gelu_gradient"}
+LOADS_ROWS = {"head_evaluate", "sample", "tail_forward"} | STORES_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict]]
     """The printed table and its rows, from a process in which Triton is imported with its interpreter off."""
     rows = tmp_path_factory.mktemp("compiled") / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "electra_kernels.ahead_of_time", "--arch", "80", "90", "--json", str(rows)]
+    command = [sys.executable, "-m", "electra_kernels.ahead_of_time", "--json", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads(rows.read_text())
@@ -39,6 +41,7 @@ def test_no_kernel_spills_registers_or_uses_tensor_cores_and_aligned_rows_move_1
     print(table)
 
     assert len(rows) == NUM_ARCHITECTURES * NUM_KERNELS
+    assert Counter(row["arch"] for row in rows) == dict.fromkeys((80, 90, 100), NUM_KERNELS)
     for row in rows:
         assert row["stack_bytes"] == 0, row
         assert row["local_accesses"] == 0, row
@@ -70,3 +73,24 @@ def test_the_compilers_table_is_the_recorded_snapshot(compiled):
         pytest.skip(f"the snapshot is of {recorded}, here is {present}: other compilers allot other registers")
     table, _ = compiled
     assert table == SNAPSHOT.read_text()
+
+
+def test_all_dtypes_are_every_kernel_three_times_and_the_one_of_integers_once():
+    names = [(case.name, case.dtype) for case in compile_without_gpu.cases(all_dtypes=True)]
+    dtypes_of_kernel = {name: [dtype for other, dtype in names if other == name] for name, _ in names}
+
+    assert dtypes_of_kernel.pop("replace") == ["int64"]
+    assert set(map(tuple, dtypes_of_kernel.values())) == {("bf16", "fp16", "fp32")}
+    for case in compile_without_gpu.cases(all_dtypes=True):
+        assert case.constants.get("PAIR", case.dtype == "fp32") == (case.dtype == "fp32")
+
+
+def test_a_kernel_that_the_compiler_refuses_is_a_row_with_its_error(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("first line\nptxas raised SIGSEGV")
+
+    monkeypatch.setattr(compile_without_gpu.triton, "compile", refuse)
+    row = compile_without_gpu.try_to_compile(compile_without_gpu.cases()[0], 100)
+
+    assert row == ("head_train", "bf16", 100, "RuntimeError: ptxas raised SIGSEGV")
+    assert "sm_100 RuntimeError: ptxas" in compile_without_gpu.table([row])
