@@ -134,8 +134,7 @@ class RunState(_Frozen):
     eval_context_auc: float | None = None  # of an objective with a discriminator
     eval_loss: float | None = None  # of an objective without a discriminator, whose large tower predicts tokens
     loss_scale: LossScaleState | None = None  # in fp16 only
-    # Steps below `step` that made no update, because their gradients overflowed fp16; ascending.
-    overflowed: tuple[int, ...] = ()
+    overflowed: tuple[int, ...] = ()  # steps below `step` whose gradients overflowed fp16, so no update, ascending
 
 
 class Manifest(_Frozen):

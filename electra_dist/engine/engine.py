@@ -335,6 +335,7 @@ class Engine:
         self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
+            self._discard_offloaded_gradients()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
@@ -360,6 +361,18 @@ class Engine:
         if self._tower_clipping is not None:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
+
+    def _discard_offloaded_gradients(self) -> None:
+        """Discard the gradients of a step that DeepSpeed has skipped, where DeepSpeed forgets to do so.
+
+        That is so at ZeRO stages 1 and 2 with `engine.offload_optimizer`: DeepSpeed 0.19.8 would add the gradients of
+        the next step to those that are not finite.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or not optimizer.cpu_offload:
+            return
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
     def _unscale_unpartitioned_gradients(self) -> None:
         """Divide the gradients of ZeRO stage 0 by the loss scale, in place; without a loss scale do nothing."""

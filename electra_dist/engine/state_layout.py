@@ -67,8 +67,8 @@ def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> St
     """Return the bytes per parameter that DeepSpeed keeps for a precision and a ZeRO stage.
 
     With bf16 or fp16 at stages 1 to 3 the weights take 2 bytes, the fp32 master copy 4, the fp32 sums of gradients 4
-    and Adam's moments 8; stage 1 keeps 2-byte gradients beside the sums. Stage 0 is autocast over 4-byte
-    weights, without a master copy. In fp32, stages 1 to 3 keep a master copy, too.
+    and Adam's moments 8; stage 1 in bf16 (BF16_Optimizer) keeps 2-byte gradients beside the sums. Stage 0 is autocast
+    over 4-byte weights, without a master copy. In fp32, stages 1 to 3 keep a master copy, too.
 
     Args:
         precision: "bf16", "fp16" or "fp32", as in `train.precision`.
@@ -77,12 +77,12 @@ def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> St
     """
     partitioned = _PARTITIONED_PARTS[zero_stage]
     has_2_byte_weights = precision != "fp32" and zero_stage > 0
-    keeps_2_byte_gradients = has_2_byte_weights and zero_stage == 1
+    keeps_2_byte_gradients = precision == "bf16" and zero_stage == 1
     has_master_copy = zero_stage > 0
     is_offloaded = offload_optimizer and zero_stage > 0
     return StateLayout(
         weights=2 if has_2_byte_weights else 4,
-        gradients=2 + 4 if keeps_2_byte_gradients else 4,  # stage 1 in 16 bits: the gradients and their fp32 sums
+        gradients=2 + 4 if keeps_2_byte_gradients else 4,  # stage 1 in bf16: the gradients and their fp32 sums
         master=4 if has_master_copy else 0,
         moments=4 + 4,  # Adam's first and second moment
         partitioned=frozenset(partitioned),

@@ -49,9 +49,9 @@ def bytes_on_wire(
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
     An element is sent in 2 bytes in bf16 and in 4 in fp32. In fp16 gradients take 4 bytes and parameters 2. Stage 0
-    always sends 4, because its 16 bits are autocast with fp32 gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and
-    twice that in an all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step
-    DeepSpeed runs
+    always sends 4, because its 16 bits are autocast with fp32 gradients. Over W ranks, each rank sends n (W - 1) / W
+    in a ring reduce-scatter or all-gather of n bytes, and twice that in an all-reduce (Patarasuk and Yuan, "Bandwidth
+    optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
@@ -220,8 +220,8 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
     compute = make_budget(one_gpu_config).compute
     if compute is None:
         raise UserError(
-            "train.precision is fp32, but only 16-bit peaks of GPUs are known; pass --step-tokens-per-s as measured on "
-            "one GPU, or set train.precision to bf16"
+            "train.precision is fp32, but only 16-bit peaks of GPUs are known; pass --step-tokens-per-s as measured "
+            "on one GPU, or set train.precision to bf16"
         )
     return compute.tokens_per_s
 

@@ -257,8 +257,8 @@ def _largest_micro_batch(config: Config) -> PlanSection:
     """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save memory.
 
     The ways are `engine.early_generator` and `engine.activation_checkpointing`. The column of the config's settings is
-    marked in the header. GPUs with equal memory share a row; one without bf16 is listed with what it can run. The numbers are arithmetic, not measurements, and they
-    are not limited by the rows of a step.
+    marked in the header. GPUs with equal memory share a row; one without bf16 is listed with what it can run. The
+    numbers are arithmetic, not measurements, and they are not limited by the rows of a step.
     """
     engine = config.engine
     settings = [(False, False), (True, False), (False, True), (True, True)]

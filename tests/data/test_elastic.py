@@ -93,6 +93,7 @@ class Recorder:
 
     device = torch.device("cpu")
     attention = SDPA
+    loss_scale = None
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         self.towers = FixedTowers()

@@ -1,4 +1,4 @@
-"""Runs one rank that trains 1 M parameters in bf16 at one ZeRO stage and prints its peak live bytes per parameter."""
+"""Runs one rank that trains 1 M parameters in a precision at one ZeRO stage and prints its peak live bytes per parameter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from electra_dist.config_file import load_config
@@ -31,20 +32,21 @@ def live_bytes() -> int:
     return sum(nbytes_by_address.values())
 
 
-def peak_bytes_per_parameter(stage: int) -> float:
+def peak_bytes_per_parameter(precision: str, stage: int) -> float:
     """Return the largest live bytes per parameter after a backward pass, over two steps of two micro-batches."""
     before = live_bytes()
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     num_parameters = sum(p.numel() for p in net.parameters())
     config = load_config(
         Path(__file__).parents[2] / "configs" / "demo_cpu.yaml",
-        [f"engine.zero_stage={stage}", "train.precision=bf16", "train.global_batch=8", "train.micro_batch=2"],
+        [f"engine.zero_stage={stage}", f"train.precision={precision}", "train.global_batch=8", "train.micro_batch=2"],
     )
     engine = Engine(net, config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32) if stage else torch.float32
     peak = 0
     for _ in range(2):
         for micro in range(engine.num_micro_batches):
-            inputs = torch.ones(2, 512, dtype=torch.bfloat16 if stage else torch.float32)
+            inputs = torch.ones(2, 512, dtype=dtype)
             engine.backward(engine.deepspeed(inputs).float().pow(2).mean())
             peak = max(peak, live_bytes())
             if micro + 1 < engine.num_micro_batches:
@@ -55,8 +57,9 @@ def peak_bytes_per_parameter(stage: int) -> float:
 
 
 warnings.simplefilter("ignore")
+get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs without instructions for it
 init_distributed()
-measured = peak_bytes_per_parameter(stage=int(sys.argv[1]))
+measured = peak_bytes_per_parameter(precision=sys.argv[1], stage=int(sys.argv[2]))
 if dist.get_rank() == 0:
     print("MEASURED", measured, flush=True)
 dist.destroy_process_group()

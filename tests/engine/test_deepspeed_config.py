@@ -24,8 +24,8 @@ WORKER = Path(__file__).parent / "gradient_exchange_worker.py"
 
 
 @pytest.mark.multiproc
-def test_on_gpus_the_sum_over_ranks_is_fp32_at_every_stage_and_on_cpus_it_stays_as_it_was() -> None:
-    """The worker's ranks have the gradients 1 and 2^-9, whose sum bf16 rounds to 1."""
+def test_on_gpus_the_sum_over_ranks_is_fp32_at_every_stage_and_on_cpus_it_is_that_in_fp16_only() -> None:
+    """The worker's ranks have the gradients 1 and 2^-9, whose sum bf16 rounds to 1; in fp16 they have 1 and 2^-12."""
     port = str(free_port())
     ranks = []
     for rank in ("0", "1"):
@@ -44,8 +44,10 @@ def test_on_gpus_the_sum_over_ranks_is_fp32_at_every_stage_and_on_cpus_it_stays_
     assert [rank.returncode for rank in ranks] == [0, 0], output[0][-3000:] + output[1][-3000:]
     for lines in output:
         sums = [line.split()[1:] for line in lines.splitlines() if line.startswith("MEASURED")]
-        assert sums == [["cpu", str(stage), "1.0"] for stage in (1, 2, 3)] + [
-            ["cuda", str(stage), str(1 + 2**-9)] for stage in (1, 2, 3)
+        assert sums == [
+            *(["bf16", "cpu", str(stage), "1.0"] for stage in (1, 2, 3)),
+            *(["bf16", "cuda", str(stage), str(1 + 2**-9)] for stage in (1, 2, 3)),
+            *(["fp16", device, str(stage), str(1 + 2**-12)] for device in ("cpu", "cuda") for stage in (1, 2, 3)),
         ]
 
 

@@ -29,7 +29,7 @@ def test_planned_state_bytes_equal_the_measured_ones_of_two_ranks_in_bf16():
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(WORKER), str(STAGE)],
+                [sys.executable, str(WORKER), "bf16", str(STAGE)],
                 env={**os.environ, **place, **address, "CUDA_VISIBLE_DEVICES": ""},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -51,6 +51,10 @@ def test_planned_state_bytes_equal_the_measured_ones_of_two_ranks_in_bf16():
         ("bf16", 1, False, 14),
         ("bf16", 2, False, 10),
         ("bf16", 3, False, 9),
+        ("fp16", 0, False, 16),
+        ("fp16", 1, False, 12),
+        ("fp16", 2, False, 10),
+        ("fp16", 3, False, 9),
         ("fp32", 0, False, 16),
         ("fp32", 1, False, 14),
         ("fp32", 2, False, 12),

@@ -14,6 +14,7 @@ from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
+from electra_dist.objectives.gradients_in_forward import with_gradients_now
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 STEP = 5
@@ -94,6 +95,17 @@ def test_early_generator_gives_the_gradients_of_one_backward_pass(ids: torch.Ten
     assert early_gradients.keys() == gradients.keys()
     for key, gradient in gradients.items():
         torch.testing.assert_close(early_gradients[key], gradient, rtol=1e-12, atol=1e-14, msg=key)
+
+
+def test_early_gradients_in_fp16_contain_the_loss_scale_so_that_small_ones_are_not_rounded_to_zero() -> None:
+    parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    for gradient_scale, expected in [(None, [0.0, 0.0]), (1024.0, [1024 * 2.0**-30, 1024 * 3 * 2.0**-30])]:
+        parameter.grad = None
+        factors = torch.tensor([2.0**-30, 3 * 2.0**-30])  # fp16 holds nothing below 2**-24
+        loss = with_gradients_now((parameter * factors).sum(), [parameter], gradient_scale)
+        assert loss.item() == 4 * 2.0**-30
+        (loss * 1024.0).backward()
+        assert parameter.grad is not None and parameter.grad.tolist() == expected
 
 
 def test_early_generator_frees_the_generators_activations_before_the_discriminator_runs(ids: torch.Tensor) -> None:

@@ -47,7 +47,7 @@ def measured_steps() -> dict[str, Any]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_predicted_bytes_equal_those_of_the_collectives_of_a_real_step(
     measured_steps: dict[str, Any], stage: int, precision: Any
 ) -> None:

@@ -51,6 +51,17 @@ def test_the_plan_of_electra_large_equals_the_golden_file():
     assert plan_text(large_config()) + "\n" == golden_text
 
 
+def test_plan_for_a_gpu_without_bf16_names_the_precision_to_set_and_in_fp16_it_is_as_in_bf16():
+    in_bf16 = plan_text(large_config("plan.gpu=V100"))
+    assert "plan.gpu V100 has no bf16, so it cannot run this config; set train.precision: fp16" in in_bf16
+    in_fp16 = plan_text(large_config("plan.gpu=V100", "train.precision=fp16", "engine.zero_stage=2"))
+    assert "has no bf16" not in in_fp16
+    assert "8 x V100 of 125 TFLOP/s" in in_fp16
+    with_bf16 = plan_text(large_config("plan.gpu=A100", "engine.zero_stage=2"))
+    micro_batches = [[line for line in text.splitlines() if " GB  " in line] for text in (in_fp16, with_bf16)]
+    assert micro_batches[0] == micro_batches[1] != []
+
+
 def test_with_a_corpus_the_plan_has_the_number_of_epochs():
     """10 steps of 2048 rows read a corpus of 4,000 rows 5.12 times."""
     lines = plan_text(large_config("train.num_steps=10"), corpus_of_four_shards()).splitlines()

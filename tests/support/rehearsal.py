@@ -331,13 +331,13 @@ def gpu_attention(config: Config) -> AttentionChoice:
 def build(config: Config) -> Objective:
     """Return the objective of a config on `meta`, in training mode, with the engine's settings as on a GPU.
 
-    Parameters are in bfloat16, as with ZeRO 1 to 3, or in float32 if `train.precision` is fp32.
+    Parameters are in the dtype of `train.precision`, as with ZeRO 1 to 3.
 
     Args:
         config: sections `model`, `objective` and `engine` decide; `engine.early_generator` and
             `engine.activation_checkpointing` are set as `train/pretrain_rank.py` does.
     """
-    dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
 
     def towers_on_meta(model: Any, seed: int, objective: Any) -> ElectraTowers:
         """Take the place of `build_towers`, whose initial weights have values."""

@@ -107,6 +107,7 @@ CASES = {
     case.name: case
     for case in [
         *_objective_cases(),
+        Case("rtd fp16", dtype="fp16"),
         Case("rtd bf16 early generator", overrides=_EARLY),
         Case("rtd bf16 recompute", overrides=_RECOMPUTE),
         Case("rtd bf16 early generator, recompute", overrides=(*_EARLY, *_RECOMPUTE)),
@@ -155,7 +156,7 @@ def run(case: Case) -> Figures:
 @functools.cache
 def _fill_caches() -> None:
     """Run a small micro-batch once, because what a process tries once and remembers would count in its first case."""
-    for dtype in ("bf16", "fp32"):
+    for dtype in ("bf16", "fp16", "fp32"):
         config = load_config(REPOSITORY / "configs" / "small.yaml", [*_FEW_LAYERS, f"train.precision={dtype}"])
         module = build(config)
         rehearse(module, functools.partial(step_input, config, module, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.row_receipt import Receipt
+from electra_dist.engine.loss_scale import LossScale
 from electra_dist.model.attention import SDPA, AttentionChoice
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
@@ -26,6 +28,7 @@ class Recorder:
     """Fake of the engine that records the input and the random state of every forward pass, and computes nothing."""
 
     device = torch.device("cpu")
+    loss_scale = None
 
     def __init__(self, attention: AttentionChoice) -> None:
         self.attention = attention
@@ -101,6 +104,36 @@ def test_an_evaluation_has_the_bounds_of_its_rows_and_of_its_padding(one_rank: N
     padded = np.concatenate([ids, np.full((2, 16), SPECIAL.pad, np.uint16)])
     for given, rows in zip(engine.inputs, (slice(0, 4), slice(4, 8)), strict=True):
         assert torch.equal(given.bounds.cu_seqlens, example_bounds(padded[rows], SPECIAL).cu_seqlens)
+
+
+class Overflowing(Recorder):
+    """Fake of an engine in fp16 whose gradients are never finite."""
+
+    def __init__(self) -> None:
+        super().__init__(SDPA)
+        self.loss_scale: Any = LossScale()
+
+    def step(self, learning_rate: float, accept: Any) -> tuple[float, bool]:
+        return float("nan"), False
+
+
+def test_overflow_lowers_the_scale_and_only_at_its_minimum_or_with_a_bad_loss_the_guard_stops_the_step(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 1)  # DeepSpeed's scaler logs on rank 0
+    engine: Any = Overflowing()
+    step: Any = TrainStep(engine, ObjectiveConfig(), SPECIAL, seed=5, micro_batch=4)  # type: ignore[arg-type]
+    batch = RowBatch(step=3, row0=24, ids=packed_ids(4), row_ids=np.arange(4), receipt=Receipt())
+    spike = step(batch, 1e-4, lambda loss: "a spike")
+    assert (spike.fault, spike.overflow, spike.loss_scale) == ("a spike", False, 65536.0)
+    scales = []
+    while not (result := step(batch, 1e-4)).fault:
+        assert result.overflow
+        scales.append(result.loss_scale)
+    assert scales == [65536.0, *(2.0**power for power in range(16, 0, -1))]  # the first overflow lowers nothing
+    assert result.fault == "the gradient is not finite at the least loss scale, 1"
+    assert not result.overflow
+    assert engine.loss_scale.cur_scale == 1.0
 
 
 def test_outlier_is_the_row_with_an_extreme_or_nan_loss_and_none_among_ordinary_rows() -> None:
