@@ -1,4 +1,4 @@
-"""Runs one rank that trains 1 M parameters in a precision at one ZeRO stage and prints its peak live bytes per parameter."""
+"""Runs one rank that trains 1 M parameters at a ZeRO stage and precision; prints its peak live bytes per parameter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The loss scale of fp16: its rule, and steps of real DeepSpeed engines that overflow, grow the scale or are refused.
 
-DeepSpeed refuses fp16 on CPUs without instructions for it, although torch computes it on all of them; the tests replace
-`is_fp16_supported`.
+DeepSpeed refuses fp16 on CPUs without instructions for it, although torch computes it on all of them; the tests
+replace `is_fp16_supported`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def test_update_is_that_of_the_unscaled_gradient_and_a_refused_step_leaves_the_s
 
 def test_precision_that_the_device_lacks_is_refused_with_the_ones_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)  # as DeepSpeed answers for most CPUs
-    with pytest.raises(UserError, match="fp16 cannot run on this CPU; set train.precision: bf16 or fp32"):
+    with pytest.raises(UserError, match=r"fp16 cannot run on this CPU; set train.precision: bf16 or fp32"):
         check_precision("fp16")
     check_precision("bf16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -200,5 +200,5 @@ def test_precision_that_the_device_lacks_is_refused_with_the_ones_to_set(monkeyp
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     check_precision("fp16")
     check_precision("fp32")
-    with pytest.raises(UserError, match="bf16 cannot run on Tesla V100.*; set train.precision: fp16 or fp32"):
+    with pytest.raises(UserError, match=r"bf16 cannot run on Tesla V100.*; set train.precision: fp16 or fp32"):
         check_precision("bf16")
