@@ -179,11 +179,17 @@ class ObjectiveConfig(Section):
         "distribution. adversarial: rtd with a generator that is trained by REINFORCE to fool the "
         "discriminator.",
     )
-    generator: Literal["trained", "uniform", "unigram"] = Field(
+    generator: Literal["trained", "frozen", "uniform", "unigram"] = Field(
         default="trained",
-        description="Source of the replacement tokens. trained: the generator network. uniform: every token of the "
+        description="Source of the replacement tokens. trained: the generator network. frozen: a ready generator "
+        "network, which train.init_generator_from names and which does not learn. uniform: every token of the "
         "vocabulary with equal probability, the fixed generator of Google's code. unigram: tokens by their "
         "frequency in the corpus, the fixed generator of the paper.",
+    )
+    generator_sha256: str | None = Field(
+        default=None,
+        description="SHA-256 of the weights of a frozen generator, in hexadecimal. A run fills it in when it starts, "
+        "and is refused if the weights have changed. Set it to make sure of the weights at the first start.",
     )
     generator_only_steps: NonNegative = Field(
         default=0,
@@ -258,13 +264,18 @@ class ObjectiveConfig(Section):
     def _options_fit(self) -> ObjectiveConfig:
         """Raise ValueError if an option does not go with the chosen objective.
 
-        The options that only some objectives allow are a fixed generator, generator_only_steps,
+        The options that only some objectives allow are a generator that is not trained, generator_only_steps,
         discriminator_mlm_weight, disallow_correct, random_share and a schedule of the temperature.
         """
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"generator `{self.generator}` does not go with objective `{self.name}`; set "
                 f"objective.generator: trained, or choose another objective.name"
+            )
+        if self.generator_sha256 is not None and self.generator != "frozen":
+            raise ValueError(
+                f"generator_sha256 needs generator `frozen`, but generator is `{self.generator}`; remove "
+                f"objective.generator_sha256, or set objective.generator: frozen"
             )
         if self.generator_only_steps and (self.name, self.generator) != ("rtd", "trained"):
             raise ValueError(
@@ -382,7 +393,8 @@ class TrainConfig(Section):
     init_generator_from: str | None = Field(
         default=None,
         description="Hugging Face folder with the generator's initial weights, for an init_from that is a Hugging "
-        "Face folder and so holds only the discriminator.",
+        "Face folder and so holds only the discriminator. With objective.generator: frozen, the folder of the "
+        "generator itself, which may also be a run of objective mlm; it is then read at every start.",
     )
 
     @model_validator(mode="before")
@@ -396,18 +408,6 @@ class TrainConfig(Section):
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
         return value
-
-    @model_validator(mode="after")
-    def _generator_of_something(self) -> TrainConfig:
-        """Raise ValueError if init_generator_from is set without init_from.
-
-        The generator's initial weights are used only together with those of a discriminator.
-        """
-        if self.init_generator_from and not self.init_from:
-            raise ValueError(
-                "init_generator_from needs init_from; set train.init_from to the folder of the discriminator"
-            )
-        return self
 
     def micro_batches(self, num_ranks: int) -> int:
         """Return the number of micro-batches of a rank in each step: global_batch / (micro_batch * num_ranks).
@@ -841,6 +841,35 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _generator_has_a_source(self) -> Config:
+        """Raise ValueError if init_generator_from does not go with the rest of the config.
+
+        A frozen generator needs it. For any other one it is used only together with a discriminator from init_from.
+        """
+        is_frozen = self.objective.generator == "frozen"
+        if is_frozen and not self.train.init_generator_from:
+            raise ValueError(
+                "objective.generator: frozen needs train.init_generator_from; set it to the folder of a run with "
+                "objective.name: mlm, or of a Hugging Face ElectraForMaskedLM"
+            )
+        if self.train.init_generator_from and not self.train.init_from and not is_frozen:
+            raise ValueError(
+                "train: init_generator_from needs init_from; set train.init_from to the folder of the discriminator, "
+                "or objective.generator: frozen"
+            )
+        return self
+
+    @property
+    def starting_weights(self) -> TrainConfig:
+        """Return section `train` for the weights that the trained towers begin with.
+
+        Without init_generator_from if that names a frozen generator, which is not one of them.
+        """
+        if self.objective.generator != "frozen":
+            return self.train
+        return self.train.model_copy(update={"init_generator_from": None})
+
     @property
     def cache_folder(self) -> Path:
         """Return the folder in which this node keeps shards fetched from S3 and compiled code."""
@@ -906,7 +935,7 @@ class Config(Section):
 
 
 # Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.
-_NEW_DEFAULTS = {"discriminator_mlm_weight": 0.0}
+_NEW_DEFAULTS: dict[str, Any] = {"discriminator_mlm_weight": 0.0, "generator_sha256": None}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from electra_dist.config import OptimizerConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
 from electra_dist.errors import UserError
+from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.two_stage import TwoStageDetection
 
@@ -37,8 +38,8 @@ def parameter_groups(
 
     LayerNorm parameters and biases are not decayed; all other parameters are, embeddings included. A shared parameter
     is in one group only. In two-stage training (`TwoStageDetection`) first the generator and then the discriminator
-    learns: each of the two has two groups of its own, so that either can get a learning rate of 0. The same holds if the
-    generator has settings of its own. `ElectraTowers.is_generators` states which parameters are the generator's.
+    learns: each of the two has two groups of its own, so that either can get a learning rate of 0. The same holds if
+    the generator has settings of its own. `ElectraTowers.is_generators` states which parameters are the generator's.
 
     Args:
         module: the objective, whose parameters are trained.
@@ -54,16 +55,17 @@ def parameter_groups(
     for submodule in module.modules():
         if isinstance(submodule, nn.LayerNorm):
             layer_norm_ids.update(id(parameter) for parameter in submodule.parameters(recurse=False))
-    has_generator_groups = generator is not None or isinstance(module, TwoStageDetection)
+    towers: ElectraTowers | None = None  # needed only where the generator has groups of its own
+    if generator is not None or isinstance(module, TwoStageDetection):
+        assert isinstance(module, Objective)
+        towers = module.towers
 
     # (whether it is the generator's group, whether it is without decay) -> parameters of the group
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
-        in_generator = False
-        if has_generator_groups and isinstance(module, Objective):
-            in_generator = module.towers.is_generators(name.removeprefix("towers."))
+        in_generator = towers is not None and towers.is_generators(name.removeprefix("towers."))
         members.setdefault((in_generator, is_undecayed), []).append(parameter)
 
     groups = []

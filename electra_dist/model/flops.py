@@ -59,6 +59,8 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
     generator_forward = _generator_forward(model, seq_len, objective)
     generator_training = BACKWARD_FACTOR * generator_forward
 
+    if objective.generator == "frozen":
+        return TokenFlops(discriminator=discriminator_training, generator=generator_forward)
     if objective.generator_only_steps == 0:
         return TokenFlops(discriminator=discriminator_training, generator=generator_training)
     in_first_stage = step is not None and step < objective.generator_only_steps
@@ -148,7 +150,7 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
     The result is 0 if the objective has no generator network: with `mlm`, or with replacements drawn from fixed
     probabilities (`objective.generator` "uniform" or "unigram").
     """
-    if objective.name == "mlm" or objective.generator != "trained":
+    if objective.name == "mlm" or objective.generator not in ("trained", "frozen"):
         return 0.0
     tower = model.generator
     width = model.generator_embedding_width

@@ -71,6 +71,22 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
     return count
 
 
+def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
+    """Return the number of parameters of a frozen generator with its tables and head; 0 without one.
+
+    They do not train, so `parameter_counts` leaves them out.
+
+    Args:
+        model: gives the generator's sizes.
+        objective: has a frozen generator if its `generator` is "frozen".
+    """
+    if objective.generator != "frozen":
+        return 0
+    width = model.generator_embedding_width
+    head = _token_head(model, model.generator.hidden_size, width)
+    return _embeddings(model, width) + _encoder(model.generator, width) + head
+
+
 def _embeddings(model: ModelConfig, width: int) -> int:
     """Return the number of parameters of token, position and type tables of `width` features, with their LayerNorm."""
     table_rows = model.vocab_size + model.max_positions + model.type_vocab_size

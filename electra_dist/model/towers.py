@@ -37,7 +37,8 @@ def has_generator(objective: ObjectiveConfig) -> bool:
     """Return whether the objective trains a generator network.
 
     The objective `mlm` does not, because it replaces no tokens. Every other objective does, unless
-    `objective.generator` is "uniform" or "unigram": replacements are then drawn from fixed probabilities.
+    `objective.generator` is "uniform" or "unigram", which draw replacements from fixed probabilities, or "frozen",
+    which has a network that is not trained.
     """
     return objective.name != "mlm" and objective.generator == "trained"
 

@@ -51,7 +51,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         states_MH = self.generator_states(batch, masking)
         with torch.no_grad():
             mlm = self.fill(batch, masking, states_MH)
-        sums = mlm_sums(mlm) | self.entropy_sums(states_MH, masking.weight_BN)
+        sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
         corrupted_BS, label_BS = self.replace(batch, masking, mlm.sampled_M)
         corruption = Corruption(
             masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=mlm.loss_sum, sums=sums

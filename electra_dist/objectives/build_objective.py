@@ -24,6 +24,7 @@ from electra_dist.objectives.frequency_generator import (
     uniform_weights,
     unigram_weights,
 )
+from electra_dist.objectives.frozen_generator import FrozenGenerator
 from electra_dist.objectives.mlm import MaskedLanguageModel
 from electra_dist.objectives.replace_mlm import ReplaceMlm
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -49,12 +50,18 @@ def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
 
     Raises:
         UserError: two-stage training (`objective.generator_only_steps` above 0) with towers of different sizes or with
-            shared parameters; a `model.sharing` other than the default for an objective with one tower; `electric`
-            with `model.sharing: all`.
+            shared parameters; a `model.sharing` other than the default for an objective with one tower; one that
+            shares weights with a frozen generator; `electric` with `model.sharing: all`.
     """
     if objective.generator_only_steps:
         _check_two_stage(model)
-    if not has_generator(objective) and model.sharing != "embeddings":
+    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
+        raise UserError(
+            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
+            f"model.sharing, or set it to none"
+        )
+    has_one_tower = not has_generator(objective) and objective.generator != "frozen"
+    if has_one_tower and model.sharing != "embeddings":
         raise UserError(
             f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
             f"{objective.generator} has one tower only; remove model.sharing from the config"
@@ -101,7 +108,8 @@ def build_objective(
 ) -> Objective:
     """Return the objective that the config names, as an initialised module in fp32 on the host.
 
-    The caller moves it to the device and sets the attention backend (attribute `attention`).
+    The caller moves it to the device and sets the attention backend (attribute `attention`). With
+    `objective.generator: frozen` the caller also loads the weights of its attribute `frozen_generator`.
 
     Args:
         model: the config's section `model`.
@@ -121,7 +129,8 @@ def build_objective(
     objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
     fixed_generator = _fixed_generator(model, objective, special, count_V)
     random_replacements = _random_replacements(model, objective, special, count_V)
-    return objective_class(towers, objective, special, backend, fixed_generator, random_replacements)
+    frozen_generator = FrozenGenerator(model) if objective.generator == "frozen" else None
+    return objective_class(towers, objective, special, backend, fixed_generator, random_replacements, frozen_generator)
 
 
 def needs_token_counts(objective: ObjectiveConfig) -> bool:
@@ -158,7 +167,7 @@ def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return the generator with fixed token probabilities, or None if `objective.generator` is a trained network.
+    """Return the generator with fixed token probabilities, or None if `objective.generator` is a network.
 
     "uniform" gives all tokens the same probability; "unigram" follows how often tokens occur in the corpus.
 
@@ -168,7 +177,7 @@ def _fixed_generator(
         special: ids of the special tokens; of these, "unigram" draws [UNK] only.
         count_V: how often each token occurs in the corpus; needed for "unigram" only.
     """
-    if objective.generator == "trained":
+    if objective.generator in ("trained", "frozen"):
         return None
     if objective.generator == "uniform":
         return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)

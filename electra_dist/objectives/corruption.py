@@ -2,7 +2,8 @@
 
 Guarantee: masks and samples are functions of (seed, step, row). Samples carry no gradient. A label is 1 only where the
 id differs from the original, so a sample that equals the original counts as original. A generator with fixed token
-probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss.
+probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss. A frozen one learns
+nothing either: its MLM loss is measured for the metrics, and is no part of the loss.
 
 Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N.
 """
@@ -22,6 +23,7 @@ from electra_dist.model.token_log_probs import token_entropies
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.frequency_generator import FixedGenerator, RandomReplacements
+from electra_dist.objectives.frozen_generator import FrozenGenerator
 from electra_dist.objectives.gradients_in_forward import with_gradients_now
 from electra_dist.objectives.masking import Masking
 from electra_dist.objectives.scheduled_values import weighted
@@ -36,7 +38,7 @@ class Corruption(NamedTuple):
     masking: Masking  # the masked positions, one per slot, and the slots' weights
     corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
     label_BS: torch.Tensor  # bool, True where the id differs from the original
-    loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 with a fixed generator
+    loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 if it does not learn
     sums: dict[str, torch.Tensor]  # metric sums of the generator, by names of `Sums`
 
 
@@ -46,6 +48,8 @@ class CorruptingObjective(Objective):
     `corrupt` masks a batch and replaces the masked tokens; a subclass computes the large tower's loss on the result.
     """
 
+    frozen_generator: FrozenGenerator | None
+
     def __init__(
         self,
         towers: ElectraTowers,
@@ -54,6 +58,7 @@ class CorruptingObjective(Objective):
         backend: str = "auto",
         fixed_generator: FixedGenerator | None = None,
         random_replacements: RandomReplacements | None = None,
+        frozen_generator: FrozenGenerator | None = None,
     ) -> None:
         """Store the networks and the settings.
 
@@ -68,10 +73,14 @@ class CorruptingObjective(Objective):
             fixed_generator: draws the replacements in place of a network; None if the generator is a network.
             random_replacements: draws the replacements of the share `objective.random_share` of the masked positions;
                 None if that share is 0 in every step.
+            frozen_generator: network that draws the replacements and does not learn; None for any other generator.
         """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
         self.random_replacements = random_replacements
+        # nn.Module would register it, and DeepSpeed would then partition, train and save it. Writing to __dict__
+        # avoids that.
+        self.__dict__["frozen_generator"] = frozen_generator
         self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
@@ -86,9 +95,11 @@ class CorruptingObjective(Objective):
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
+        if self.frozen_generator is not None:
+            return self._corrupt_by_frozen_generator(batch, masking)
         states_MH = self.generator_states(batch, masking)
         mlm = self.fill(batch, masking, states_MH)
-        sums = mlm_sums(mlm) | self.entropy_sums(states_MH, masking.weight_BN)
+        sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
         loss = weighted(batch.values.mlm_weight, batch.first_scale, mlm.loss_sum)
         if self.early_generator and loss.requires_grad:
             loss = with_gradients_now(loss, list(self.parameters()), batch.gradient_scale)
@@ -136,6 +147,36 @@ class CorruptingObjective(Objective):
             sums={"sampled_correct": sampled_correct},
         )
 
+    def _corrupt_by_frozen_generator(self, batch: Batch, masking: Masking) -> Corruption:
+        """Return the rows with samples of the frozen generator at the masked positions; the loss is 0.
+
+        The metric sums have the generator's MLM loss, which shows how good its predictions are.
+
+        Args:
+            batch: the original rows.
+            masking: the masked rows and the positions.
+        """
+        with torch.no_grad():
+            states_MH = self.generator_states(batch, masking)
+            mlm = self.fill(batch, masking, states_MH)
+        corrupted_BS, label_BS = self.replace(batch, masking, self._with_random_tokens(batch, masking, mlm.sampled_M))
+        return Corruption(
+            masking=masking,
+            corrupted_BS=corrupted_BS,
+            label_BS=label_BS,
+            loss=masking.weight_BN.new_zeros(()),
+            sums=mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN),
+        )
+
+    def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
+        """Return the module whose `embed`, `generator`, `generator_head` and `embeddings` are the generator's.
+
+        It is the frozen generator, on the device of the batch and in the dtype of the towers, or else the towers.
+        """
+        if self.frozen_generator is None:
+            return self.towers
+        return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
+
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
         """Run the generator on the masked rows; return its states at the masked positions, [M, H].
 
@@ -146,9 +187,10 @@ class CorruptingObjective(Objective):
             batch: the original rows, which give the attention mask and the dropout keys.
             masking: the masked rows and the positions.
         """
+        network = self.generator_network(batch)
         dropout_keys = self.dropout_keys(batch, GENERATOR)
-        embedded = self.towers.embed(masking.input_BS, batch.layout, dropout_keys)
-        hidden = self.towers.generator(embedded, batch.attention_mask, dropout_keys)
+        embedded = network.embed(masking.input_BS, batch.layout, dropout_keys)
+        hidden = network.generator(embedded, batch.attention_mask, dropout_keys)
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
@@ -175,9 +217,10 @@ class CorruptingObjective(Objective):
             target_BN: int64 original tokens.
             weight_BN: float32 weights in the loss; 0 where the position does not count.
         """
-        return self.towers.generator_head(
+        network = self.generator_network(batch)
+        return network.generator_head(
             hidden_MH,
-            self.towers.embeddings.word.weight,
+            network.embeddings.word.weight,
             target_BN.flatten(),
             weight_BN.flatten(),
             seed=batch.seed,
@@ -188,21 +231,23 @@ class CorruptingObjective(Objective):
             backend=self.backend,
         )
 
-    def entropy_sums(self, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
+    def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the weighted sum of the entropies of the generator's distributions, as the field of `Sums`.
 
         The distributions are those at temperature 1. In training mode the result is empty, because the logits would
         have to be computed once more at every step.
 
         Args:
+            batch: the original rows.
             hidden_MH: the generator's states at M = B * N positions.
             weight_BN: weights in the generator's loss; 0 where the position does not count.
         """
         if self.training:
             return {}
-        head = self.towers.generator_head
+        network = self.generator_network(batch)
+        head = network.generator_head
         entropy_M = token_entropies(
-            head.transform(hidden_MH), self.towers.embeddings.word.weight, head.bias, head.vocab_size
+            head.transform(hidden_MH), network.embeddings.word.weight, head.bias, head.vocab_size
         )
         return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
 

@@ -54,7 +54,7 @@ class Electric(CorruptingObjective):
         candidate_BS = is_candidate(batch.ids_BS, self.special)
         weight_BS = candidate_BS.float()
         cloze = self.predict(batch, cloze_TH, batch.ids_BS, weight_BS)
-        cloze_sums = mlm_sums(cloze) | self.entropy_sums(cloze_TH, weight_BS)
+        cloze_sums = mlm_sums(cloze) | self.entropy_sums(batch, cloze_TH, weight_BS)
 
         # The samples at the masked positions replace the tokens there. All of them have label 1, even a sample that
         # equals the original token.

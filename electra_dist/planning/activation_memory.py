@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.engine.state_layout import PARTS, state_layout
-from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts
 from electra_dist.schedule import largest_value
 
 FREE_FRACTION = 0.1  # of the GPU's memory, not used; the same as for `train.micro_batch: auto`
@@ -114,8 +114,8 @@ def micro_batch_limit(
 ) -> MicroBatchLimit:
     """Return the largest micro-batch of a GPU with `memory_gb` x 1e9 bytes, for `plan.num_gpus` GPUs.
 
-    The state of the config's ZeRO stage, the head's buffers, `FIXED_BYTES` and `FREE_FRACTION` of the memory are
-    subtracted first.
+    The state of the config's ZeRO stage, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
+    `FREE_FRACTION` of the memory are subtracted first.
 
     Args:
         config: the configuration of the run.
@@ -137,7 +137,9 @@ def micro_batch_limit(
     num_parameters = parameter_counts(config.model, config.objective).total
     layout = state_layout(precision, engine.zero_stage, engine.offload_optimizer)
     state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, num_gpus) for part in PARTS)
-    fixed_bytes = state_bytes + _head_buffers(config.model, precision) + FIXED_BYTES
+    has_bf16_weights = precision == "bf16" and engine.zero_stage > 0
+    frozen_bytes = frozen_generator_parameters(config.model, config.objective) * (2 if has_bf16_weights else 4)
+    fixed_bytes = state_bytes + frozen_bytes + _head_buffers(config.model, precision) + FIXED_BYTES
 
     usable_bytes = (1 - FREE_FRACTION) * memory_gb * 1e9 - fixed_bytes
     fitting_rows = max(0, int(usable_bytes / row_bytes))

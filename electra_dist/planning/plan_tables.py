@@ -1,8 +1,9 @@
 """Prints the plan of a run, which is what the run would take, for `--dry-run` and `electra-dist plan`.
 
-Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is read or
-written, no GPU is needed and torch is not imported. On a terminal the plan is printed as tables, on any other stream
-as aligned plain text, with the same words and numbers.
+Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is written, and
+nothing is read except the config of the run that a frozen generator comes from. No GPU is needed and torch is not
+imported. On a terminal the plan is printed as tables, on any other stream as aligned plain text, with the same words
+and numbers.
 
 Limits: the docstrings of budget.py and activation_memory.py name what the numbers leave out.
 """
@@ -22,8 +23,10 @@ from electra_dist.config import Config, TowerConfig
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.flops import GPUS_WITHOUT_BF16
+from electra_dist.model.parameter_counts import frozen_generator_parameters
 from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
 from electra_dist.planning.budget import Budget, make_budget
+from electra_dist.planning.frozen_generator_cost import generator_training
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.schedule import Schedule, schedules_of, value_at
@@ -158,9 +161,13 @@ def _model(config: Config, budget: Budget) -> PlanSection:
     model = config.model
     counts = budget.parameters
     discriminator_sizes = f"{_shape(model.discriminator)}; with embeddings and head"
+    generator_row = ["generator only", _millions(counts.generator_only), _shape(model.generator)]
+    if config.objective.generator == "frozen":
+        num_frozen = frozen_generator_parameters(model, config.objective)
+        generator_row = ["frozen generator", _millions(num_frozen), f"{_shape(model.generator)}; not trained"]
     rows = [
         ["discriminator", _millions(counts.discriminator), discriminator_sizes],
-        ["generator only", _millions(counts.generator_only), _shape(model.generator)],
+        generator_row,
         ["trained", _millions(counts.total), f"vocabulary {model.vocab_size:,}, embeddings shared by both"],
     ]
     return PlanSection("Parameters", rows)
@@ -314,6 +321,8 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
         ["generator", f"{flops.generator / unit_flops:.3f} {unit_name}", f"{100 * generator_share:.1f} %"],
         ["run", f"{budget.run_flops:.2e} FLOP", ""],
     ]
+    if config.objective.generator == "frozen":
+        rows.append(["generator's training", *generator_training(config)])
     if compute is None:
         return PlanSection("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
 

@@ -49,10 +49,10 @@ def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, gener
     small: State = {}
     folders = []
     if discriminator_dir:
-        large = _read_tower(towers, "discriminator", discriminator_dir)
+        large = read_tower(towers.model, "discriminator", discriminator_dir)
         folders.append(str(discriminator_dir))
     if generator_dir:
-        small = _read_tower(towers, "generator", generator_dir)
+        small = read_tower(towers.model, "generator", generator_dir)
         folders.append(str(generator_dir))
     notes = load_towers(towers, large, small, where=" and ".join(folders))
     return [*notes, "optimizer: a Hugging Face folder holds no moments; they start at zero"]
@@ -71,8 +71,8 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
         small: the generator, its head and the `embeddings.` that it reads. Either state may be empty.
         where: name of the source, for the notes.
     """
-    large = _cut_positions(large, towers.model.max_positions)
-    small = _cut_positions(small, towers.model.max_positions)
+    large = cut_positions(large, towers.model.max_positions)
+    small = cut_positions(small, towers.model.max_positions)
     values, notes = _assign_values(towers, large, small)
     num_missing: dict[str, int] = {}  # part of the towers -> number of its elements without a value
     with torch.no_grad():
@@ -162,7 +162,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in theirs.items() if tensor.is_floating_point()}
 
 
-def _cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
+def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
     """Return a state dict whose position table, if it has one, is cut to its first `max_positions` rows."""
     table = "embeddings.position.weight"
     result = dict(state)
@@ -223,25 +223,25 @@ def _differ(large_embeddings: State, small_embeddings: State) -> bool:
     return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
-def _read_tower(towers: ElectraTowers, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
+def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder under the names of ElectraTowers.
 
     Args:
-        towers: the towers that the weights are for; they are not changed.
+        model: section `model` of the config of the towers that the weights are for.
         tower: "generator" or "discriminator", whichever the folder holds.
         folder: folder with config.json and the weights.
 
     Raises:
-        UserError: config.json or a weight is missing, or the shape is not that of `tower` in `towers.model`.
+        UserError: config.json or a weight is missing, or the shape is not that of `tower` in `model`.
     """
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
-    check_shape(str(file), json.loads(file.read_text()), towers.model, tower)
+    check_shape(str(file), json.loads(file.read_text()), model, tower)
     weights = read_weights(folder)
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:
-        return convert(weights, towers.model)
+        return convert(weights, model)
     except KeyError as error:
         raise UserError(
             f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"

@@ -94,14 +94,27 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
         UserError: names the source and what differs.
     """
     for folder in find_source(train):
-        if folder is None:
-            continue
-        vocab_file = folder / VOCAB_FILE
-        if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
-            raise UserError(
-                f"train.init_from: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
-                f"build the corpus with --vocab {vocab_file}"
-            )
+        if folder is not None:
+            check_vocabulary("train.init_from", folder, vocabulary)
+
+
+def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
+    """Raise if a folder of weights has a vocab.txt with other tokens than the corpus; accept one without that file.
+
+    Args:
+        key: config key that names the folder, for the message.
+        folder: a run folder or a Hugging Face folder.
+        vocabulary: vocabulary of `data.corpus`.
+
+    Raises:
+        UserError: the tokens differ.
+    """
+    vocab_file = folder / VOCAB_FILE
+    if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
+        raise UserError(
+            f"{key}: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
+            f"build the corpus with --vocab {vocab_file}"
+        )
 
 
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:

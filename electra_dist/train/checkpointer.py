@@ -228,7 +228,7 @@ class Checkpointer:
         """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
-            load_source(towers, self._config.train)
+            load_source(towers, self._config.starting_weights)
         # The engine's masters began as copies of its parameters, hence rounded to their dtype.
         dtype = next(self._module.parameters()).dtype
         initial_values = {}  # flattened, by parameter name

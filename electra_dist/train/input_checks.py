@@ -20,6 +20,7 @@ from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build_objective import check_objective
+from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
 from electra_dist.pretrained.starting_weights import check_source, needs_source
 from electra_dist.run.folder import check_run_folder, run_identity
 from electra_dist.store.interface import Store
@@ -80,7 +81,9 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
     identity = run_identity(config, corpus.manifest.fingerprint)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     if needs_source(config.train, open_targets(config)):
-        check_source(config.train, _read_vocabulary(config.data.corpus, corpus))
+        check_source(config.starting_weights, _read_vocabulary(config.data.corpus, corpus))
+    if config.objective.generator == "frozen":
+        check_generator_vocabulary(config, _read_vocabulary(config.data.corpus, corpus))
     if not config.data.heldout:
         return RunInputs(corpus=corpus, heldout=None, accept_new_numerics=accept_new_numerics)
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)

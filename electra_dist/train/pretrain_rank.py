@@ -28,6 +28,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.pretrained.frozen_generator import read_frozen_generator, with_generator_digest
 from electra_dist.pretrained.starting_weights import begin_with_source
 from electra_dist.run.folder import begin_run_folder, run_identity
 from electra_dist.train.health.error_relay import another_rank_reported, report_once
@@ -61,6 +62,8 @@ def run(config: Config, accept_new_numerics: bool = False) -> int:
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.objective.generator == "frozen":
+        config = with_generator_digest(config)
     inputs = check_inputs(config, world_size, accept_new_numerics)
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
@@ -101,7 +104,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
     module = build_module(config, special, token_counts)
     notes = _build_notes(config, module)
     # Weights of another model may be refused, which must happen before the run folder is written.
-    source_notes = begin_with_source(module.towers, config.train, open_targets(config))
+    source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))
     notes += [f"init_from: {note}" for note in source_notes]
     if is_first_rank:
         _begin_run_folder(config, inputs)
@@ -136,7 +139,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
 
 
 def _build_notes(config: Config, module: Objective) -> list[str]:
-    """Return the lines for the log that describe how the module runs: attention, row order and compilation.
+    """Return the lines for the log on how the module runs: attention, row order, frozen generator, compilation.
 
     Args:
         config: the resolved config of the run.
@@ -148,6 +151,9 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
             "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, "
             "then install this package again"
         )
+    if config.objective.generator == "frozen":
+        digest = config.objective.generator_sha256
+        notes.append(f"frozen generator: the weights of {config.train.init_generator_from}, sha256 {digest}")
     if config.engine.compile:
         notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
     return notes
@@ -186,6 +192,9 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         special: ids of the special tokens.
         token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed only where replacements
             are drawn by token frequency (`needs_token_counts`).
+
+    Raises:
+        UserError: the weights of a frozen generator cannot be used.
     """
     objective = build_objective(
         model=config.model,
@@ -207,6 +216,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         compile_layers(objective, config.cache_folder / "compiled")
     if isinstance(objective, CorruptingObjective):
         objective.early_generator = config.engine.early_generator
+        if objective.frozen_generator is not None:
+            objective.frozen_generator.load_state_dict(read_frozen_generator(config))
     return objective
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.float64_truth import Truth, shaken
+from support.small_models import frozen_weights
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
@@ -52,7 +53,10 @@ class FamilyCase:
     def module(self, backend: str = "auto") -> Any:
         """The objective, with noise on every parameter so that none is at its default."""
         objective = ObjectiveConfig(mask_prob=0.25, **self.objective_fields)
-        return shaken(build_objective(self.model(), objective, SPECIAL, 3, backend, TOKEN_COUNTS))
+        module = shaken(build_objective(self.model(), objective, SPECIAL, 3, backend, TOKEN_COUNTS))
+        if objective.generator == "frozen":
+            module.frozen_generator.load_state_dict(frozen_weights(self.model()))
+        return module
 
 
 CASES = {
@@ -62,6 +66,7 @@ CASES = {
     "rtd-one-set-of-layers": FamilyCase({}, {"sharing": "all", "generator": LARGE_TOWER}),
     "rtd-uniform": FamilyCase({"generator": "uniform"}),
     "rtd-unigram": FamilyCase({"generator": "unigram", "temperature": 2.0}),
+    "rtd-frozen": FamilyCase({"generator": "frozen"}, {"sharing": "none", "generator_embedding_size": 16}),
     "rtd-temperature": FamilyCase({"temperature": 2.0}),
     "rtd-joint-mlm": FamilyCase({"discriminator_mlm_weight": 3.0}),
     "rtd-joint-mlm-gdes": FamilyCase({"discriminator_mlm_weight": 3.0}, {"sharing": "gdes"}),
@@ -129,7 +134,8 @@ def test_losses_and_counts_equal_a_float64_computation(case_name: str, batch: Ba
 
     # The value of the adversarial generator's surrogate loss has no meaning; only its gradient has.
     if objective.name != "adversarial":
-        expected_loss = objective.mlm_weight * first_loss * first_scale + second_weight * second_loss * second_scale
+        mlm_weight = 0.0 if objective.generator == "frozen" else objective.mlm_weight
+        expected_loss = mlm_weight * first_loss * first_scale + second_weight * second_loss * second_scale
         if objective.discriminator_mlm_weight:
             joint_loss = truth.joint_mlm_loss(STEP, SEED)
             assert sums.token_loss_sum == pytest.approx(joint_loss, rel=2e-6)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import pytest
 import torch
+from support.small_models import frozen_weights
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.engine.adamw import ForeachAdamW
@@ -180,3 +181,24 @@ def test_zero_stage_3_gathers_every_parameter_that_an_objective_reads(
     losses = losses_under_deepspeed(objective, 3, "fp32", ids)
 
     assert losses == pytest.approx(losses_under_plain_torch(objective, ids), abs=2e-5)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_frozen_generator_runs_at_every_zero_stage_and_is_in_no_optimizer(
+    stage: int,
+    precision: str,
+    make_model: Callable[..., Any],
+    make_ids: Callable[..., torch.Tensor],
+    special: Any,
+) -> None:
+    """The engine does not see the generator, and the losses are those of plain PyTorch."""
+    _, model = make_model()
+    objective = build_objective(model, ObjectiveConfig(generator="frozen"), special, 3)
+    objective.frozen_generator.load_state_dict(frozen_weights(model))
+    ids = make_ids(ROW_LENGTHS, seq_len=64)
+
+    losses = losses_under_deepspeed(objective, stage, precision, ids)
+
+    tolerance = {"abs": 2e-5} if precision == "fp32" else {"rel": 0.02}
+    assert losses == pytest.approx(losses_under_plain_torch(objective, ids), **tolerance)
+    assert not any("generator" in name for name, _ in objective.named_parameters())

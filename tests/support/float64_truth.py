@@ -35,6 +35,11 @@ class Truth:
         self.objective, self.special, self.model = module.objective, module.special, model
         self.fixed = module.fixed_generator if hasattr(module, "fixed_generator") else None
         self.state = {name.removeprefix("towers."): p.detach().double() for name, p in module.named_parameters()}
+        frozen = getattr(module, "frozen_generator", None)
+        if frozen is not None:
+            # As with sharing `none`: "embeddings" are the generator's.
+            own = {name.replace("embeddings.", "discriminator_embeddings."): p for name, p in self.state.items()}
+            self.state = own | {name: p.double() for name, p in frozen.state_dict().items()}
         self.ids, self.rows = ids, rows
         self.layout: RowLayout = derive(ids, self.special)
         self.together = self.layout.example_BS[:, :, None] == self.layout.example_BS[:, None, :]

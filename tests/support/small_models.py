@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.float64_truth import shaken
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
@@ -18,6 +20,13 @@ SIZES = [  # embedding width, discriminator width, generator width, layers
     pytest.param((48, 48, 48, 1), id="odd-heads"),
 ]
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+
+
+def frozen_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return weights for a frozen generator of `model`, none of them at its initial value."""
+    separate = build_towers(model.model_copy(update={"sharing": "none"}), seed=4)
+    state = shaken(separate).state_dict()
+    return {name: value for name, value in state.items() if name.startswith(("embeddings.", "generator"))}
 
 
 @pytest.fixture

@@ -1,0 +1,25 @@
+"""States what the training of a frozen generator has cost, which the FLOPs of the run that uses it do not include."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_dist.config import Config
+from electra_dist.model.flops import run_flops
+from electra_dist.run.folder import is_run_folder, open_run
+
+
+def generator_training(config: Config) -> tuple[str, str]:
+    """Return the FLOPs of a frozen generator's own training as text, and where the number comes from.
+
+    The FLOPs are those of all steps of the run that trained it, by that run's config. They are not known if the
+    generator is in a Hugging Face folder.
+
+    Args:
+        config: a config with `objective.generator: frozen`.
+    """
+    folder = Path(config.train.init_generator_from or "")
+    if not is_run_folder(folder):
+        return "not known", f"not in the run's FLOP; {folder} is not a run folder"
+    source = open_run(folder)
+    return f"{run_flops(source):.2e} FLOP", f"not in the run's FLOP; {source.train.num_steps:,} steps of {folder}"

@@ -1,0 +1,134 @@
+"""Read the frozen generator that `train.init_generator_from` names, and bind the run to its weights.
+
+Guarantee: the sha256 of the weights is part of the run's identity. Every start reads the weights again from the same
+place; if they have changed, it is refused before anything is written. The digest is that of the fp32 values under this
+project's names, so a run and its export to Hugging Face have the same one.
+
+How: from a run of `objective.name: mlm`, the large tower of its newest good checkpoint becomes the generator. A
+Hugging Face folder must be an ElectraForMaskedLM. Every rank reads the source, so it must be visible on all nodes.
+
+Cost: at each start every rank reads the weights twice, once for the identity and once to use them.
+
+Limits: a source that is still training changes with each checkpoint; name its export, or wait for its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from electra_dist.config import Config, ModelConfig
+from electra_dist.errors import UserError
+from electra_dist.objectives.frozen_generator import FrozenGenerator
+from electra_dist.pretrained.hf_conversion import State, standalone
+from electra_dist.pretrained.load_towers import check_shape, cut_positions, read_tower, shape_of
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.pretrained.starting_weights import check_vocabulary
+from electra_dist.run.folder import is_run_folder
+from electra_dist.tokenizer import Vocabulary
+
+_KEY = "train.init_generator_from"
+# Names of an mlm run's large tower -> names of a generator.
+_LARGE_TO_GENERATOR = {"embeddings.": "embeddings.", "discriminator.": "generator.", "token_head.": "generator_head."}
+
+
+def with_generator_digest(config: Config) -> Config:
+    """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights.
+
+    Args:
+        config: a config with `objective.generator: frozen`.
+
+    Raises:
+        UserError: the weights cannot be read, have another shape, or have another digest than a config that sets it.
+    """
+    digest = weights_sha256(read_frozen_generator(config))
+    objective = config.objective.model_copy(update={"generator_sha256": digest})
+    return config.model_copy(update={"objective": objective})
+
+
+def read_frozen_generator(config: Config) -> State:
+    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`.
+
+    Args:
+        config: a config with `objective.generator: frozen`.
+
+    Raises:
+        UserError: `train.init_generator_from` is no source of a generator, or has another shape than
+            `model.generator`, or its digest is not `objective.generator_sha256` where that is set.
+    """
+    folder = Path(config.train.init_generator_from or "")
+    if is_run_folder(folder):
+        state = _large_tower_of_run(folder, config.model)
+    elif (folder / "config.json").exists():
+        state = read_tower(config.model, "generator", folder)
+    else:
+        raise UserError(
+            f"{_KEY} {folder}: neither a run (config.yaml) nor a Hugging Face folder (config.json); set it to the "
+            f"folder of a run with objective.name: mlm, or of an ElectraForMaskedLM"
+        )
+    missing = FrozenGenerator(config.model).state_dict().keys() - state.keys()
+    if missing:
+        raise UserError(
+            f"{_KEY} {folder}: the weights lack {min(missing)}; name the folder of an ElectraForMaskedLM, which has a "
+            f"head that predicts tokens"
+        )
+    state = cut_positions(state, config.model.max_positions)
+    expected_digest = config.objective.generator_sha256
+    digest = weights_sha256(state)
+    if expected_digest is not None and digest != expected_digest:
+        raise UserError(
+            f"{_KEY} {folder}: the sha256 of the weights is {digest}, but objective.generator_sha256 is "
+            f"{expected_digest}; restore the folder's weights, or start another run with them"
+        )
+    return state
+
+
+def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
+    """Raise if the frozen generator's folder has a vocab.txt with other tokens than the corpus.
+
+    Args:
+        config: a config with `objective.generator: frozen`.
+        vocabulary: vocabulary of `data.corpus`.
+
+    Raises:
+        UserError: the tokens differ.
+    """
+    check_vocabulary(_KEY, Path(config.train.init_generator_from or ""), vocabulary)
+
+
+def weights_sha256(state: State) -> str:
+    """Return the SHA-256 of weights in hexadecimal: of names, shapes and fp32 values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        values = state[name].detach().to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {list(values.shape)}\n".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:
+    """Return the large tower of the newest good checkpoint of an mlm run, under the names of a generator.
+
+    Args:
+        run_dir: folder of the run.
+        model: section `model` of the config whose generator it is to be.
+
+    Raises:
+        UserError: the run has another objective, no good checkpoint, or another shape than `model.generator`.
+    """
+    run = load_run_weights(run_dir)
+    objective_name = run.config.objective.name
+    if objective_name != "mlm":
+        raise UserError(
+            f"{_KEY} {run_dir}: is a run of objective.name {objective_name}; name a run of mlm, or export this one "
+            f"(electra-dist export) and name its folder generator"
+        )
+    check_shape(str(run_dir), shape_of(run.config.model, "discriminator"), model, "generator")
+    state = {}
+    for name, value in standalone(run.weights, run.config.model, "discriminator").items():
+        for prefix, generator_prefix in _LARGE_TO_GENERATOR.items():
+            if name.startswith(prefix):
+                state[generator_prefix + name.removeprefix(prefix)] = value
+    return state
