@@ -231,3 +231,20 @@ def test_rows_of_weight_zero_have_finite_losses_and_no_gradient():
     assert stats.loss_M.isfinite().all()
     gradient = logits  # overwritten in place
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_a_temperature_in_memory_gives_the_samples_and_gradients_of_the_same_number(temperature):
+    """A scheduled temperature is a float64 scalar on the device. 1 has no variant of the kernel of its own."""
+    logits, bias, target, weight, rows = inputs(16, 130, 256, torch.float32)
+    results = []
+    for given in (temperature, torch.tensor([7.0, temperature], dtype=torch.float64)[1]):
+        options = RowOptions(5, 6, 130, given, disallow_correct=False, with_gradient=True)
+        gradient = logits.clone()
+        results.append([*row_pass(gradient, bias, target, weight, rows, options), gradient])
+        reference = row_pass_reference(logits.clone(), bias, target, weight, rows, options)
+        assert torch.equal(results[-1][2], reference.sampled_M)
+        drawn = sample(logits, seed=5, step=6, row_M=rows, temperature=given, backend="triton")
+        assert torch.equal(drawn, sample(logits, seed=5, step=6, row_M=rows, temperature=given, backend="reference"))
+    for of_number, in_memory in zip(*results, strict=True):
+        assert torch.equal(of_number, in_memory)
