@@ -117,6 +117,16 @@ def test_an_entry_changes_the_keys_that_it_sets_and_nothing_else(make_comparison
     assert plain_run.config.checkpoint.keep_steps == (4, 8)
 
 
+def test_an_entry_may_set_a_schedule(make_comparison: MakeComparison) -> None:
+    temperature = {"from": 4, "to": 1, "shape": "exponential", "tau": 0.15}
+    curriculum = {"name": "rtd-curriculum", "objective": "rtd", "set": {"objective.temperature": temperature}}
+
+    plain_run, scheduled_run = plan_of(make_comparison(objectives=["rtd", curriculum])).cells
+
+    assert scheduled_run.config.identity()["objective"]["temperature"] == temperature
+    assert scheduled_run.config.train == plain_run.config.train  # equal FLOPs give equally many steps
+
+
 # Mistake -> (keys of the comparison's file that contain it, part of the error message).
 MISTAKES: dict[str, tuple[dict[str, object], str]] = {
     "no such objective": (

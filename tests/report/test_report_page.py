@@ -83,7 +83,8 @@ def run_dir(
     for step in range(10, 401, 10):
         mlm_loss = 2 + 900 / (step + 100)
         rtd_loss = 0.1 + 50 / (step + 100)
-        writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss))
+        scheduled = {"temperature": 1 + 3 / step, "rtd_weight": step / 8, "random_share": 1 - step / 400}
+        writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss, **scheduled))
         if step % 100 == 0:
             writer.write(eval_record(step=step, auc=0.5 + step / 1000))
             ledger.append("checkpoint", step, stall_s=0.25)
