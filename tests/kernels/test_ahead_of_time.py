@@ -19,7 +19,7 @@ NORMS = {
     *("norm_fwd_256", "norm_fwd_256_p0", "norm_fwd_1024", "norm_fwd_1024_p0"),
     *("norm_bwd_256", "norm_bwd_256_p0", "norm_bwd_1024", "norm_bwd_1024_p0"),
 }
-STORES_ROWS = {"head_train", "head_train_scheduled", "tail_backward", "gather_backward"} | NORMS
+STORES_ROWS = {"head_train", "head_scheduled", "tail_backward", "gather_backward"} | NORMS
 STORES_ROWS |= {"keyed_dropout", "gelu_gradient"}
 LOADS_ROWS = {"head_evaluate", "sample", "tail_forward"} | STORES_ROWS
 

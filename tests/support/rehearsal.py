@@ -40,6 +40,8 @@ from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules
+from electra_dist.schedule import schedules_of
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 META = torch.device("meta")
@@ -357,7 +359,16 @@ def build(config: Config) -> Objective:
     return module
 
 
-def step_input(config: Config, module: Objective, rows: int, step: int = 0) -> StepInput:
+def scheduled_values(config: Config, step: int) -> ScheduledValues | None:
+    """Return the values of a step on `meta`, or None without schedules. Training writes them before a micro-batch."""
+    if not schedules_of(config.objective):
+        return None
+    return Schedules(config.objective, config.train.num_steps, META).write(step)
+
+
+def step_input(
+    config: Config, module: Objective, rows: int, step: int = 0, scheduled: ScheduledValues | None = None
+) -> StepInput:
     """Return the input of a micro-batch on `meta`, as `train/step.py` makes it.
 
     Args:
@@ -365,6 +376,7 @@ def step_input(config: Config, module: Objective, rows: int, step: int = 0) -> S
         module: gives the objective's settings, on which the scales depend.
         rows: rows of the micro-batch.
         step: number of the optimizer step.
+        scheduled: result of `scheduled_values`.
     """
     ids_BS = torch.empty(rows, config.data.seq_len, dtype=torch.int64, device=META)
     bounds = None
@@ -372,10 +384,11 @@ def step_input(config: Config, module: Objective, rows: int, step: int = 0) -> S
         host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
         host_ids_BS[:, 0] = SPECIAL.cls
         bounds = example_bounds(host_ids_BS, SPECIAL).to(META)
-    first_scale, second_scale = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective).sum(0)
-    return StepInput(
-        ids_BS, torch.arange(rows, device=META), step, config.seed, first_scale, second_scale, bounds=bounds
-    )
+    mask_prob = scheduled.mask_prob if scheduled else None
+    first_scale, second_scale = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
+    row_B = torch.arange(rows, device=META)
+    scales = (first_scale, second_scale)
+    return StepInput(ids_BS, row_B, step, config.seed, *scales, bounds=bounds, scheduled=scheduled)
 
 
 def rehearse(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.rehearsal import META, Figures, build, rehearse, step_input
+from support.rehearsal import META, Figures, build, rehearse, scheduled_values, step_input
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
@@ -100,6 +100,13 @@ def _objective_cases() -> list[Case]:
     return cases
 
 
+_SCHEDULED = (
+    "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}",
+    "objective.mask_prob={from: 0.3, to: 0.15, shape: linear}",
+    "objective.mlm_weight={from: 1, to: 0.5, shape: cosine}",
+    "objective.rtd_weight={from: 0, to: 50, shape: step, over: 0.3}",
+    "objective.random_share={from: 1, to: 0, shape: linear, over: 0.3}",
+)
 _EARLY = ("engine.early_generator=true",)
 _RECOMPUTE = ("engine.activation_checkpointing=true",)
 LARGE = "large_25pct_mask.yaml"
@@ -108,6 +115,7 @@ CASES = {
     for case in [
         *_objective_cases(),
         Case("rtd fp16", dtype="fp16"),
+        Case("rtd bf16 scheduled", overrides=_SCHEDULED),
         Case("rtd bf16 early generator", overrides=_EARLY),
         Case("rtd bf16 recompute", overrides=_RECOMPUTE),
         Case("rtd bf16 early generator, recompute", overrides=(*_EARLY, *_RECOMPUTE)),
@@ -136,13 +144,15 @@ def run(case: Case) -> Figures:
     if case.compiled:
         compile_layers(module, backend="aot_eager")
 
+    scheduled = scheduled_values(config, case.step)
+
     def measured_input() -> StepInput:
         """Return the input with which `train.micro_batch: auto` measures."""
         return micro_batch._random_input(config, module, META, case.rows)
 
     def training_input() -> StepInput:
         """Return the input that training makes."""
-        return step_input(config, module, case.rows, case.step)
+        return step_input(config, module, case.rows, case.step, scheduled)
 
     make_input: Callable[[], StepInput] = measured_input if case.measurement else training_input
     # A graph that an earlier case compiled serves a later one of the same shapes. Beyond the limit, dynamo would run

@@ -123,8 +123,8 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     """
     head_train, head_evaluate, sample = _head_cases()
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
-    head_train_scheduled = head_train._replace(name="head_train_scheduled", constants=scheduled)
-    in_bf16 = [head_train, head_train_scheduled, head_evaluate, sample]
+    head_scheduled = head_train._replace(name="head_scheduled", constants=scheduled)
+    in_bf16 = [head_train, head_scheduled, head_evaluate, sample]
     in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case()]
     if not all_dtypes:
         return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in ("head_train", "tail_forward")]
