@@ -20,6 +20,7 @@ import numpy as np
 from electra_dist.analysis.roc_auc import roc_auc
 from electra_dist.config import Config
 from electra_dist.run.jsonl import Record
+from electra_dist.schedule import Schedule
 
 NUM_REPLACED = 5000  # replaced tokens that an evaluation compares, unless the held-out corpus has fewer
 STUCK_BELOW = 0.52  # context AUC below which a run is warned about
@@ -115,6 +116,16 @@ def stuck_warning(record: Record, config: Config) -> str:
     return (
         f"step {record['step']:,}: context AUC {record['context_auc']:.3f} (standard error "
         f"{record['context_auc_se']:.3f}) is below {STUCK_BELOW} after {share:.0f} % of the run, so the discriminator "
-        f"knows token frequencies and no context; start a new run with a falling temperature, "
-        f"objective.temperature={{from: 4, to: 1, shape: exponential, tau: 0.15}}"
+        f"knows token frequencies and no context; {_advice(config)}"
     )
+
+
+def _advice(config: Config) -> str:
+    """Return what to change in the config of a stuck run, as the end of a sentence."""
+    objective = config.objective
+    if isinstance(objective.temperature, Schedule):
+        return "start a new run with a higher `from` or `tau` of objective.temperature, or with more steps"
+    falling = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
+    if objective.generator != "trained":
+        return f"start a new run with objective.generator=trained and a falling temperature, {falling}"
+    return f"start a new run with a falling temperature, {falling}"

@@ -96,4 +96,17 @@ def test_only_a_low_context_auc_after_that_is_reported() -> None:
     assert was_reported([training_record, evaluation(300, 0.5), evaluation(400, 0.6)], run)
     warning = stuck_warning(evaluation(300, 0.5031), run)
     assert warning.startswith("step 300: context AUC 0.503 (standard error 0.004) is below 0.52 after 30 % of the run")
-    assert "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}" in warning
+    assert warning.endswith(
+        "a falling temperature, objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
+    )
+
+
+def test_the_advice_fits_the_config_and_can_be_followed() -> None:
+    falling = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
+    low = evaluation(300, 0.5)
+    followed = load_config(DEMO, ["train.num_steps=1000", falling])
+    assert stuck_warning(low, followed).endswith(
+        "with a higher `from` or `tau` of objective.temperature, or with more steps"
+    )
+    fixed = config(**{"train.num_steps": 1000, "objective.generator": "unigram"})
+    assert stuck_warning(low, fixed).endswith(f"with objective.generator=trained and a falling temperature, {falling}")
