@@ -10,22 +10,25 @@ Units: a score is a fraction (accuracy, Matthews or Spearman correlation, depend
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from electra_dist.compare.comparison_config import CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.config import canonical_json
+from electra_dist.compare.language_measures import (
+    BuiltInPairsMeasure,
+    PairFilesMeasure,
+    TreebankMeasure,
+    layer_details,
+)
+from electra_dist.compare.measure import Measure, Measured, digest_of
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
+from electra_dist.finetune.finetune_and_probe import PROBED_LAYERS, finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
-from electra_dist.finetune.minimal_pairs import ALL, score_minimal_pairs
 from electra_dist.finetune.seed_results import summarize
 from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
 from electra_dist.finetune.training_loop import Progress
@@ -33,16 +36,14 @@ from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, l
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.store.atomic_files import replacing
 
-MINIMAL_PAIRS = "minimal-pairs"
-_NUM_PAIRS = 200  # minimal pairs of each phenomenon; part of the digest, so old scores are not used after a change
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """Score of one checkpoint on one task, or on minimal pairs; the fields are the keys of its JSON file.
 
-    The score is a fraction: the result of a linear probe, the median over the seeds of fine-tuning, or the accuracy on
-    minimal pairs. It is None if every fine-tuning run diverged.
+    The score is a fraction: the result of a probe at the layer that the training data choose, the median over the
+    seeds of fine-tuning, the accuracy on minimal pairs, or the context AUC. It is None if every fine-tuning run
+    diverged.
     """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
@@ -54,35 +55,9 @@ class Score:
     score: float | None  # a fraction; None if every fine-tuning run diverged
     failures: tuple[str, ...]  # why seeds of fine-tuning count as failed, one line each
     seconds: float  # time that scoring took
-
-
-class Measure(abc.ABC):
-    """Interface of the ways to score an encoder: on a task, or on minimal pairs of sentences.
-
-    Each measure is one column in the tables of a comparison. `digest` covers its data and settings, so that stored
-    scores are not used after a change of these.
-    """
-
-    name: str  # title of the column in the table of scores
-    metric: str  # name of the score, such as "accuracy"
-    digest: str  # digest of the data and of how they are used; part of the identity of a score
-    at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
-
-    @abc.abstractmethod
-    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Score an encoder in the way of this measure, for example by fine-tuning it on a task.
-
-        Args:
-            encoder: the pretrained weights; they are not changed.
-            progress: called with (activity, parts done, parts in total) while the score is computed.
-
-        Returns:
-            (score, failures): the score as a fraction, or None if no training gave one, and one line for each training
-            that counts as failed.
-
-        Raises:
-            UserError: the encoder cannot be scored in this way, for example because it lacks the head that this needs.
-        """
+    standard_error: float | None = None  # over the choice of the test examples; None if it is not known
+    layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
+    details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of pair, or "layer 2" -> its score
 
 
 class TaskMeasure(Measure):
@@ -107,58 +82,43 @@ class TaskMeasure(Measure):
         self._task = task
         self._entry = entry
         self._settings = settings
-        self.digest = _digest(
-            {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
-        )
+        identity = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
+        if entry.how == "probe":
+            identity["layers"] = PROBED_LAYERS
+        self.digest = digest_of(identity)
 
-    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Return the score of the probe, or the median over the seeds of fine-tuning.
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
+
+        The score is None if all seeds diverged. Each seed that counts as failed, because its loss diverged or all its
+        predictions are equal, has a line among the failures.
 
         Args:
             encoder: the pretrained weights; they are not changed.
             progress: called while the encoder is trained or computes features.
-
-        Returns:
-            (score, failures): the score as a fraction, None if all seeds diverged, and one line for each seed that
-            counts as failed because its loss diverged or all its predictions are equal.
         """
         device = device_of_choice()
         if self._entry.how == "probe":
-            results = [probe_task(encoder, self._task, self._settings, device, progress)]
-        else:
-            results = [
-                finetune_task(encoder, self._task, self._settings, seed, device, progress)
-                for seed in range(self._entry.seeds)
-            ]
+            result = probe_task(encoder, self._task, self._settings, device, progress)
+            return Measured(
+                value=result.score,
+                failures=(result.failure,) if result.failure else (),
+                standard_error=result.standard_error,
+                layer=result.layer,
+                details=layer_details(result.layer_scores),
+            )
+        results = [
+            finetune_task(encoder, self._task, self._settings, seed, device, progress)
+            for seed in range(self._entry.seeds)
+        ]
         summary = summarize(results)
-        return summary.median, tuple(summary.failed.values())
-
-
-class PairsMeasure(Measure):
-    """Measure of how often an encoder, without training, prefers the grammatical sentence of a minimal pair.
-
-    A minimal pair is two sentences that differ in one word, which makes one of them ungrammatical.
-    """
-
-    name = MINIMAL_PAIRS
-    metric = "accuracy"
-    digest = f"{MINIMAL_PAIRS} {_NUM_PAIRS}"
-
-    def score(self, encoder: Pretrained, progress: Progress) -> tuple[float | None, tuple[str, ...]]:
-        """Return the share of all pairs whose grammatical sentence scores higher, and an empty tuple of failures.
-
-        Raises:
-            UserError: the encoder has no pretraining head, or its vocabulary lacks the words to form any pair.
-        """
-        scores = score_minimal_pairs(encoder, _NUM_PAIRS, device_of_choice(), progress)
-        accuracy_of = {score.phenomenon: score.accuracy for score in scores}
-        return accuracy_of[ALL], ()
+        return Measured(value=summary.median, failures=tuple(summary.failed.values()))
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
     """Read the data of all tasks of a comparison, and return the ways to score its encoders.
 
-    These are the tasks in the order of the config, then minimal pairs if `minimal_pairs` is set.
+    These are the tasks in the order of the config, then the minimal pairs of `minimal_pairs`.
 
     Args:
         compare: the config of the comparison.
@@ -174,6 +134,9 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
     model = cell.config.model
     for name, entry in compare.tasks.items():
         try:
+            if entry.how in ("tags", "heads"):
+                measures.append(TreebankMeasure(name, _treebank_folder(entry), entry.how, entry))
+                continue
             task = _open_task(name, entry, glue)
             overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
             settings = settings_for(
@@ -185,8 +148,14 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
             measures.append(TaskMeasure(name, task, entry, settings))
         except UserError as error:
             raise UserError(f"{file}: tasks.{name}: {error}") from None
-    if compare.minimal_pairs:
-        measures.append(PairsMeasure())
+    if compare.minimal_pairs is True:
+        measures.append(BuiltInPairsMeasure(compare.minimal_pairs_per_kind))
+    elif compare.minimal_pairs:
+        try:
+            for path in compare.minimal_pairs:
+                measures.append(PairFilesMeasure(Path(path), compare.minimal_pairs_per_kind))
+        except UserError as error:
+            raise UserError(f"{file}: minimal_pairs: {error}") from None
     return measures
 
 
@@ -201,6 +170,17 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
         progress(f"{prefix}{activity}", done, total)
 
     return report
+
+
+def _treebank_folder(entry: TaskEntry) -> Path:
+    """Return the folder of a treebank.
+
+    Raises:
+        UserError: the task's entry has no key `data`.
+    """
+    if entry.data is None:
+        raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
+    return Path(entry.data)
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
@@ -317,7 +297,7 @@ class Scores:
             encoder = load_pretrained(cell.config.run_dir, vocab=self._vocab_file, step=step)
         for measure in measures:
             start = time.monotonic()
-            value, failures = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+            measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
             score = Score(
                 entry=entry,
                 seed=cell.seed,
@@ -325,9 +305,12 @@ class Scores:
                 flops=cell.flops(step),
                 task=measure.name,
                 metric=measure.metric,
-                score=value,
-                failures=failures,
+                score=measured.value,
+                failures=measured.failures,
                 seconds=time.monotonic() - start,
+                standard_error=measured.standard_error,
+                layer=measured.layer,
+                details=measured.details,
             )
             record = dataclasses.asdict(score)
             record["identity"] = self._identity(cell, step, measure)
@@ -349,7 +332,7 @@ class Scores:
         """
         # A run that an older version made keeps its scores.
         numerics = recorded_numerics(Path(cell.config.run_dir))
-        return _digest(
+        return digest_of(
             {
                 "run": cell.config.identity_sha256(numerics),
                 "corpus": self._fingerprint,
@@ -357,8 +340,3 @@ class Scores:
                 "measure": measure.digest,
             }
         )
-
-
-def _digest(tree: dict[str, Any]) -> str:
-    """Return the sha256, in hexadecimal, of nested dicts and lists; equal contents give equal digests."""
-    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

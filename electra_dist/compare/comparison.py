@@ -26,9 +26,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from electra_dist.compare.checkpoint_scores import Measure, Score, Scores, open_measures, with_prefix
-from electra_dist.compare.comparison_config import RANDOM, CompareConfig
+from electra_dist.compare.checkpoint_scores import Score, Scores, open_measures, with_prefix
+from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
+from electra_dist.compare.context_auc import METRIC as CONTEXT_AUC_METRIC
+from electra_dist.compare.context_auc import read_context_auc
+from electra_dist.compare.criterion import Verdict, judge, record_criterion, verdict_lines
+from electra_dist.compare.difference_tables import console_differences, difference_rows, markdown_differences
+from electra_dist.compare.measure import Measure
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.score_plot import panel_titles, write_picture
 from electra_dist.compare.score_tables import (
@@ -39,6 +44,7 @@ from electra_dist.compare.score_tables import (
     score_failures,
     summarize_rows,
 )
+from electra_dist.compare.significance import paired_difference
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import parameter_counts
@@ -89,6 +95,7 @@ class Comparison:
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}
+        self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
         """Make the runs and the scores that are missing, and write the results after each run.
@@ -104,6 +111,9 @@ class Comparison:
         Returns:
             Whether every run is finished and every checkpoint could be scored.
         """
+        if self._compare.criterion is not None:
+            num_scores = len(self.scores())
+            self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
         with Pretrainings(self.plan.cells, self._compare.ranks, self._compare.parallel) as runs:
@@ -155,7 +165,8 @@ class Comparison:
     def scores(self) -> list[Score]:
         """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.
 
-        A stored score that was computed with another config, corpus or data is left out.
+        A stored score that was computed with another config, corpus or data is left out. The context AUC, which the
+        runs record themselves, comes last for each checkpoint.
         """
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name
@@ -172,7 +183,43 @@ class Comparison:
                 score = self._scores.find(entry, cell, step, measure)
                 if score is not None:
                     scores.append(score)
+            context_auc = self._context_auc(entry, cell, step)
+            if context_auc is not None:
+                scores.append(context_auc)
         return scores
+
+    def _context_auc(self, entry: str, cell: Cell, step: int) -> Score | None:
+        """Return the context AUC that a run has recorded up to a checkpoint and after the one before it, or None.
+
+        Args:
+            entry: name of the objective, or `RANDOM` for the initial weights, which have none.
+            cell: the run that made the checkpoint.
+            step: step of the checkpoint; 0 for the initial weights.
+        """
+        if step == 0:
+            return None
+        earlier_steps = [mark for mark in cell.marks if mark < step]
+        previous_step = max(earlier_steps, default=0)
+        measured = read_context_auc(Path(cell.config.run_dir), previous_step, step)
+        if measured is None:
+            return None
+        return Score(
+            entry=entry,
+            seed=cell.seed,
+            step=step,
+            flops=cell.flops(step),
+            task=CONTEXT_AUC,
+            metric=CONTEXT_AUC_METRIC,
+            score=measured.value,
+            failures=(),
+            seconds=0.0,
+            standard_error=measured.standard_error,
+        )
+
+    def _last_scores(self) -> list[Score]:
+        """Return the scores of the last checkpoints of all runs, without those of the initial weights."""
+        last_step_of = {(cell.entry, cell.seed): cell.marks[-1] for cell in self.plan.cells}
+        return [score for score in self.scores() if last_step_of.get((score.entry, score.seed)) == score.step]
 
     def failures(self) -> list[Failure]:
         """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
@@ -187,6 +234,42 @@ class Comparison:
         """Return the scores that exist as a table for the terminal: one row per objective and number of steps."""
         return console_table(self._title, self._rows(), len(self._compare.seeds))
 
+    def difference_table(self) -> Table:
+        """Return the differences to the baseline at the end of the runs as a table for the terminal."""
+        columns = self._columns()
+        return console_differences(self._difference_rows(columns), self._baseline, columns)
+
+    def verdict_lines(self) -> list[str]:
+        """Return the criterion, its verdict and when it was stated as lines of text; none without a criterion."""
+        criterion = self._compare.criterion
+        verdict = self._verdict()
+        if criterion is None or verdict is None:
+            return []
+        return [*verdict_lines(criterion, verdict), self._criterion_origin]
+
+    def _verdict(self) -> Verdict | None:
+        """Return whether the scores that exist meet the criterion; None if the config states no criterion."""
+        if self._compare.criterion is None:
+            return None
+        return judge(self._compare.criterion, self._last_scores(), len(self._compare.seeds))
+
+    @property
+    def _baseline(self) -> str:
+        """Name of the objective with which the others are compared: the criterion's baseline, or the first one."""
+        if self._compare.criterion is not None:
+            return self._compare.criterion.baseline
+        return self._compare.objectives[0].name
+
+    def _columns(self) -> list[str]:
+        """Return the names of the tasks that have scores, in the order of the table's columns."""
+        existing = {score.task for score in self.scores()}
+        return [name for name in [*(measure.name for measure in self._measures), CONTEXT_AUC] if name in existing]
+
+    def _difference_rows(self, columns: Sequence[str]) -> list[list[str]]:
+        """Return the cells of the table of differences, one row for each objective except the baseline."""
+        names = [objective.name for objective in self._compare.objectives]
+        return difference_rows(self._last_scores(), names, self._baseline, columns)
+
     def write(self) -> list[Path]:
         """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths.
 
@@ -195,6 +278,8 @@ class Comparison:
         rows = self._rows()
         failures = self.failures()
         metric_of = {measure.name: measure.metric for measure in self._measures}
+        if CONTEXT_AUC in self._columns():
+            metric_of[CONTEXT_AUC] = CONTEXT_AUC_METRIC
 
         json_file = self.folder / "compare.json"
         _replace_file(json_file, self._json_text(rows, failures).encode())
@@ -213,8 +298,12 @@ class Comparison:
             "runs": [self._describe_run(cell) for cell in self.plan.cells],
             "table": [dataclasses.asdict(row) for row in rows],
             "scores": [dataclasses.asdict(score) for score in self.scores()],
+            "differences": self._difference_records(),
             "failures": [dataclasses.asdict(failure) for failure in failures],
         }
+        verdict = self._verdict()
+        if verdict is not None:
+            tree["verdict"] = {"answer": verdict.answer, "passed": verdict.passed}
         return json.dumps(tree, indent=1) + "\n"
 
     def _markdown_page(self, rows: Sequence[ScoreRow], failures: Sequence[Failure]) -> str:
@@ -224,7 +313,22 @@ class Comparison:
             f"`{self._command}`: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
-        return markdown(self._title, rows, failures, num_seeds=len(self._compare.seeds), notes=[remark])
+        columns = self._columns()
+        sections = markdown_differences(self._difference_rows(columns), self._baseline, columns)
+        if self._compare.criterion is not None:
+            sections += ["## Criterion", "", *(f"* {line}" for line in self.verdict_lines()), ""]
+        return markdown(self._title, rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
+
+    def _difference_records(self) -> list[dict[str, object]]:
+        """Return the differences of all objectives to the baseline, for compare.json."""
+        scores = self._last_scores()
+        records = []
+        for objective in self._compare.objectives:
+            for column in self._columns():
+                difference = paired_difference(scores, objective.name, self._baseline, column)
+                if difference is not None and objective.name != self._baseline:
+                    records.append(dataclasses.asdict(difference))
+        return records
 
     @property
     def _title(self) -> str:
@@ -246,6 +350,7 @@ class Comparison:
         average: a task with `at: ends` has scores only in the rows of the initial and the last weights.
         """
         is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
+        is_averaged[CONTEXT_AUC] = False  # only objectives with a discriminator have it
         return summarize_rows(self.scores(), is_averaged)
 
     def _describe_run(self, cell: Cell) -> dict[str, object]:

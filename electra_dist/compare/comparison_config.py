@@ -6,6 +6,7 @@ objective (with the changes that belong to the objective), the seed and the numb
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +18,8 @@ OBJECTIVES: tuple[str, ...] = get_args(ObjectiveConfig.model_fields["name"].anno
 # the entry's `objective` sets objective.name. All runs take the others from the base, so that they differ in the
 # objective only.
 RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "checkpoint", "objective.name")
+MINIMAL_PAIRS = "minimal-pairs"  # column of the built-in minimal pairs
+CONTEXT_AUC = "context-auc"  # column of the ROC-AUC that the runs' own evaluations record
 RANDOM = "random"  # name of the baseline: the initial weights, before the first step
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
@@ -88,9 +91,10 @@ class Entry(Section):
 
 
 class TaskEntry(Section):
-    """One task on which encoders are scored, and how: by a linear probe or by fine-tuning, at which checkpoints.
+    """One task on which encoders are scored, and how: by a probe or by fine-tuning, at which checkpoints.
 
-    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns.
+    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how: tags`
+    or `how: heads` a treebank.
     """
 
     task: str | None = Field(
@@ -98,9 +102,11 @@ class TaskEntry(Section):
         description="name of the GLUE task; default: the entry's name. With it, two entries can probe and fine-tune "
         "the same task",
     )
-    how: Literal["probe", "finetune"] = Field(
+    how: Literal["probe", "finetune", "tags", "heads"] = Field(
         default="probe",
-        description="probe: fit a linear model to the frozen encoder's states; finetune: train the whole encoder",
+        description="probe: fit a linear model to the frozen encoder's states at every layer, and choose the layer on "
+        "held-out training data; finetune: train the whole encoder; tags, heads: probe the frozen states of words for "
+        "their parts of speech, or for the words on which they depend, with the treebank in `data`",
     )
     at: Literal["all", "ends"] = Field(
         default="all",
@@ -108,7 +114,9 @@ class TaskEntry(Section):
         "the initial and the last weights only, for tasks that take long",
     )
     max_train: Positive | None = Field(
-        default=None, description="number of training examples that are used, always the same ones; default: all"
+        default=None,
+        description="number of training examples (sentences of a treebank) that are used, always the same ones; "
+        "default: all",
     )
     seeds: Positive = Field(
         default=1, description="fine-tuning runs per checkpoint, with seeds 0, 1, ...; their median is the score"
@@ -116,7 +124,8 @@ class TaskEntry(Section):
     data: str | None = Field(
         default=None,
         description="folder of the task's data; default: the folder of --glue. A custom task has train and dev files "
-        "there, .tsv or .jsonl",
+        "there, .tsv or .jsonl; a treebank has train and test files in CoNLL-U format, such as "
+        "en_ewt-ud-train.conllu and en_ewt-ud-test.conllu",
     )
     set: dict[str, Any] = Field(
         default={},
@@ -132,6 +141,33 @@ class TaskEntry(Section):
         description="custom task: whether the label is a class, scored by accuracy, or a number, scored by Spearman "
         "correlation",
     )
+
+
+class Criterion(Section):
+    """Criterion by which a comparison is judged, stated before its runs: a sentence, and a form that can be checked.
+
+    It asks whether one objective is better than another one, on how many metrics, and by how many standard errors.
+    """
+
+    statement: str = Field(description="the criterion in words, as it will be quoted with the verdict")
+    arm: Name = Field(description="name of the objective's entry that should be better")
+    baseline: Name = Field(description="name of the entry with which it is compared")
+    metrics: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
+        description="columns of the table that count: names of tasks, of minimal pairs, or context-auc"
+    )
+    standard_errors: Annotated[float, Field(ge=0)] = Field(
+        default=2.0,
+        description="number of standard errors by which the mean difference over the seeds must be above 0. The "
+        "standard error is the larger one of that over the seeds and that over the test examples",
+    )
+    at_least: Positive | None = Field(
+        default=None, description="number of `metrics` on which the arm must be better; default: all of them"
+    )
+
+    @property
+    def num_needed(self) -> int:
+        """Return the number of metrics on which the arm must be better for the criterion to be met."""
+        return self.at_least or len(self.metrics)
 
 
 class CompareConfig(Section):
@@ -167,10 +203,19 @@ class CompareConfig(Section):
         description="shares of the budget at which checkpoints are kept and scored, ascending, the last one 1.0",
     )
     tasks: dict[Name, TaskEntry] = Field(default={}, description="tasks on which the encoders are scored, by name")
-    minimal_pairs: bool = Field(
+    minimal_pairs: bool | tuple[str, ...] = Field(
         default=True,
-        description="whether to score number agreement in English, too, without training (see `electra-dist "
-        "minimal-pairs`); set it to false for other languages",
+        description="true: score number agreement in English, too, without training (see `electra-dist "
+        "minimal-pairs`); false: do not, for other languages. A list of files, or of folders of files, in BLiMP's or "
+        "Zorro's format: score their pairs, each file or folder as a column of its name",
+    )
+    minimal_pairs_per_kind: Positive = Field(
+        default=200, description="number of minimal pairs of each kind that are used, always the same ones"
+    )
+    criterion: Criterion | None = Field(
+        default=None,
+        description="criterion by which the comparison is judged, stated before the runs; it is printed with its "
+        "verdict. Default: none",
     )
     ranks: Positive = Field(default=1, description="ranks (processes, one per GPU) of each run, on this machine")
     parallel: Positive = Field(default=1, description="number of runs that train at the same time, on this machine")
@@ -202,4 +247,40 @@ class CompareConfig(Section):
             )
         if not self.tasks and not self.minimal_pairs:
             raise ValueError("nothing is scored; add `tasks`, or set minimal_pairs: true")
+        columns = [*self.tasks, *self._pair_columns(), CONTEXT_AUC]
+        if len(set(columns)) < len(columns):
+            raise ValueError(
+                f"tasks and minimal pairs give the columns {', '.join(columns)}, of which two have the same name; "
+                f"rename a task, a file or a folder"
+            )
+        if self.criterion is not None:
+            self._check_criterion(self.criterion, names, columns)
         return self
+
+    def _pair_columns(self) -> list[str]:
+        """Return the names of the columns of minimal pairs: that of the built-in ones, or those of the files."""
+        if isinstance(self.minimal_pairs, bool):
+            return [MINIMAL_PAIRS] if self.minimal_pairs else []
+        return [Path(path).stem for path in self.minimal_pairs]
+
+    def _check_criterion(self, criterion: Criterion, names: list[str], columns: list[str]) -> None:
+        """Raise ValueError if a criterion names an unknown objective or column, or cannot be judged.
+
+        Args:
+            criterion: the criterion to check.
+            names: names of the objectives' entries.
+            columns: names of the columns of the table.
+        """
+        for key, name in (("arm", criterion.arm), ("baseline", criterion.baseline)):
+            if name not in names:
+                raise ValueError(f"criterion.{key}: no objective `{name}`; set one of {', '.join(names)}")
+        for metric in criterion.metrics:
+            if metric not in columns:
+                raise ValueError(f"criterion.metrics: no column `{metric}`; set one of {', '.join(columns)}")
+        if criterion.num_needed > len(criterion.metrics):
+            raise ValueError(
+                f"criterion.at_least: {criterion.at_least} of {len(criterion.metrics)} metrics cannot be passed; "
+                f"lower it, or add metrics"
+            )
+        if len(self.seeds) < 2:
+            raise ValueError("criterion: a single seed has no standard error; set at least two `seeds`")

@@ -131,7 +131,12 @@ def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table
 
 
 def markdown(
-    title: str, rows: Sequence[ScoreRow], failures: Sequence[Failure], num_seeds: int, notes: Sequence[str]
+    title: str,
+    rows: Sequence[ScoreRow],
+    failures: Sequence[Failure],
+    num_seeds: int,
+    notes: Sequence[str],
+    sections: Sequence[str] = (),
 ) -> str:
     """Return the table and the failures as the text of a Markdown page.
 
@@ -141,20 +146,21 @@ def markdown(
         failures: runs, checkpoints and tasks that have failed, listed below the table.
         num_seeds: number of the comparison's seeds; a cell with scores from fewer seeds shows how many.
         notes: lines between the heading and the table.
+        sections: lines of further sections, between the table and the failures.
     """
     columns = _columns(rows)
     table_lines = [
-        _markdown_row(["objective", "steps", "FLOPs", *columns]),
+        markdown_row(["objective", "steps", "FLOPs", *columns]),
         "|---|--:|--:|" + "--:|" * len(columns),  # aligns the objectives left, and all other columns right
     ]
     for row in rows:
-        table_lines.append(_markdown_row(_row_texts(row, columns, num_seeds)))
+        table_lines.append(markdown_row(_row_texts(row, columns, num_seeds)))
 
     failure_lines = [f"* {failure.entry} seed {failure.seed}: {failure.what}" for failure in failures]
     if not failure_lines:
         failure_lines = ["None."]
 
-    lines = [f"# {title}", "", *notes, "", *table_lines, "", "## Failed or degenerate", "", *failure_lines]
+    lines = [f"# {title}", "", *notes, "", *table_lines, "", *sections, "## Failed or degenerate", "", *failure_lines]
     return "\n".join(lines) + "\n"
 
 
@@ -225,6 +231,6 @@ def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
     return f"{100 * summary.median:.1f} ({spread})"
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table, as in "| rtd | 1,000 |"; a cell must not contain "|"."""
     return f"| {' | '.join(cells)} |"

@@ -28,6 +28,9 @@ def compare(
 ) -> None:
     """Pretrain one model per objective at equal FLOPs, score their checkpoints, and write a table and a picture.
 
+    The differences to the baseline are printed with their standard errors, and the criterion of the file with its
+    verdict.
+
     After an interrupt, run the same command again: it continues, and finished runs and scores are not repeated.
 
     Exit codes: 0 done, 1 a run or a checkpoint failed (each is listed), 75 interrupted, 78 invalid config or data.
@@ -51,6 +54,9 @@ def compare(
         out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
     out.print(comparison.table())
+    out.print(comparison.difference_table())
+    for line in comparison.verdict_lines():
+        out.print(line)
     for failure in comparison.failures():
         out.print(f"failed: {failure.entry} seed {failure.seed}: {failure.what}")
     written_files = comparison.write()

@@ -1,0 +1,105 @@
+"""Judges a comparison by the criterion that its config states before the runs.
+
+Guarantee: the verdict is a function of the scores and of the criterion alone. The criterion is recorded in the output
+folder when the comparison is started first, with the number of scores that existed by then, and so is each change of
+it: a reader sees whether it was stated before the scores.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from electra_dist.compare.checkpoint_scores import Score
+from electra_dist.compare.comparison_config import Criterion
+from electra_dist.compare.significance import Difference, difference_text, paired_difference
+from electra_dist.run.jsonl import JsonlFile, read_records
+
+CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the criterion, and one for each change of it
+
+
+class Verdict(NamedTuple):
+    """Answer of a criterion: "met", "not met", or "open" as long as scores are missing, and what it is based on."""
+
+    answer: str
+    passed: list[str]  # metrics on which the arm is better by the stated number of standard errors
+    differences: dict[str, Difference]  # metric -> difference of arm and baseline; without those that lack scores
+
+
+def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verdict:
+    """Return whether a criterion is met by the scores of the last checkpoints of a comparison's runs.
+
+    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors` times
+    its standard error. That is the larger one of the errors over the seeds and over the test examples.
+
+    Args:
+        criterion: the criterion of the comparison's config.
+        scores: scores of the last checkpoints of the runs that have ended.
+        num_seeds: number of the comparison's seeds; a metric that lacks some of them leaves the answer open.
+    """
+    differences: dict[str, Difference] = {}
+    passed = []
+    is_complete = True
+    for metric in criterion.metrics:
+        difference = paired_difference(scores, criterion.arm, criterion.baseline, metric)
+        if difference is not None:
+            differences[metric] = difference
+        if difference is None or difference.num_seeds < num_seeds or difference.standard_error is None:
+            is_complete = False
+        elif difference.mean > criterion.standard_errors * difference.standard_error:
+            passed.append(metric)
+    if not is_complete:
+        answer = "open"
+    elif len(passed) >= criterion.num_needed:
+        answer = "met"
+    else:
+        answer = "not met"
+    return Verdict(answer=answer, passed=passed, differences=differences)
+
+
+def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
+    """Return the criterion and its verdict as lines of text for the page and the terminal."""
+    lines = [
+        f"Criterion: {criterion.statement}",
+        f"Checked as: {criterion.arm} minus {criterion.baseline} above {criterion.standard_errors:g} standard errors "
+        f"on at least {criterion.num_needed} of {', '.join(criterion.metrics)}.",
+    ]
+    for metric in criterion.metrics:
+        mark = "passed" if metric in verdict.passed else "not passed"
+        lines.append(f"{metric}: {difference_text(verdict.differences.get(metric))}, {mark}")
+    if verdict.answer == "open":
+        lines.append("Verdict: open, because scores of some seeds are missing")
+    else:
+        lines.append(f"Verdict: {verdict.answer} ({len(verdict.passed)} of {len(criterion.metrics)} metrics passed)")
+    return lines
+
+
+def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
+    """Record a new or changed criterion in the output folder; return a sentence about when it was stated.
+
+    Args:
+        folder: output folder of the comparison, which exists.
+        criterion: the criterion of the comparison's config.
+        num_scores: number of scores that exist now.
+    """
+    file = folder / CRITERION_FILE
+    content = criterion.model_dump(mode="json")
+    records = read_records(file)
+    if not records or records[-1]["criterion"] != content:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = {"time": now, "scores": num_scores, "criterion": content}
+        lines = JsonlFile(file)
+        try:
+            lines.append(record)
+            lines.sync()
+        finally:
+            lines.close()
+        records.append(record)
+    latest = records[-1]
+    origin = "stated" if len(records) == 1 else f"changed (version {len(records)})"
+    when = f"The criterion was {origin} at {latest['time']}"
+    if latest["scores"] == 0:
+        return f"{when}, before the first score."
+    return f"{when}, when {latest['scores']} scores existed."

@@ -1,0 +1,121 @@
+"""Scores encoders on minimal pairs of sentences and on the words of a treebank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_dist.compare.comparison_config import MINIMAL_PAIRS, TaskEntry
+from electra_dist.compare.measure import Measure, Measured, digest_of
+from electra_dist.finetune.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
+from electra_dist.finetune.pair_files import read_pair_files
+from electra_dist.finetune.training_loop import Progress
+from electra_dist.finetune.treebank.conllu_files import read_treebank
+from electra_dist.finetune.treebank.word_probes import Target, probe_words
+from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
+
+
+class BuiltInPairsMeasure(Measure):
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a built-in minimal pair.
+
+    The two sentences of a pair differ in one word, whose number is wrong in one of them.
+    """
+
+    name = MINIMAL_PAIRS
+    metric = "accuracy"
+
+    def __init__(self, pairs_per_kind: int) -> None:
+        """Use `pairs_per_kind` pairs of each kind of agreement."""
+        self._pairs_per_kind = pairs_per_kind
+        self.digest = f"{MINIMAL_PAIRS} {pairs_per_kind}"
+
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind.
+
+        Raises:
+            UserError: the encoder has no pretraining head, or its vocabulary lacks the words to form any pair.
+        """
+        return _of_pair_scores(score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress))
+
+
+class PairFilesMeasure(Measure):
+    """Measure of how often an encoder, without training, prefers the grammatical sentence of a pair from files."""
+
+    metric = "accuracy"
+
+    def __init__(self, path: Path, pairs_per_kind: int) -> None:
+        """Read a file of minimal pairs, or a folder of such files; its name without suffix becomes the column's name.
+
+        Args:
+            path: file or folder, in the formats of `pair_files.py`.
+            pairs_per_kind: number of pairs of each kind that are used, always the same ones.
+
+        Raises:
+            UserError: the path does not exist, or a file is not valid.
+        """
+        self.name = path.stem
+        files = read_pair_files([path]).sample(pairs_per_kind)
+        self._pairs = files.pairs
+        self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "sentence": "sum over all tokens"})
+
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind.
+
+        Raises:
+            UserError: the encoder has no pretraining head, or a sentence is longer than its positions.
+        """
+        return _of_pair_scores(score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
+
+
+class TreebankMeasure(Measure):
+    """Measure of how well a probe finds the parts of speech or the heads of words in an encoder's frozen states."""
+
+    metric = "accuracy"
+
+    def __init__(self, name: str, folder: Path, target: Target, entry: TaskEntry) -> None:
+        """Read a treebank.
+
+        Args:
+            name: name of the entry in the comparison's `tasks`.
+            folder: folder of the treebank's CoNLL-U files.
+            target: "tags" or "heads".
+            entry: number of training sentences and checkpoints that are scored.
+
+        Raises:
+            UserError: a file is missing or not valid.
+        """
+        self.name = name
+        self.at = entry.at
+        self._target = target
+        treebank = read_treebank(folder)
+        self._treebank = treebank.sample(entry.max_train)
+        self.digest = digest_of({"treebank": treebank.sha256, "target": target, "max_train": entry.max_train})
+
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the accuracy on the words of the test sentences at the layer that the training sentences choose.
+
+        Raises:
+            UserError: no sentence fits into the encoder's positions.
+        """
+        result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
+        return Measured(
+            value=result.score,
+            standard_error=result.standard_error,
+            layer=result.layer,
+            details=layer_details(result.layer_scores),
+        )
+
+
+def layer_details(layer_scores: list[float]) -> dict[str, float]:
+    """Return "layer 0", "layer 1", ... -> the probe's score at that layer; layer 0 is the embeddings."""
+    return {f"layer {layer}": score for layer, score in enumerate(layer_scores)}
+
+
+def _of_pair_scores(scores: list[PairScore]) -> Measured:
+    """Return the accuracy on all pairs with its standard error; the accuracy of each kind is among the details."""
+    *kind_scores, total = scores
+    assert total.phenomenon == ALL
+    return Measured(
+        value=total.accuracy,
+        standard_error=total.standard_error,
+        details={score.phenomenon: score.accuracy for score in kind_scores},
+    )

@@ -1,0 +1,53 @@
+"""Defines the interface of the ways in which a comparison scores an encoder, and what a score consists of."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import hashlib
+from typing import Any, Literal
+
+from electra_dist.config import canonical_json
+from electra_dist.finetune.training_loop import Progress
+from electra_dist.pretrained.load_encoder import Pretrained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Score of one encoder by one measure, with its standard error and the scores of which it consists."""
+
+    value: float | None  # a fraction; None if every fine-tuning run diverged
+    failures: tuple[str, ...] = ()  # why seeds of fine-tuning count as failed, one line each
+    standard_error: float | None = None  # over the choice of the test examples; None if it is not known
+    layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
+    details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of pair, or "layer 2" -> its score
+
+
+class Measure(abc.ABC):
+    """Interface of the ways to score an encoder: on a task, on a treebank, or on minimal pairs of sentences.
+
+    Each measure is one column in the tables of a comparison. `digest` covers its data and settings, so that stored
+    scores are not used after a change of these.
+    """
+
+    name: str  # title of the column in the table of scores
+    metric: str  # name of the score, such as "accuracy"
+    digest: str  # digest of the data and of how they are used; part of the identity of a score
+    at: Literal["all", "ends"] = "all"  # checkpoints that are scored: all, or the initial and the last weights only
+
+    @abc.abstractmethod
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Score an encoder in the way of this measure, for example by fine-tuning it on a task.
+
+        Args:
+            encoder: the pretrained weights; they are not changed.
+            progress: called with (activity, parts done, parts in total) while the score is computed.
+
+        Raises:
+            UserError: the encoder cannot be scored in this way, for example because it lacks the head that this needs.
+        """
+
+
+def digest_of(tree: dict[str, Any]) -> str:
+    """Return the sha256, in hexadecimal, of nested dicts and lists; equal contents give equal digests."""
+    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,0 +1,125 @@
+"""Compares the scores of two objectives seed by seed, with standard errors and a paired t-test.
+
+How: two runs with the same seed read the same rows in the same order, so their scores are paired: the difference of
+each seed is formed first. Two errors are stated. The seed error is the standard error of the mean difference over the
+seeds, sd / sqrt(n). The test error is that of the choice of the test examples, which are the same for all seeds, so
+more seeds do not make it smaller: it is sqrt(e_1^2 + e_2^2) for the mean errors of the two objectives. It is an upper
+bound, because both objectives are tested on the same examples.
+
+Limits: with two seeds the seed error has one degree of freedom, so a difference of two standard errors has p = 0.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from scipy import stats
+
+from electra_dist.compare.checkpoint_scores import Score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Mean over the seeds of an objective's score minus that of the baseline, on one task, as a fraction."""
+
+    entry: str  # name of the objective
+    baseline: str  # name of the objective with which it is compared
+    task: str
+    mean: float
+    num_seeds: int  # seeds with a score of both
+    seed_error: float | None  # standard error over the seeds; None with a single seed
+    test_error: float | None  # standard error over the choice of the test examples; None if it is not known
+    p_value: float | None  # two-sided, of a paired t-test over the seeds; None with a single seed
+
+    @property
+    def standard_error(self) -> float | None:
+        """Return the larger one of the errors over seeds and over test examples; None if neither is known."""
+        return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
+
+
+def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
+    """Return the difference of two objectives on a task at the end of their runs, paired by seed.
+
+    Args:
+        scores: scores of the last checkpoints of the comparison's runs.
+        entry: name of the objective.
+        baseline: name of the objective whose scores are subtracted.
+        task: name of the task.
+
+    Returns:
+        The difference; None if no seed has a score of both objectives.
+    """
+    entry_scores = _by_seed(scores, entry, task)
+    baseline_scores = _by_seed(scores, baseline, task)
+    seeds = sorted(set(entry_scores) & set(baseline_scores))
+    if not seeds:
+        return None
+    gains = [_value(entry_scores[seed]) - _value(baseline_scores[seed]) for seed in seeds]
+    mean = statistics.fmean(gains)
+    seed_error = None
+    p_value = None
+    if len(seeds) > 1:
+        seed_error = statistics.stdev(gains) / math.sqrt(len(seeds))
+        p_value = _p_value(mean, seed_error, len(seeds))
+    return Difference(
+        entry=entry,
+        baseline=baseline,
+        task=task,
+        mean=mean,
+        num_seeds=len(seeds),
+        seed_error=seed_error,
+        test_error=_test_error([entry_scores[seed] for seed in seeds], [baseline_scores[seed] for seed in seeds]),
+        p_value=p_value,
+    )
+
+
+def difference_text(difference: Difference | None) -> str:
+    """Format a difference in points of a per cent, as in "+1.2 +- 0.4 (p 0.03)"; None gives "-".
+
+    The number after "+-" is the larger one of the errors over seeds and over test examples.
+    """
+    if difference is None:
+        return "-"
+    text = f"{100 * difference.mean:+.1f}"
+    if difference.standard_error is not None:
+        text += f" +- {100 * difference.standard_error:.1f}"
+    if difference.p_value is not None:
+        text += f" (p {difference.p_value:.2g})"
+    return text
+
+
+def _by_seed(scores: Sequence[Score], entry: str, task: str) -> dict[int, Score]:
+    """Return seed -> the score of an objective on a task; seeds without a score are left out."""
+    by_seed = {}
+    for score in scores:
+        if score.entry == entry and score.task == task and score.score is not None:
+            by_seed[score.seed] = score
+    return by_seed
+
+
+def _value(score: Score) -> float:
+    """Return the value of a score that is known to have one."""
+    assert score.score is not None
+    return score.score
+
+
+def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
+    """Return the two-sided p-value of a paired t-test; with equal differences it is 1 for zeros and otherwise 0."""
+    if standard_error == 0.0:
+        return 1.0 if mean == 0.0 else 0.0
+    statistic = abs(mean) / standard_error
+    return float(2.0 * stats.t.sf(statistic, num_seeds - 1))
+
+
+def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
+    """Return sqrt(e_1^2 + e_2^2) of the mean standard errors of two objectives; None if one score has no error."""
+    squares = 0.0
+    for scores in (entry_scores, baseline_scores):
+        errors = [score.standard_error for score in scores if score.standard_error is not None]
+        if len(errors) < len(scores):
+            return None
+        squares += statistics.fmean(errors) ** 2
+    return math.sqrt(squares)
