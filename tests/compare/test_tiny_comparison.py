@@ -1,0 +1,39 @@
+"""The comparison of configs/compare_tiny_rtd.yaml: equal FLOPs, and arms that differ in what their names say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from electra_dist.compare.comparison_config import CompareConfig
+from electra_dist.compare.comparison_plan import make_plan
+from electra_dist.config_file import load_config, load_section
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_the_four_arms_have_equal_flops_and_the_temperatures_and_weights_of_their_names() -> None:
+    file = CONFIGS / "compare_tiny_rtd.yaml"
+    compare = load_section(file, CompareConfig)
+    plan = make_plan(compare, file)
+    tiny = load_config(CONFIGS / "tiny_rtd.yaml")
+
+    assert [cell.name for cell in plan.cells[:4]] == [
+        "rtd-curriculum-seed1",
+        "mlm-seed1",
+        "rtd-seed1",
+        "rtd-curriculum-mlm-seed1",
+    ]
+    for cell in plan.cells:
+        assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
+        assert cell.config.model == tiny.model
+        warmup_share = cell.config.optimizer.warmup_steps / cell.config.train.num_steps
+        assert warmup_share == pytest.approx(0.05, abs=1e-4)
+    objective_of = {cell.entry: cell.config.objective for cell in plan.cells}
+    assert objective_of["rtd-curriculum"] == tiny.objective
+    assert objective_of["rtd"] == tiny.objective.model_copy(update={"temperature": 1.0})
+    assert objective_of["mlm"].name == "mlm"
+    assert objective_of["rtd-curriculum-mlm"] == tiny.objective.model_copy(update={"discriminator_mlm_weight": 1.0})
+    assert compare.criterion is not None
+    assert plan.cells[0].config.train.num_steps == tiny.train.num_steps == compare.steps
