@@ -18,36 +18,22 @@ while runs train.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-
-from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import Score, Scores, open_measures, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
-from electra_dist.compare.context_auc import METRIC as CONTEXT_AUC_METRIC
-from electra_dist.compare.context_auc import read_context_auc
-from electra_dist.compare.criterion import Verdict, judge, record_criterion, verdict_lines
-from electra_dist.compare.difference_tables import console_differences, difference_rows, markdown_differences
+from electra_dist.compare.comparison_results import ComparisonResults
+from electra_dist.compare.context_auc import CONTEXT_AUC_METRIC, read_context_auc
+from electra_dist.compare.criterion import record_criterion
 from electra_dist.compare.measure import Measure
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.score_plot import panel_titles, write_picture
-from electra_dist.compare.score_tables import (
-    Failure,
-    ScoreRow,
-    console_table,
-    markdown,
-    score_failures,
-    summarize_rows,
-)
-from electra_dist.compare.significance import paired_difference
+from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
-from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.store.atomic_files import replacing
 from electra_dist.train.input_checks import check_inputs
 
@@ -216,11 +202,6 @@ class Comparison:
             standard_error=measured.standard_error,
         )
 
-    def _last_scores(self) -> list[Score]:
-        """Return the scores of the last checkpoints of all runs, without those of the initial weights."""
-        last_step_of = {(cell.entry, cell.seed): cell.marks[-1] for cell in self.plan.cells}
-        return [score for score in self.scores() if last_step_of.get((score.entry, score.seed)) == score.step]
-
     def failures(self) -> list[Failure]:
         """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
 
@@ -230,110 +211,32 @@ class Comparison:
         """
         return [*self._failures.values(), *score_failures(self.scores())]
 
-    def table(self) -> Table:
-        """Return the scores that exist as a table for the terminal: one row per objective and number of steps."""
-        return console_table(self._title, self._rows(), len(self._compare.seeds))
-
-    def difference_table(self) -> Table:
-        """Return the differences to the baseline at the end of the runs as a table for the terminal."""
-        columns = self._columns()
-        return console_differences(self._difference_rows(columns), self._baseline, columns)
-
-    def verdict_lines(self) -> list[str]:
-        """Return the criterion, its verdict and when it was stated as lines of text; none without a criterion."""
-        criterion = self._compare.criterion
-        verdict = self._verdict()
-        if criterion is None or verdict is None:
-            return []
-        return [*verdict_lines(criterion, verdict), self._criterion_origin]
-
-    def _verdict(self) -> Verdict | None:
-        """Return whether the scores that exist meet the criterion; None if the config states no criterion."""
-        if self._compare.criterion is None:
-            return None
-        return judge(self._compare.criterion, self._last_scores(), len(self._compare.seeds))
-
-    @property
-    def _baseline(self) -> str:
-        """Name of the objective with which the others are compared: the criterion's baseline, or the first one."""
-        if self._compare.criterion is not None:
-            return self._compare.criterion.baseline
-        return self._compare.objectives[0].name
-
-    def _columns(self) -> list[str]:
-        """Return the names of the tasks that have scores, in the order of the table's columns."""
-        existing = {score.task for score in self.scores()}
-        return [name for name in [*(measure.name for measure in self._measures), CONTEXT_AUC] if name in existing]
-
-    def _difference_rows(self, columns: Sequence[str]) -> list[list[str]]:
-        """Return the cells of the table of differences, one row for each objective except the baseline."""
-        names = [objective.name for objective in self._compare.objectives]
-        return difference_rows(self._last_scores(), names, self._baseline, columns)
+    def results(self) -> ComparisonResults:
+        """Read the scores that exist, and return the tables, the texts and the verdict that follow from them."""
+        return ComparisonResults(
+            compare=self._compare,
+            plan=self.plan,
+            measures=self._measures,
+            scores=self.scores(),
+            title=f"{self._file.stem}: objectives at equal FLOPs",
+            command=self._command,
+            criterion_origin=self._criterion_origin,
+        )
 
     def write(self) -> list[Path]:
         """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths.
 
         Existing files are replaced, each at once, so a reader never sees half a file.
         """
-        rows = self._rows()
+        results = self.results()
         failures = self.failures()
-        metric_of = {measure.name: measure.metric for measure in self._measures}
-        if CONTEXT_AUC in self._columns():
-            metric_of[CONTEXT_AUC] = CONTEXT_AUC_METRIC
-
         json_file = self.folder / "compare.json"
-        _replace_file(json_file, self._json_text(rows, failures).encode())
+        _replace_file(json_file, results.json_text(failures).encode())
         page_file = self.folder / "compare.md"
-        _replace_file(page_file, self._markdown_page(rows, failures).encode())
+        _replace_file(page_file, results.markdown_page(failures).encode())
         picture_file = self.folder / "compare.png"
-        write_picture(rows, panel_titles(metric_of, rows), picture_file)
+        write_picture(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
         return [json_file, page_file, picture_file]
-
-    def _json_text(self, rows: Sequence[ScoreRow], failures: Sequence[Failure]) -> str:
-        """Return the content of compare.json: config, runs, table, single scores and failures."""
-        tree = {
-            "command": self._command,
-            "budget_flops": self.plan.budget_flops,
-            "config": self._compare.model_dump(mode="json"),
-            "runs": [self._describe_run(cell) for cell in self.plan.cells],
-            "table": [dataclasses.asdict(row) for row in rows],
-            "scores": [dataclasses.asdict(score) for score in self.scores()],
-            "differences": self._difference_records(),
-            "failures": [dataclasses.asdict(failure) for failure in failures],
-        }
-        verdict = self._verdict()
-        if verdict is not None:
-            tree["verdict"] = {"answer": verdict.answer, "passed": verdict.passed}
-        return json.dumps(tree, indent=1) + "\n"
-
-    def _markdown_page(self, rows: Sequence[ScoreRow], failures: Sequence[Failure]) -> str:
-        """Return the content of compare.md: how the comparison was made, the table, and what has failed."""
-        seeds = ", ".join(map(str, self._compare.seeds))
-        remark = (
-            f"`{self._command}`: {self.plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
-            f"Per cent: median (lowest to highest seed)."
-        )
-        columns = self._columns()
-        sections = markdown_differences(self._difference_rows(columns), self._baseline, columns)
-        if self._compare.criterion is not None:
-            sections += ["## Criterion", "", *(f"* {line}" for line in self.verdict_lines()), ""]
-        return markdown(self._title, rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
-
-    def _difference_records(self) -> list[dict[str, object]]:
-        """Return the differences of all objectives to the baseline, for compare.json."""
-        scores = self._last_scores()
-        records = []
-        for objective in self._compare.objectives:
-            for column in self._columns():
-                difference = paired_difference(scores, objective.name, self._baseline, column)
-                if difference is not None and objective.name != self._baseline:
-                    records.append(dataclasses.asdict(difference))
-        return records
-
-    @property
-    def _title(self) -> str:
-        """Title of the comparison's table and Markdown page: the name of its config file and what is compared."""
-        return f"{self._file.stem}: objectives at equal FLOPs"
 
     @property
     def _command(self) -> str:
@@ -342,31 +245,6 @@ class Comparison:
         if self._glue:
             command += f" --glue {shlex.quote(str(self._glue))}"
         return command
-
-    def _rows(self) -> list[ScoreRow]:
-        """Return the rows of the table, one for each objective and number of steps, from the scores that exist.
-
-        The initial weights have one row, with step 0. Only tasks that are scored at all checkpoints count in the
-        average: a task with `at: ends` has scores only in the rows of the initial and the last weights.
-        """
-        is_averaged = {measure.name: measure.at == "all" for measure in self._measures}
-        is_averaged[CONTEXT_AUC] = False  # only objectives with a discriminator have it
-        return summarize_rows(self.scores(), is_averaged)
-
-    def _describe_run(self, cell: Cell) -> dict[str, object]:
-        """Return the entry of a run in the list `runs` of compare.json: folder, steps, FLOPs and parameters.
-
-        Steps and FLOPs are those of the whole run, also if it is not finished.
-        """
-        num_steps = cell.marks[-1]
-        return {
-            "objective": cell.entry,
-            "seed": cell.seed,
-            "run": cell.config.run_dir,
-            "steps": num_steps,
-            "flops": cell.flops(num_steps),
-            "parameters": parameter_counts(cell.config.model, cell.config.objective)._asdict(),
-        }
 
 
 def _replace_file(path: Path, data: bytes) -> None:

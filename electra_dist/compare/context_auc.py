@@ -13,7 +13,7 @@ from electra_dist.compare.measure import Measured
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.jsonl import read_records
 
-METRIC = "ROC-AUC"
+CONTEXT_AUC_METRIC = "ROC-AUC"
 
 
 def read_context_auc(run_dir: Path, after: int, step: int) -> Measured | None:

@@ -77,11 +77,12 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     return f"degenerate: all {len(predicted)} predictions are {value_text}"
 
 
-def bootstrap_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
-    """Return the standard error of a metric over the choice of the test examples, by the bootstrap.
+def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
+    """Return the standard error of a metric over the choice of the test examples.
 
-    It is the standard deviation of the metric over 200 resamples of the examples with replacement. The resamples are
-    always the same ones for the same number of examples.
+    That of an accuracy p over N examples is sqrt(p (1 - p) / N). That of another metric is found by the bootstrap: it
+    is the standard deviation of the metric over 200 resamples of the examples with replacement, always the same ones
+    for the same number of examples.
 
     Args:
         predicted: predicted label numbers or values, [N].
@@ -89,6 +90,9 @@ def bootstrap_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels
         num_labels: number of labels; 0 for a regression.
         metric: a key of `classification_metrics` or of `regression_metrics`.
     """
+    if metric == "accuracy":
+        accuracy = float(sk.accuracy_score(true, predicted))
+        return float(np.sqrt(accuracy * (1.0 - accuracy) / len(true)))
     generator = np.random.default_rng(0)
     values = []
     for _ in range(_NUM_RESAMPLES):

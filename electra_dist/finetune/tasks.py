@@ -28,9 +28,9 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.task_metrics import (
-    bootstrap_standard_error,
     classification_metrics,
     degenerate,
+    metric_standard_error,
     regression_metrics,
 )
 from electra_dist.finetune.training_loop import Examples, Progress, predict
@@ -292,7 +292,7 @@ class TextTask(Task):
         output_NL = outputs[""]
         predicted_N = output_NL.argmax(1) if self.labels else output_NL[:, 0]
         true_N = self.dev_target[""][:, 0].numpy()
-        return bootstrap_standard_error(predicted_N, true_N, len(self.labels), self.metric)
+        return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
     @property
     def _num_outputs(self) -> int:

@@ -53,9 +53,10 @@ def compare(
     except KeyboardInterrupt:
         out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
-    out.print(comparison.table())
-    out.print(comparison.difference_table())
-    for line in comparison.verdict_lines():
+    results = comparison.results()
+    out.print(results.table())
+    out.print(results.difference_table())
+    for line in results.verdict_lines():
         out.print(line)
     for failure in comparison.failures():
         out.print(f"failed: {failure.entry} seed {failure.seed}: {failure.what}")

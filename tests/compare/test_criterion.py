@@ -16,8 +16,12 @@ from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import CompareConfig, Criterion
 from electra_dist.compare.context_auc import read_context_auc
 from electra_dist.compare.criterion import CRITERION_FILE, judge, record_criterion, verdict_lines
-from electra_dist.compare.difference_tables import difference_rows, markdown_differences
-from electra_dist.compare.significance import difference_text, paired_difference
+from electra_dist.compare.significance import (
+    difference_rows,
+    difference_text,
+    markdown_differences,
+    paired_difference,
+)
 from electra_dist.config_file import load_section
 from electra_dist.errors import UserError
 

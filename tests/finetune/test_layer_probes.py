@@ -14,7 +14,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.finetune.finetune_and_probe import best_layer, pooled, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.number_agreement import ADJECTIVES, NOUNS, THINGS
-from electra_dist.finetune.task_metrics import bootstrap_standard_error
+from electra_dist.finetune.task_metrics import metric_standard_error
 from electra_dist.finetune.tasks import TextSpec, TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.initial_weights import build_towers
@@ -89,7 +89,7 @@ def test_the_layer_is_chosen_on_the_training_data_and_the_score_is_that_of_the_d
     assert right.score == right.layer_scores[right.layer]
     assert wrong.layer_scores == pytest.approx([1.0 - score for score in right.layer_scores])
     assert right.score > 0.6
-    assert right.standard_error == pytest.approx(np.sqrt(right.score * (1 - right.score) / 80), rel=0.3)
+    assert right.standard_error == pytest.approx(np.sqrt(right.score * (1 - right.score) / 80))
 
 
 def test_the_best_layer_is_the_lowest_of_equally_good_ones_and_the_last_one_without_held_out_data() -> None:
@@ -97,14 +97,25 @@ def test_the_best_layer_is_the_lowest_of_equally_good_ones_and_the_last_one_with
     assert best_layer([None, None, None]) == 2
 
 
-def test_the_bootstrap_gives_the_binomial_standard_error_of_an_accuracy() -> None:
+def test_the_standard_errors_are_those_of_formulas_and_of_a_bootstrap_in_numpy() -> None:
+    """For two labels, Matthews correlation is the correlation of the label numbers; the data have no ties in rank."""
     rng = np.random.default_rng(0)
     true = rng.integers(2, size=400)
     predicted = np.where(rng.random(400) < 0.8, true, 1 - true)
+    value = rng.normal(size=400)
+    predicted_value = value + rng.normal(size=400)
+    correlations = []
+    rank_correlations = []
+    for _ in range(1000):
+        rows = rng.integers(400, size=400)
+        correlations.append(np.corrcoef(true[rows], predicted[rows])[0, 1])
+        ranks = [np.unique(values[rows], return_inverse=True)[1] for values in (value, predicted_value)]
+        rank_correlations.append(np.corrcoef(*ranks)[0, 1])
+
     accuracy = float((predicted == true).mean())
-
-    error = bootstrap_standard_error(predicted, true, 2, "accuracy")
-
-    assert error == pytest.approx(np.sqrt(accuracy * (1 - accuracy) / 400), rel=0.15)
-    assert bootstrap_standard_error(true, true, 2, "accuracy") == 0.0
-    assert 0.0 < bootstrap_standard_error(predicted + 0.1 * rng.random(400), true, 0, "spearman") < 0.1
+    expected = np.sqrt(accuracy * (1 - accuracy) / 400)
+    assert metric_standard_error(predicted, true, 2, "accuracy") == pytest.approx(expected)
+    assert metric_standard_error(predicted, true, 2, "mcc") == pytest.approx(np.std(correlations), rel=0.15)
+    assert metric_standard_error(predicted_value, value, 0, "spearman") == pytest.approx(
+        np.std(rank_correlations), rel=0.15
+    )
