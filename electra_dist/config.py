@@ -491,15 +491,16 @@ class GeneratorOptimizerConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW as the paper used it (or LAMB), and the learning-rate schedule.
+    """AdamW as the paper used it (or LAMB or Muon), and the learning-rate schedule.
 
     After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * (1 - t / num_steps) ** decay_power.
     """
 
-    name: Literal["adamw", "lamb"] = Field(
+    name: Literal["adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
-        "the parameter's norm and needs engine.zero_stage: 0.",
+        "the parameter's norm and needs engine.zero_stage: 0. muon: Muon for the matrices of the layers and AdamW for "
+        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
@@ -535,10 +536,10 @@ class OptimizerConfig(Section):
     )
     implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
         default="auto",
-        description="Code that runs the update. apex: NVIDIA apex. deepspeed: DeepSpeed's fused AdamW (not for "
-        "lamb). foreach: this project's code on torch._foreach. auto: on a CPU foreach; on a GPU apex if it is "
-        "installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes foreach if deepspeed's cannot "
-        "be compiled, and with engine.offload_optimizer on a GPU; the log states the reason.",
+        description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused "
+        "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for muon foreach; "
+        "on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes foreach "
+        "if deepspeed's cannot be compiled, and with engine.offload_optimizer on a GPU; the log states the reason.",
     )
     generator: GeneratorOptimizerConfig | None = Field(
         default=None,

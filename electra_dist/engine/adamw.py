@@ -76,19 +76,28 @@ class ForeachAdamW(torch.optim.Optimizer):
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
             if not params:
                 continue  # torch._foreach refuses an empty list
-            grads = [parameter.grad for parameter in params]
-            exp_avgs, exp_avg_sqs = moments_of(self, params)
-            beta1, beta2 = group["betas"]
-            # m = b1 m + (1 - b1) g
-            torch._foreach_mul_(exp_avgs, beta1)
-            torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
-            # v = b2 v + (1 - b2) g^2
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
-            # update = m / (sqrt(v) + eps) + decay * p
-            denominators = torch._foreach_sqrt(exp_avg_sqs)
-            torch._foreach_add_(denominators, group["eps"])
-            updates = torch._foreach_div(exp_avgs, denominators)
-            if group["weight_decay"]:
-                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            self.update_group(group, params)
+
+    def update_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        """Update parameters of one group in place.
+
+        Args:
+            group: parameter group with the settings.
+            params: its parameters that have a gradient and at least one element.
+        """
+        grads = [parameter.grad for parameter in params]
+        exp_avgs, exp_avg_sqs = moments_of(self, params)
+        beta1, beta2 = group["betas"]
+        # m = b1 m + (1 - b1) g
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
+        # v = b2 v + (1 - b2) g^2
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
+        # update = m / (sqrt(v) + eps) + decay * p
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(exp_avgs, denominators)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])

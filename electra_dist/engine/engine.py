@@ -34,6 +34,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.loss_scale import LossScale
+from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
@@ -173,6 +174,7 @@ class Engine:
 
         Raises:
             UserError: the config demands an implementation of the optimizer that this machine does not have.
+            RuntimeError: `optimizer.name` is muon, and the optimizer's update is not orthogonal.
         """
         self.device = local_device()
         self.notes: list[str] = []
@@ -205,6 +207,8 @@ class Engine:
                 config=deepspeed_config(train, engine, clip_norm, self.device.type),
                 dist_init_required=False,
             )
+        if optimizer_config.name == "muon":
+            check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():
             self.deepspeed.enable_backward_allreduce = False

@@ -1,4 +1,4 @@
-"""Build the optimizer: AdamW as the ELECTRA paper used it, or LAMB.
+"""Build the optimizer: AdamW as the ELECTRA paper used it, or LAMB, or Muon.
 
 AdamW has no bias correction, a decoupled decay times lr, and no decay on LayerNorm and bias. There are three
 implementations of this one update rule; `build_optimizer` takes the first that this machine has and returns its name:
@@ -12,6 +12,8 @@ implementations of this one update rule; `build_optimizer` takes the first that 
 `optimizer.name: lamb` is `ForeachLamb` of `lamb.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
 would silently take the norm of a piece for the norm of a parameter.
+
+`optimizer.name: muon` is `ForeachMuon` of `muon.py`, also at ZeRO stage 0 only, because it needs whole matrices.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import nn
 from electra_dist.config import OptimizerConfig
 from electra_dist.engine.adamw import ForeachAdamW
 from electra_dist.engine.lamb import ForeachLamb
+from electra_dist.engine.muon import ForeachMuon
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective
@@ -32,7 +35,7 @@ from electra_dist.objectives.two_stage import TwoStageDetection
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None
+    module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None, *, use_muon: bool = False
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: one with weight decay and one without.
 
@@ -46,6 +49,8 @@ def parameter_groups(
         weight_decay: decay of the decayed groups.
         generator: settings of the generator's groups, whose decay and betas they take; None without
             `optimizer.generator`.
+        use_muon: put the matrices of the layers into groups of their own, which have the key `num_matrices` of
+            `ForeachMuon`.
 
     Returns:
         Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator where
@@ -60,32 +65,50 @@ def parameter_groups(
         assert isinstance(module, Objective)
         towers = module.towers
 
-    # (whether it is the generator's group, whether it is without decay) -> parameters of the group
-    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    # (whether it is the generator's group, whether it is without decay, `num_matrices` for Muon or 0) -> parameters of
+    # the group
+    members: dict[tuple[bool, bool, int], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
         in_generator = towers is not None and towers.is_generators(name.removeprefix("towers."))
-        members.setdefault((in_generator, is_undecayed), []).append(parameter)
+        num_matrices = _num_matrices(name, parameter) if use_muon else 0
+        members.setdefault((in_generator, is_undecayed, num_matrices), []).append(parameter)
 
     groups = []
-    for in_generator, is_undecayed in sorted(members):
+    for in_generator, is_undecayed, num_matrices in sorted(members):
         group = {
-            "params": members[in_generator, is_undecayed],
+            "params": members[in_generator, is_undecayed, num_matrices],
             "weight_decay": 0.0 if is_undecayed else weight_decay,
             "is_generators": in_generator,
         }
         if in_generator and generator is not None:
             group["weight_decay"] = 0.0 if is_undecayed else generator.weight_decay
             group["betas"] = (generator.beta1, generator.beta2)
+        if num_matrices:
+            group["num_matrices"] = num_matrices
         groups.append(group)
     return groups
 
 
-def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Refuse optimizer settings that cannot work: LAMB with partitioned parameters, or DeepSpeed's LAMB.
+def _num_matrices(name: str, parameter: nn.Parameter) -> int:
+    """Return how many matrices a parameter is to Muon: 3 for query, key and value, 0 for what AdamW updates.
 
-    LAMB needs the norm of each whole parameter, and at ZeRO stages 1 to 3 an optimizer gets pieces of parameters.
+    Muon updates the matrices of the layers. Tables, projections of embeddings and heads are left to AdamW.
+
+    Args:
+        name: name of the parameter in the objective, such as "towers.discriminator.layers.0.attention.qkv.weight".
+        parameter: the parameter.
+    """
+    if ".layers." not in name or parameter.dim() != 2:
+        return 0
+    return 3 if name.endswith("attention.qkv.weight") else 1
+
+
+def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
+    """Refuse optimizer settings that cannot work: LAMB or Muon with partitioned parameters, or in code without them.
+
+    Both need whole parameters, and at ZeRO stages 1 to 3 an optimizer gets pieces of parameters.
     Every setting of AdamW is accepted.
 
     Args:
@@ -95,7 +118,10 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
     Raises:
         UserError: names the keys that do not fit together and the value to set.
     """
-    if config.name != "lamb":
+    if config.name == "adamw":
+        return
+    if config.name == "muon":
+        _check_muon(config, zero_stage)
         return
     if zero_stage > 0:
         raise UserError(
@@ -106,6 +132,24 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
         raise UserError(
             "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
             "implementations apex and foreach; set optimizer.implementation: auto"
+        )
+
+
+def _check_muon(config: OptimizerConfig, zero_stage: int) -> None:
+    """Raise unless Muon can run: at ZeRO stage 0, in this project's code.
+
+    Raises:
+        UserError: names the key that does not fit and the value to set.
+    """
+    if zero_stage > 0:
+        raise UserError(
+            f"optimizer.name muon needs whole matrices, but engine.zero_stage is {zero_stage}; set "
+            f"engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+        )
+    if config.implementation not in ("auto", "foreach"):
+        raise UserError(
+            f"optimizer.implementation {config.implementation} is not available for optimizer.name muon, which has "
+            f"the implementation foreach; set optimizer.implementation: auto"
         )
 
 
@@ -140,7 +184,7 @@ def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_
     """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
-        if device_type != "cuda":
+        if device_type != "cuda" or config.name == "muon":
             return Implementation("foreach")
         if offloads:
             return Implementation("foreach", "engine.offload_optimizer keeps its state in host memory")
@@ -203,10 +247,9 @@ def _problem_of(implementation: str) -> str | None:
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build AdamW or LAMB for a module, with the fastest implementation that the config and the machine allow.
+    """Build AdamW, LAMB or Muon for a module, with the fastest implementation that the config and the machine allow.
 
-    The optimizer is meant to be passed to `deepspeed.initialize`. Neither AdamW nor LAMB corrects the bias of its
-    moments.
+    The optimizer is meant to be passed to `deepspeed.initialize`. None of them corrects the bias of its moments.
 
     Args:
         module: the objective, whose parameters are trained.
@@ -222,13 +265,15 @@ def build_optimizer(
         UserError: the config demands an implementation that this machine does not have.
     """
     generator = config.for_generator if config.generator is not None else None
-    groups = parameter_groups(module, config.weight_decay, generator)
+    groups = parameter_groups(module, config.weight_decay, generator, use_muon=config.name == "muon")
     if implementation is None:
         implementation = choose_implementation(config, device_type).name
     betas = (config.beta1, config.beta2)
     settings = {"eps": config.eps, "weight_decay": config.weight_decay}
     if config.name == "lamb":
         return _build_lamb(groups, implementation, betas, settings)
+    if config.name == "muon":
+        return ForeachMuon(groups, lr=0.0, betas=betas, **settings), "ForeachMuon (electra-dist)"
     if implementation == "foreach":
         return ForeachAdamW(groups, lr=0.0, betas=betas, **settings), "ForeachAdamW (electra-dist)"
     fused_adam_class, name = _import_fused_adam(implementation)

@@ -126,3 +126,18 @@ def test_a_run_with_a_frozen_generator_repeats_bit_for_bit_and_is_bound_to_its_w
     assert refused.returncode == 78
     assert "objective.generator_sha256 was" in refused.stderr
     assert refused.stderr.count("\n") <= 2
+
+
+@pytest.mark.drill
+def test_a_cut_run_with_muon_repeats_bit_for_bit_on_another_number_of_ranks(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+) -> None:
+    settings = {"optimizer.name": "muon", "engine.zero_stage": 0, "train.num_steps": 9, "train.micro_batch": 8}
+    config = tiny_config("run", **settings, **{"checkpoint.every_steps": 4, "checkpoint.keep_last": 9})
+    run_dir = tmp_path / "run"
+    pretrain(config, 1)
+    expected = losses(run_dir)
+    go_back(run_dir, 4)
+    pretrain(config, 2)
+    assert len(expected) == 9
+    assert losses(run_dir) == expected
