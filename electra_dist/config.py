@@ -538,8 +538,9 @@ class OptimizerConfig(Section):
         default="auto",
         description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused "
         "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for muon foreach; "
-        "on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes foreach "
-        "if deepspeed's cannot be compiled, and with engine.offload_optimizer on a GPU; the log states the reason.",
+        "on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes "
+        "foreach if deepspeed's cannot be compiled, and with engine.offload_optimizer on a GPU; the log states the "
+        "reason.",
     )
     generator: GeneratorOptimizerConfig | None = Field(
         default=None,

@@ -78,7 +78,7 @@ class ForeachAdamW(torch.optim.Optimizer):
                 continue  # torch._foreach refuses an empty list
             self.update_group(group, params)
 
-    def update_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update parameters of one group in place.
 
         Args:

@@ -69,7 +69,7 @@ class ForeachMuon(ForeachAdamW):
     """
 
     @torch.no_grad()
-    def update_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
         """Update parameters of one group in place, by Muon if the group has `num_matrices`.
 
         Args:
