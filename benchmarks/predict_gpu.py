@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,12 @@ ASSUMPTIONS = {
 }
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten._addmm")
 _HEAD_KERNELS = ("row_kernel", "tail_", "scatter_add", "replace")
-_PASSES = {"row_kernel": 3}  # it reads the logits twice and writes their gradient
+# Kernels that work in place move more than their arguments once: the row kernel reads the logits twice and writes their
+# gradient; GELU's gradient reads two tensors of one size and overwrites one of them.
+_PASSES = {"row_kernel": 3, "gelu_gradient_kernel": 1.5}
+# Columns that a kernel writes of the fp32 partial sums that the kernels of a layer share: an argument, and how often it
+# counts.
+_SUMMED_COLUMNS = {"norm_backward_kernel": ("hidden", 3), "gelu_gradient_kernel": ("width", 1)}
 _DISCRIMINATOR, _GENERATOR, _HEADS = "discriminator products", "generator products", "products of the heads"
 _ATTENTION, _NORMS = "attention", "dropout + add + norm"
 _KERNELS_OF_HEADS, _GELU = "kernels of the heads", "GELU"
@@ -165,12 +171,16 @@ class Prediction:
     def _of_product(self, call: DeviceCall) -> tuple[str, float]:
         """Return the part of a matrix product [m, k] x [k, n], by its sizes, and its milliseconds."""
         matrices = [shape for shape in call.shapes if len(shape) == 2]
+        num_bytes: float = call.num_bytes
         if call.name.endswith("out"):
-            del matrices[-2]  # the argument that receives the result
+            # The argument that receives the result is not read.
+            elements = [math.prod(shape) for shape in call.shapes]
+            num_bytes *= 1 - elements[-1] / sum(elements)
+            del matrices[-2]
         first, second, result = matrices[-3:]
         flops = 2 * result[0] * result[1] * first[1]
         self.product_flops += flops
-        ms = max(flops / (self.speeds["product_tflops"] * 1e9), self._memory_ms(call.num_bytes))
+        ms = max(flops / (self.speeds["product_tflops"] * 1e9), self._memory_ms(num_bytes))
         sizes = {*first, *second}
         model = self.config.model
         tokens = self.rows * self.config.data.seq_len
@@ -198,7 +208,7 @@ class Prediction:
 
     def _of_launch(self, launch: Launch) -> tuple[str, float]:
         """Return the part to which a Triton launch belongs, and its milliseconds."""
-        num_bytes = launch.num_bytes * _PASSES.get(launch.kernel, 1)
+        num_bytes = _moved_bytes(launch)
         if launch.kernel.startswith(_HEAD_KERNELS):
             return _KERNELS_OF_HEADS, self._memory_ms(num_bytes, self.speeds["norm_share"])
         if "gelu" in launch.kernel:
@@ -206,6 +216,22 @@ class Prediction:
         if "norm" in launch.kernel or "strip" in launch.kernel:
             return _NORMS, self._memory_ms(num_bytes, self.speeds["norm_share"])
         return _REST, self._memory_ms(num_bytes, self.speeds["elementwise_share"])
+
+
+def _moved_bytes(launch: Launch) -> float:
+    """Return the bytes that a Triton launch reads and writes.
+
+    They are those of its tensors, each as often as the kernel passes over it, and of the partial sums only the columns
+    that the kernel writes.
+    """
+    buffer_bytes = 0
+    written_bytes = 0
+    if launch.kernel in _SUMMED_COLUMNS:
+        num_strips, num_columns = launch.tensors["partials_ptr"]
+        argument, times = _SUMMED_COLUMNS[launch.kernel]
+        buffer_bytes = 4 * num_strips * num_columns
+        written_bytes = 4 * num_strips * times * launch.words[argument]
+    return (launch.num_bytes - buffer_bytes) * _PASSES.get(launch.kernel, 1) + written_bytes
 
 
 def predict(config: Config, rows: int, chosen: Mapping[str, float]) -> dict[str, Any]:

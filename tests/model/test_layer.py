@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +140,5 @@ def test_launches_have_no_argument_that_changes_with_the_step(launched: Callable
 
 
 @pytest.fixture(autouse=True)
-def _deterministic_inputs() -> Iterator[None]:
+def _deterministic_inputs() -> None:
     torch.manual_seed(2)
-    yield

@@ -44,6 +44,7 @@ from electra_kernels.triton.philox import as_int32, four_way_bits
 _H200_PROCESSORS = 132
 _RESIDENT_WARPS = 24  # of the backward kernel on one processor
 NUM_WARPS = 4
+_TOKENS_PER_STRIP = 8
 _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 
 
@@ -306,10 +307,14 @@ def backward_pass(
 
 
 def num_strips(grad: torch.Tensor) -> int:
-    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H]."""
+    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H].
+
+    A strip has at least `_TOKENS_PER_STRIP` tokens, so that the partial sums take few bytes beside the gradients.
+    """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
-    return min(resident_programs(grad.device, _launch_options(hidden)["num_warps"]), num_tokens)
+    most_programs = resident_programs(grad.device, _launch_options(hidden)["num_warps"])
+    return min(most_programs, triton.cdiv(num_tokens, _TOKENS_PER_STRIP))
 
 
 def backward_strips(
