@@ -61,6 +61,7 @@ class GeneratorHead(nn.Module):
         seed: int,
         step: int,
         row_M: torch.Tensor,
+        key_2: torch.Tensor | None = None,
         temperature: float | torch.Tensor,
         disallow_correct: bool,
         backend: str,
@@ -80,6 +81,8 @@ class GeneratorHead(nn.Module):
             seed: the run's seed.
             step: number of the optimizer step.
             row_M: int64 numbers of the slots within the step's global batch, which key the samples.
+            key_2: int64 seed and step on the device, which kernels read instead of the two integers; None: made from
+                them.
             temperature: divides the logits before sampling, a number or a float64 scalar tensor on their device; the
                 loss does not use it.
             disallow_correct: never sample a slot's original token.
@@ -95,6 +98,7 @@ class GeneratorHead(nn.Module):
             step=step,
             row_M=row_M,
             vocab_size=self.vocab_size,
+            key_2=key_2,
             temperature=temperature,
             disallow_correct=disallow_correct,
             backend=backend,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
-from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.keyed_random import Purpose, derive_seed, key_on_device
 from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
@@ -96,6 +96,9 @@ class StepInput:
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
     # int64 ids that the discriminator reads in place of the objective's own corruption; see `Objective.score_shown`.
     shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
+    # int64 seed and step on the device of the ids, from `step_key`; kernels read them there. None: made from the two
+    # integers.
+    key_2: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 class StepOutput(NamedTuple):
@@ -111,6 +114,20 @@ class StepOutput(NamedTuple):
     is_real_BS: torch.Tensor  # bool, False for pads
 
 
+def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
+    """Return seed and step as int64 [2] on a device; the host does not wait for the copy to a GPU.
+
+    Kernels read the step from this memory and have no argument that changes from step to step. A CUDA graph of a
+    micro-batch could therefore be repeated for another step once the memory holds that step's number.
+
+    Args:
+        seed: the run's seed, below 2**63.
+        step: number of the optimizer step.
+        device: the device of the token ids.
+    """
+    return key_on_device(torch.tensor([seed, step]), device)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
     """Input of an objective's `compute_loss`: a `StepInput` with the structure and the attention mask of its rows.
@@ -121,6 +138,12 @@ class Batch(StepInput):
     values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
     attention_mask: AttentionMask  # lets tokens of one example attend to each other
+
+    @property
+    def step_on_device(self) -> torch.Tensor:
+        """Return the number of the optimizer step as int64 [1] on the device of the ids, for draws by operators."""
+        assert self.key_2 is not None, "`Objective.batch` makes the key"
+        return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
         """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots].
@@ -240,6 +263,9 @@ class Objective(nn.Module, ABC):
         values = step_input.scheduled
         if values is None:
             values = first_values(self.objective) if self.training else evaluation_values(self.objective)
+        key_2 = step_input.key_2
+        if key_2 is None:
+            key_2 = step_key(step_input.seed, step_input.step, step_input.ids_BS.device)
         return Batch(
             ids_BS=step_input.ids_BS,
             row_B=step_input.row_B,
@@ -251,6 +277,7 @@ class Objective(nn.Module, ABC):
             gradient_scale=step_input.gradient_scale,
             values=values,
             shown_BS=step_input.shown_BS,
+            key_2=key_2,
             layout=layout,
             attention_mask=self._attention_mask(step_input, layout),
         )
@@ -283,7 +310,15 @@ class Objective(nn.Module, ABC):
         [MASK].
         """
         return mask_rows(
-            batch.ids_BS, self.special, self.objective, batch.seed, batch.step, batch.row_B, batch.values.mask_prob
+            batch.ids_BS,
+            self.special,
+            self.objective,
+            batch.seed,
+            batch.step,
+            batch.row_B,
+            batch.values.mask_prob,
+            key_2=batch.key_2,
+            backend=self.backend,
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:

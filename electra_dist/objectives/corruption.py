@@ -136,7 +136,7 @@ class CorruptingObjective(Objective):
             fixed_generator: draws the tokens.
         """
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
-        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
+        sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step_on_device, batch.seed)
         sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
         corrupted_BS, label_BS = self.replace(batch, masking, sampled_BN)
         return Corruption(
@@ -225,6 +225,7 @@ class CorruptingObjective(Objective):
             weight_BN.flatten(),
             seed=batch.seed,
             step=batch.step,
+            key_2=batch.key_2,
             row_M=batch.slot_number_M(target_BN.shape[1]),
             temperature=batch.values.temperature,
             disallow_correct=self.objective.disallow_correct,

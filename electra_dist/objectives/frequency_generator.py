@@ -58,7 +58,9 @@ class FixedGenerator(nn.Module):
         ends[last_token:] = _RANGE
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
-    def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
+    def forward(
+        self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int | torch.Tensor, seed: int
+    ) -> torch.Tensor:
         """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N].
 
         Every token owns an interval of the 32-bit random words, and a slot gets the token whose interval holds the
@@ -67,7 +69,7 @@ class FixedGenerator(nn.Module):
         Args:
             target_BN: int64 original tokens of the slots; their values matter with `disallow_correct` only.
             row_B: int64 numbers of the rows within the step's global batch.
-            step: number of the optimizer step.
+            step: number of the optimizer step, or an int64 tensor of one element that holds it.
             seed: the run's seed.
         """
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])

@@ -7,31 +7,33 @@ never waits for the device.
 
 How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
 real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has
-candidates. `without_replacement` takes the n candidates with the smallest random keys. `reference` repeats Google's
+candidates. `without_replacement` takes the n candidates with the smallest random keys, by the fused operation
+`electra_kernels.mask_positions`. `reference` repeats Google's
 draw with replacement: a position that is drawn twice has two slots, so it counts twice in the loss, and its new id is
 the mean of its samples' ids, rounded down (`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 %
 are masked at 25 %. The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT,
 it never reads a random token.
 
-Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one grid of random words
-from Philox (a counter-based generator) and one sort of [B, S] integers.
+Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one launch on a GPU, where
+`reference` takes about 300; on a CPU one grid of random words and one sort of [B, S] integers.
 
 Shapes: B rows, S tokens, N slots in every row.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
+from electra_kernels.mask_positions import MaskIds, mask_positions, show_masks
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import Scalar, first_values
 from electra_dist.schedule import NumberOrSchedule, largest_value
-
-_POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
 
 
 class Masking(NamedTuple):
@@ -74,7 +76,12 @@ def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
         ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
     """
-    return (ids_BS != special.pad) & (ids_BS != special.cls) & (ids_BS != special.sep) & (ids_BS != special.mask)
+    return _mask_ids(special).is_candidate(ids_BS)
+
+
+def _mask_ids(special: SpecialIds) -> MaskIds:
+    """Return the ids that masking needs, in the type of the fused operation."""
+    return MaskIds(pad=special.pad, cls=special.cls, sep=special.sep, mask=special.mask)
 
 
 def num_masked(
@@ -96,10 +103,37 @@ def num_masked(
     if mask_prob is None:
         mask_prob = first_values(objective).mask_prob
     num_real_B = (ids_BS != special.pad).sum(1)
-    num_wanted_B = torch.round(num_real_B.double() * mask_prob).long()
-    most_masked = num_slots(objective.mask_prob, ids_BS.shape[1])
     num_candidates_B = is_candidate(ids_BS, special).sum(1)
-    return torch.minimum(num_wanted_B.clamp(1, most_masked), num_candidates_B)
+    seq_len = ids_BS.shape[1]
+    most_masked = num_slots(objective.mask_prob, seq_len)
+    num_wanted_B = wanted_counts(mask_prob, most_masked, seq_len, ids_BS.device)[num_real_B]
+    return torch.minimum(num_wanted_B, num_candidates_B)
+
+
+def wanted_counts(mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device) -> torch.Tensor:
+    """Return how many positions a row masks if it has enough candidates, by its real tokens, int64 [seq_len + 1].
+
+    The number of a row with r tokens that are not [PAD] is at index r: `mask_prob` * r, rounded half to even, at least
+    1 and at most `most_masked`. A kernel looks it up, so that the rounding is decided in one place. For a plain number
+    it is computed once per process and device.
+
+    Args:
+        mask_prob: share of the tokens to mask, a number or a float64 scalar tensor on the device.
+        most_masked: number of slots of a row.
+        seq_len: tokens per row.
+        device: the device of the rows.
+    """
+    if isinstance(mask_prob, torch.Tensor):
+        num_real_R = torch.arange(seq_len + 1, dtype=torch.float64, device=device)
+        return torch.round(num_real_R * mask_prob).long().clamp(1, most_masked)
+    return _constant_counts(mask_prob, most_masked, seq_len, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _constant_counts(mask_prob: float, most_masked: int, seq_len: int, device: torch.device) -> torch.Tensor:
+    """Return `wanted_counts` of a share that is a plain number, from the cache if it was computed before."""
+    rounded = np.rint(np.arange(seq_len + 1) * mask_prob).astype(np.int64)
+    return torch.from_numpy(rounded.clip(1, most_masked)).to(device)
 
 
 def mask_rows(
@@ -110,6 +144,9 @@ def mask_rows(
     step: int,
     row_B: torch.Tensor,
     mask_prob: Scalar | None = None,
+    *,
+    key_2: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
@@ -124,56 +161,43 @@ def mask_rows(
         step: number of the optimizer step.
         row_B: int64 row numbers within the global batch.
         mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
+        key_2: int64 seed and step on the device of the ids; on a GPU they are read from it, so that a CUDA graph could
+            be repeated for another step. None: the two integers are used.
+        backend: `kernels.backend` of the config.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
+    if mask_prob is None:
+        mask_prob = first_values(objective).mask_prob
+    if objective.masking == "without_replacement":
+        position_BN, weight_BN, input_BS = mask_positions(
+            ids_BS,
+            row_B,
+            wanted_counts(mask_prob, N, S, ids_BS.device),
+            _mask_ids(special),
+            num_slots=N,
+            mask_token_prob=objective.mask_token_prob,
+            seed=seed,
+            step=step,
+            key_2=key_2,
+            backend=backend,
+        )
+        return Masking(position_BN=position_BN, weight_BN=weight_BN, input_BS=input_BS)
+    step_or_key = step if key_2 is None else key_2[1:]
     num_used_B = num_masked(ids_BS, special, objective, mask_prob)
     is_used_BN = torch.arange(N, device=ids_BS.device) < num_used_B[:, None]
 
     # Draw a position for every slot, and put the empty slots at position 0.
     candidate_BS = is_candidate(ids_BS, special)
-    bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, S)
-    if objective.masking == "reference":
-        drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
-    else:
-        drawn_BN = _without_replacement(bits_BS, candidate_BS, N)
+    bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step_or_key, row_B, S)
+    drawn_BN = _with_replacement(bits_BS, candidate_BS, N)
     position_BN = torch.where(is_used_BN, drawn_BN, 0)
 
     # A used slot shows [MASK] with probability `mask_token_prob` (its 32-bit random word is below that share of
     # 2**32); otherwise the generator reads the original token there.
-    keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, N)
-    shows_mask_BN = is_used_BN & (keep_bits_BN < round(objective.mask_token_prob * 2**32))
-
-    # Count the [MASK]s of each position. An empty slot adds 0 at position 0, and a position that was drawn twice shows
-    # [MASK] if either of its slots does.
-    num_masks_BS = torch.zeros_like(ids_BS).scatter_add(1, position_BN, shows_mask_BN.long())
-    input_BS = torch.where(num_masks_BS > 0, special.mask, ids_BS)
+    shown = round(objective.mask_token_prob * 2**32)
+    input_BS = show_masks(ids_BS, position_BN, is_used_BN, special.mask, shown, seed, step_or_key, row_B)
     return Masking(position_BN=position_BN, weight_BN=is_used_BN.float(), input_BS=input_BS)
-
-
-def _without_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
-
-    Each candidate gets a random key, and the N candidates with the smallest keys are taken. A key is a 32-bit random
-    word, followed by the token's position as its lowest `_POSITION_BITS` bits. The position makes all keys of a row
-    different, and it can be read from a sorted key. If a row has fewer than N candidates, its last entries are
-    meaningless, and the caller must not use them.
-
-    Args:
-        bits_BS: int64 random words in [0, 2**32).
-        candidate_BS: bool, tokens that may be masked.
-        N: number of positions to draw, the row's number of slots for masked positions.
-    """
-    S = bits_BS.shape[1]
-    assert S <= 1 << _POSITION_BITS
-    key_BS = (bits_BS << _POSITION_BITS) | torch.arange(S, device=bits_BS.device)
-
-    # Tokens that may not be masked are sorted to the end.
-    largest_key = torch.iinfo(torch.int64).max
-    sorted_key_BS = torch.where(candidate_BS, key_BS, largest_key).sort(1).values
-
-    position_bits = (1 << _POSITION_BITS) - 1
-    return sorted_key_BS[:, :N] & position_bits
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from electra_dist.data.loader import RowBatch
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds
-from electra_dist.objectives.base import StepInput, Sums, loss_counts
+from electra_dist.objectives.base import StepInput, Sums, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
@@ -160,6 +160,7 @@ class TrainStep:
         """
         engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
+        key_2 = step_key(self._seed, batch.step, engine.device)
         sum_K: torch.Tensor | None = None
         for index in range(num_micro_batches):
             first = index * self._micro_batch
@@ -168,7 +169,7 @@ class TrainStep:
             # Attention on a GPU draws its dropout from torch's generator. Seeded by the row, a micro-batch drops the
             # same probabilities on whatever rank it runs.
             torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-            step_input = self._input(batch, ids_BS, rows, scale_N2[index])
+            step_input = self._input(batch, ids_BS, rows, scale_N2[index], key_2)
             if index == 0:
                 with self._stopwatch:
                     output = engine.forward(step_input)
@@ -265,7 +266,9 @@ class TrainStep:
         token_loss = sums.token_loss_sum / max(sums.token_weight, 1.0)
         return mlm_loss + rtd_loss + token_loss
 
-    def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
+    def _input(
+        self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor, key_2: torch.Tensor
+    ) -> StepInput:
         """Return the input of one forward pass: token ids, and what its random numbers are computed from.
 
         Masks and samples of a row depend on the seed, the step and the row's number in the global batch.
@@ -275,6 +278,7 @@ class TrainStep:
             ids_BS: int64 token ids of the batch on the device.
             rows: the rows of the batch that the forward pass reads.
             scale_2: factors that turn the sums of the first and of the second loss into means, [2].
+            key_2: seed and step on the device, from `step_key`.
         """
         device = self._engine.device
         first_scale, second_scale = scale_2
@@ -290,6 +294,7 @@ class TrainStep:
             second_scale=second_scale,
             bounds=bounds,
             scheduled=self._values,
+            key_2=key_2,
         )
 
     def _values_of(self, step: int) -> ScheduledValues:
@@ -360,12 +365,13 @@ class TrainStep:
         ids_BS = self._to_device(batch)
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row
+        key_2 = step_key(self._seed, batch.step, self._engine.device)
         losses = []
         with torch.no_grad():
             for row in range(len(ids_BS)):
                 row0 = batch.row0 + row  # number within the global batch, which keys masks and samples
                 torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
-                step_input = self._input(batch, ids_BS, slice(row, row + 1), scale_B2[row])
+                step_input = self._input(batch, ids_BS, slice(row, row + 1), scale_B2[row], key_2)
                 losses.append(float(self._engine.forward(step_input).loss))
         return losses
 

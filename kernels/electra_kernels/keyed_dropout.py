@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from electra_kernels.backend_choice import resolve_without_cuda
-from electra_kernels.keyed_random import Purpose, keep_grid
+from electra_kernels.keyed_random import Purpose, keep_grid, key_on_device
 
 _NUMBERS_OF_A_CALL = 4  # that the generator gives for one counter
 
@@ -42,7 +42,7 @@ def keyed_dropout(
         BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
     """
     if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
-        device_key = key.to(x_BSH.device, non_blocking=True)
+        device_key = key_on_device(key, x_BSH.device)
         return _KeyedDropout.apply(x_BSH, device_key, row_B.contiguous(), probability)
     return keyed_dropout_reference(x_BSH, key, row_B, probability)
 

@@ -95,7 +95,12 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 
 
 def bits_grid(
-    seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int = 0
+    seed: int,
+    purpose: Purpose,
+    step: int | torch.Tensor,
+    rows: torch.Tensor,
+    num_positions: int,
+    first_position: int = 0,
 ) -> torch.Tensor:
     """Return 32 random bits for each of R rows and each of `num_positions` positions of a row.
 
@@ -105,7 +110,8 @@ def bits_grid(
     Args:
         seed: 64-bit key, the seed of the run.
         purpose: Use of the bits.
-        step: Global step, in [0, 2**32).
+        step: Global step, in [0, 2**32); an int64 tensor of one element where `rows` are not on the host, so that no
+            operator has the number among its arguments.
         rows: int64 [R], row numbers within the global batch (never within the rank), each in [0, 2**32).
         num_positions: Number of positions in each row.
         first_position: Position of the first column, a multiple of 4.
@@ -119,6 +125,7 @@ def bits_grid(
     first_block = first_position // 4
     if rows.device.type == "cpu":
         grid = np.empty((num_rows, num_blocks * 4), np.int64)
+        step = int(step)
         fill = _fill_bits if cpu_library.fill_bits is None else cpu_library.fill_bits
         _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_block)
         return torch.from_numpy(grid[:, :num_positions])
@@ -126,7 +133,10 @@ def bits_grid(
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
     block_word = blocks[None, :].expand(num_rows, num_blocks)
     row_word = rows[:, None].expand_as(block_word)
-    step_word = torch.full_like(block_word, step)
+    if isinstance(step, torch.Tensor):
+        step_word = step.reshape(1, 1).expand_as(block_word)
+    else:
+        step_word = torch.full_like(block_word, step)
     purpose_word = torch.full_like(block_word, int(purpose))
     words = philox4x32((block_word, row_word, step_word, purpose_word), seed)
     # The four words of a block are the bits of its four positions, next to each other.
@@ -166,6 +176,23 @@ def keep_grid(
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
     is_kept = bits >= threshold
     return (is_kept * scale).float()
+
+
+def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the key of random numbers on a device; the host does not wait for the copy to a GPU.
+
+    A kernel that reads seed and step from memory has no argument that changes from step to step. A CUDA graph of it
+    can be repeated for another step once the memory holds that step's number.
+
+    Args:
+        key: int64, seed and step as its first two elements, on any device.
+        device: the device of the kernel's tensors.
+    """
+    if key.device == device:
+        return key
+    if device.type == "cuda":
+        key = key.pin_memory()  # from pageable memory the copy would wait for the queued work
+    return key.to(device, non_blocking=True)
 
 
 def drop_threshold(probability: float) -> int:

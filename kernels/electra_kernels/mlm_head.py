@@ -77,6 +77,7 @@ def mlm_head_loss_and_sample(
     step: int,
     row_M: torch.Tensor,
     vocab_size: int,
+    key_2: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
     disallow_correct: bool = False,
     chunk: int = 4096,
@@ -99,6 +100,8 @@ def mlm_head_loss_and_sample(
         step: Global step, in [0, 2**32).
         row_M: int64, number of each masked row within the global batch, in [0, 2**32).
         vocab_size: Number of tokens that exist, at most V.
+        key_2: int64 seed and step on the device of `x_MD`. A kernel reads it instead of the two integers, so that a
+            launch that is repeated draws for whatever step the memory then holds. None: made from the integers.
         temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
             logits. The loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
@@ -121,6 +124,7 @@ def mlm_head_loss_and_sample(
         temperature=temperature,
         disallow_correct=disallow_correct,
         with_gradient=with_gradient,
+        key_2=key_2,
     )
     if not with_gradient:
         chunk = min(chunk, _CHUNK_WITHOUT_GRADIENT)

@@ -21,6 +21,8 @@ class RowOptions(NamedTuple):
             logits. The loss does not use it.
         disallow_correct: Whether the true token of a row is excluded from sampling.
         with_gradient: Whether the gradient of the logits overwrites the logits.
+        key_2: int64 seed and step on the device of the logits, which a kernel reads instead of the two integers; None:
+            made from them.
     """
 
     seed: int
@@ -29,6 +31,7 @@ class RowOptions(NamedTuple):
     temperature: float | torch.Tensor
     disallow_correct: bool
     with_gradient: bool
+    key_2: torch.Tensor | None = None
 
 
 class RowStats(NamedTuple):

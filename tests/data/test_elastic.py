@@ -74,6 +74,7 @@ class FixedTowers(nn.Module):
         weight_M: torch.Tensor,
         *,
         disallow_correct: bool,
+        key_2: torch.Tensor,
         **keys: Any,
     ) -> MlmHeadOutput:
         sampled_M = sample(logits_VV[target_M], **keys)

@@ -39,7 +39,7 @@ from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective
-from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.base import Objective, StepInput, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules
 from electra_dist.schedule import schedules_of
 
@@ -388,7 +388,16 @@ def step_input(
     first_scale, second_scale = 1.0 / loss_counts(ids_BS, SPECIAL, module.objective, mask_prob).sum(0)
     row_B = torch.arange(rows, device=META)
     scales = (first_scale, second_scale)
-    return StepInput(ids_BS, row_B, step, config.seed, *scales, bounds=bounds, scheduled=scheduled)
+    return StepInput(
+        ids_BS,
+        row_B,
+        step,
+        config.seed,
+        *scales,
+        bounds=bounds,
+        scheduled=scheduled,
+        key_2=step_key(config.seed, step, META),
+    )
 
 
 def rehearse(

@@ -32,6 +32,7 @@ from electra_dist.config_file import load_config
 from electra_dist.engine import micro_batch
 from electra_dist.model.compile_layers import compile_layers
 from electra_dist.objectives.base import StepInput
+from electra_dist.objectives.masking import num_slots, wanted_counts
 
 REPOSITORY = Path(__file__).parents[2]
 RECORD = REPOSITORY / "tests" / "rehearsal" / "recorded.json"
@@ -138,6 +139,9 @@ def run(case: Case) -> Figures:
     """
     _fill_caches()
     config = case.config()
+    if isinstance(config.objective.mask_prob, float):
+        most_masked = num_slots(config.objective.mask_prob, config.data.seq_len)
+        wanted_counts(config.objective.mask_prob, most_masked, config.data.seq_len, META)  # made once per process
     module = build(config)
     if case.evaluation:
         module = module.eval()

@@ -36,6 +36,7 @@ from electra_kernels.triton import (
     dropout_add_norm,
     gelu_gradient,
     keyed_dropout,
+    mask_positions,
     masked_gather,
     mlm_head,
     replace_tokens,
@@ -125,7 +126,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
     head_scheduled = head_train._replace(name="head_scheduled", constants=scheduled)
     in_bf16 = [head_train, head_scheduled, head_evaluate, sample]
-    in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case()]
+    in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case(), _mask_case()]
     if not all_dtypes:
         return in_bf16 + [in_dtype(case, "fp32") for case in in_bf16 if case.name in ("head_train", "tail_forward")]
     return in_bf16 + [in_dtype(case, dtype) for dtype in DTYPES[1:] for case in in_bf16 if case.dtype == "bf16"]
@@ -146,7 +147,8 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
         "row_ptr": "*i64",
         "best_ptr": "*i64",
         "sampled_ptr": "*i64",
-        **dict.fromkeys(("stride", "seed_low", "seed_high", "step"), "i32"),
+        "key_ptr": "*i64",
+        "stride": "i32",
         "inverse_temperature": "fp32",
         "temperature_ptr": "*fp64",
     }
@@ -322,6 +324,23 @@ def _gelu_case() -> KernelCase:
         constants={"BLOCK": gelu_gradient.BLOCK},
         divisible=_SIZES,
         num_warps=gelu_gradient.NUM_WARPS,
+    )
+
+
+def _mask_case() -> KernelCase:
+    """Return what to compile for the draw of masked positions: its only kernel."""
+    types = _SHARED_TYPES | {
+        **dict.fromkeys(("ids_ptr", "row_ptr", "key_ptr", "wanted_ptr", "position_ptr", "input_ptr"), "*i64"),
+        "weight_ptr": "*fp32",
+        **dict.fromkeys(("seq_len", "num_slots", "pad", "cls", "sep", "mask", "last_shown"), "i32"),
+    }
+    return KernelCase(
+        name="mask",
+        kernel=mask_positions.mask_kernel,
+        types=types,
+        constants={"SHOWS": True, "BLOCK_S": mask_positions.BLOCK_S, "BLOCK_T": mask_positions.BLOCK_T},
+        divisible=_SIZES,
+        num_warps=mask_positions.NUM_WARPS,
     )
 
 

@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.gumbel_noise import SERIES_BELOW
-from electra_kernels.keyed_random import Purpose
+from electra_kernels.keyed_random import Purpose, key_on_device
 from electra_kernels.operation_types import RowOptions, RowStats
 from electra_kernels.triton.compensated_arithmetic import (
     fits_fp32,
@@ -52,7 +52,7 @@ from electra_kernels.triton.compensated_arithmetic import (
     scaled_exp,
     two_sum,
 )
-from electra_kernels.triton.philox import as_int32, four_way_bits
+from electra_kernels.triton.philox import four_way_bits, load_key
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -199,7 +199,7 @@ def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
     return softmax, softmax_low
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "inverse_temperature"])
+@triton.jit(do_not_specialize=["inverse_temperature"])
 def row_kernel(
     logits_ptr,  # [M, stride] in place
     bias_ptr,  # [WIDTH], -inf on tokens that do not exist
@@ -209,10 +209,8 @@ def row_kernel(
     loss_ptr,  # [M] fp32
     best_ptr,  # [M] int64
     sampled_ptr,  # [M] int64
+    key_ptr,  # int64 seed, step
     stride,  # elements from one row of logits to the next
-    seed_low,
-    seed_high,
-    step,
     inverse_temperature,
     temperature_ptr,  # fp64 scalar, read with TEMPERATURE_IN_MEMORY only
     WIDTH: tl.constexpr,  # logits of a row, padding included
@@ -237,6 +235,7 @@ def row_kernel(
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
     row = tl.load(row_ptr + m)  # number within the global batch, a part of the noise's key
+    seed_low, seed_high, step = load_key(key_ptr)
     lane = tl.arange(0, BLOCK)
     if TEMPERATURE_IN_MEMORY:
         # From fp64, so that the inverse is rounded to fp32 once, as it is on the host.
@@ -402,6 +401,9 @@ def _launch(
     block = BLOCK
     if interpreted:
         block = min(_BLOCK_INTERPRETED, triton.next_power_of_2(num_columns))
+    key_2 = options.key_2
+    if key_2 is None:
+        key_2 = key_on_device(torch.tensor([options.seed, options.step]), logits_MV.device)
     grid: Any = (num_rows,)
     # A scheduled temperature stays on the device; the host never reads it.
     is_in_memory = isinstance(options.temperature, torch.Tensor)
@@ -414,10 +416,8 @@ def _launch(
         loss_M,
         best_M,
         sampled_M,
+        key_2,
         stride=logits_MV.stride(0),
-        seed_low=as_int32(options.seed),
-        seed_high=as_int32(options.seed >> 32),
-        step=as_int32(options.step),
         inverse_temperature=1.0 if is_in_memory else 1.0 / options.temperature,
         temperature_ptr=options.temperature if is_in_memory else sampled_M,  # a pointer is needed in any case
         WIDTH=num_columns,

@@ -38,6 +38,30 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 
 
 @triton.jit
+def bits_at(seed_low, seed_high, position, row, step, purpose):
+    """Return 32 random bits for each of some positions of a row, in any order, as uint32 of the positions' shape.
+
+    They equal those of `keyed_random.bits_grid`. One call of Philox is made for each position, of whose four numbers
+    one is used; `four_way_bits` is cheaper for neighbouring positions.
+
+    Args:
+        seed_low: Low 32 bits of the seed, as int32.
+        seed_high: High 32 bits of the seed, as int32.
+        position: Positions, int32.
+        row: Number of the row within the global batch.
+        step: Global step, as int32 with the bits of its unsigned word.
+        purpose: Value of a `keyed_random.Purpose`.
+    """
+    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
+    quad = (position // 4).to(tl.uint32)
+    zero = quad * 0
+    step_word = step.to(tl.uint32, bitcast=True)
+    bits0, bits1, bits2, bits3 = tl.philox(seed, quad, zero + row.to(tl.uint32), zero + step_word, zero + purpose)
+    lane = position % 4
+    return tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3))
+
+
+@triton.jit
 def load_key(key_ptr):
     """Return the low and high 32 bits of the seed, and the step, as int32, from a key in device memory.
 

@@ -1,0 +1,167 @@
+"""Draw the masked positions of each row without replacement, and build the rows that show [MASK] there.
+
+Guarantee: a pure function of (seed, step, row number, ids), independent of the other rows of the batch, of the rank
+and of the device. All results are integers or 0 and 1, so the kernel's equal the reference's exactly. Every row has N
+slots, each for one masked position; unused slots have weight 0 and position 0. Shapes are static and nothing waits
+for the device.
+
+How: each candidate of a row (a token that may be masked) gets a random key, and the candidates with the smallest keys
+are taken, in the order of their keys. The reference sorts the keys. The kernel counts, for each candidate, how many
+candidates have a smaller key: that is the number of its slot.
+
+Cost: one launch with Triton; about 250 operators in plain PyTorch on a GPU, because torch has no unsigned 32-bit words
+and the random numbers take ten rounds of small operations.
+
+Shapes: B rows, S tokens, N slots in every row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from electra_kernels.backend_choice import resolve_without_cuda
+from electra_kernels.keyed_random import Purpose, bits_grid, key_on_device
+
+_POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
+
+
+class MaskIds(NamedTuple):
+    """Ids of the special tokens, which are never masked, and of [MASK], which the masked rows show."""
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+
+    def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
+        return (ids_BS != self.pad) & (ids_BS != self.cls) & (ids_BS != self.sep) & (ids_BS != self.mask)
+
+
+def mask_positions(
+    ids_BS: torch.Tensor,
+    row_B: torch.Tensor,
+    wanted_R: torch.Tensor,
+    special: MaskIds,
+    *,
+    num_slots: int,
+    mask_token_prob: float,
+    seed: int,
+    step: int,
+    key_2: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return position and weight of each slot, and the masked rows, for a draw without replacement.
+
+    Args:
+        ids_BS: int64 token ids of B rows, S tokens in each.
+        row_B: int64 row numbers within the global batch.
+        wanted_R: int64 [S + 1] on the device of the ids: how many positions to mask in a row with so many tokens that
+            are not [PAD]; at most `num_slots`. A row with fewer candidates masks all of them.
+        special: ids of the special tokens.
+        num_slots: N, at most S.
+        mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
+        seed: Seed of the run.
+        step: Global step, in [0, 2**32).
+        key_2: int64 seed and step on the device of the ids. A kernel reads it instead of the two integers, so that a
+            launch that is repeated draws those of whatever step the memory then holds. None: made from the integers.
+        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
+            this operation has no CUDA version.
+
+    Returns:
+        int64 positions [B, N]; float32 weights [B, N], 1 in used slots and 0 in empty ones; int64 ids [B, S].
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on the device of `ids_BS`.
+    """
+    shown = round(mask_token_prob * 2**32)
+    if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
+        from electra_kernels.triton.mask_positions import mask_positions as mask_triton
+
+        if key_2 is None:
+            key_2 = key_on_device(torch.tensor([seed, step]), ids_BS.device)
+        return mask_triton(ids_BS, row_B, wanted_R, special, num_slots, shown, key_2)
+    return mask_positions_reference(ids_BS, row_B, wanted_R, special, num_slots, shown, seed, step)
+
+
+def mask_positions_reference(
+    ids_BS: torch.Tensor,
+    row_B: torch.Tensor,
+    wanted_R: torch.Tensor,
+    special: MaskIds,
+    num_slots: int,
+    shown: int,
+    seed: int,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`.
+
+    Arguments and results are those of `mask_positions`, except `shown`: a used slot shows [MASK] if its 32 random
+    bits are below it, so it is the share times 2**32.
+    """
+    candidate_BS = special.is_candidate(ids_BS)
+    num_real_B = (ids_BS != special.pad).sum(1)
+    num_used_B = torch.minimum(wanted_R[num_real_B], candidate_BS.sum(1))
+    is_used_BN = torch.arange(num_slots, device=ids_BS.device) < num_used_B[:, None]
+    bits_BS = bits_grid(seed, Purpose.MASK_POSITION, step, row_B, ids_BS.shape[1])
+    drawn_BN = _smallest_keys(bits_BS, candidate_BS, num_slots)
+    position_BN = torch.where(is_used_BN, drawn_BN, 0)
+    input_BS = show_masks(ids_BS, position_BN, is_used_BN, special.mask, shown, seed, step, row_B)
+    return position_BN, is_used_BN.float(), input_BS
+
+
+def show_masks(
+    ids_BS: torch.Tensor,
+    position_BN: torch.Tensor,
+    is_used_BN: torch.Tensor,
+    mask_id: int,
+    shown: int,
+    seed: int,
+    step: int | torch.Tensor,
+    row_B: torch.Tensor,
+) -> torch.Tensor:
+    """Return the rows with [MASK] in a random share of the used slots' positions, int64 [B, S].
+
+    Args:
+        ids_BS: int64 ids of the original rows.
+        position_BN: int64 position of each slot; several slots may share one.
+        is_used_BN: bool, False for empty slots, which show nothing.
+        mask_id: id of [MASK].
+        shown: a slot shows [MASK] if its 32 random bits are below this number.
+        seed: Seed of the run.
+        step: Global step, as for `bits_grid`.
+        row_B: int64 row numbers within the global batch.
+    """
+    keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, position_BN.shape[1])
+    shows_mask_BN = is_used_BN & (keep_bits_BN < shown)
+    # Count the [MASK]s of each position. An empty slot adds 0 at position 0, and a position that was drawn twice shows
+    # [MASK] if either of its slots does.
+    num_masks_BS = torch.zeros_like(ids_BS).scatter_add(1, position_BN, shows_mask_BN.long())
+    return torch.where(num_masks_BS > 0, mask_id, ids_BS)
+
+
+def _smallest_keys(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
+
+    Each candidate gets a random key, and the N candidates with the smallest keys are taken. A key is a 32-bit random
+    word, followed by the token's position as its lowest `_POSITION_BITS` bits. The position makes all keys of a row
+    different, and it can be read from a sorted key. If a row has fewer than N candidates, its last entries are
+    meaningless, and the caller must not use them.
+
+    Args:
+        bits_BS: int64 random words in [0, 2**32).
+        candidate_BS: bool, tokens that may be masked.
+        num_slots: N, number of positions to draw.
+    """
+    S = bits_BS.shape[1]
+    assert S <= 1 << _POSITION_BITS
+    key_BS = (bits_BS << _POSITION_BITS) | torch.arange(S, device=bits_BS.device)
+
+    # Tokens that may not be masked are sorted to the end.
+    largest_key = torch.iinfo(torch.int64).max
+    sorted_key_BS = torch.where(candidate_BS, key_BS, largest_key).sort(1).values
+
+    position_bits = (1 << _POSITION_BITS) - 1
+    return sorted_key_BS[:, :num_slots] & position_bits
