@@ -40,6 +40,7 @@ from electra_dist.model.layer.after_attention import Parameters, Settings, after
 from electra_dist.model.layer.qkv_product import qkv_product
 from electra_dist.model.matrix_products import Linear
 from electra_dist.model.row_layout import ExampleBounds
+from electra_dist.model.small_embedding import SmallEmbedding
 
 
 class DropoutKeys(NamedTuple):
@@ -174,8 +175,8 @@ class SharedEmbeddings(nn.Module):
         if width is None:
             width = model.embedding_size
         self.word = nn.Embedding(model.padded_vocab_size, width)
-        self.position = nn.Embedding(model.max_positions, width)
-        self.token_type = nn.Embedding(model.type_vocab_size, width)
+        self.position = SmallEmbedding(model.max_positions, width)
+        self.token_type = SmallEmbedding(model.type_vocab_size, width)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
         self.dropout = model.hidden_dropout
 
