@@ -28,7 +28,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.mask_positions import MaskIds, mask_positions, show_masks
+from electra_kernels.mask_positions import mask_positions, show_masks
+from electra_kernels.operation_types import MaskIds
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.row_layout import SpecialIds

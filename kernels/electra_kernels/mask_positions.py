@@ -17,27 +17,13 @@ Shapes: B rows, S tokens, N slots in every row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, bits_grid, key_on_device
+from electra_kernels.operation_types import MaskIds
 
 _POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
-
-
-class MaskIds(NamedTuple):
-    """Ids of the special tokens, which are never masked, and of [MASK], which the masked rows show."""
-
-    pad: int
-    cls: int
-    sep: int
-    mask: int
-
-    def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
-        return (ids_BS != self.pad) & (ids_BS != self.cls) & (ids_BS != self.sep) & (ids_BS != self.mask)
 
 
 def mask_positions(

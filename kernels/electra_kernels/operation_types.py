@@ -10,6 +10,19 @@ from typing import NamedTuple
 import torch
 
 
+class MaskIds(NamedTuple):
+    """Ids of the special tokens, which are never masked, and of [MASK], which the masked rows show."""
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+
+    def is_candidate(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]."""
+        return (ids_BS != self.pad) & (ids_BS != self.cls) & (ids_BS != self.sep) & (ids_BS != self.mask)
+
+
 class RowOptions(NamedTuple):
     """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits.
 

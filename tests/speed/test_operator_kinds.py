@@ -15,6 +15,8 @@ from electra_dist.speed.operator_kinds import OTHER, part_of
         ("aten::_flash_attention_backward", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("norm_backward_kernel", "dropout + add + norm"),
+        ("keyed_dropout_kernel", "dropout + add + norm"),
+        ("mask_kernel", "random numbers and masks"),
         ("aten::native_layer_norm", "dropout + add + norm"),
         ("_MlmHeadBackward", "heads and sampling"),
         ("aten::gelu_backward", "GELU"),

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose
-from electra_kernels.mask_positions import MaskIds
+from electra_kernels.operation_types import MaskIds
 from electra_kernels.triton.philox import as_int32, bits_at, four_way_bits, load_key
 
 BLOCK_S = 32  # positions of a program

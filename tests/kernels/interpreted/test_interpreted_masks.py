@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from electra_kernels.mask_positions import MaskIds, mask_positions
+from electra_kernels.mask_positions import mask_positions
+from electra_kernels.operation_types import MaskIds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
