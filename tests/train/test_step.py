@@ -17,6 +17,7 @@ from electra_dist.engine.loss_scale import LossScale
 from electra_dist.model.attention import SDPA, AttentionChoice
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
+from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.step import TrainStep, outlier
 
@@ -142,3 +143,17 @@ def test_outlier_is_the_row_with_an_extreme_or_nan_loss_and_none_among_ordinary_
     assert outlier(losses) is None
     assert outlier([*losses, 60.0]) == 64
     assert outlier([*losses[:5], float("nan"), *losses]) == 5
+
+
+def test_the_guard_judges_unweighted_losses_where_a_weight_is_scheduled() -> None:
+    sums = Sums(**dict.fromkeys(Sums._fields, 0.0))
+    sums = sums._replace(loss=27.0, mlm_loss_sum=35.0, mlm_weight=5.0, rtd_loss_sum=4.0, rtd_weight=10.0)
+    rising = {"from": 0, "to": 50, "shape": "step", "over": 0.3}
+    falling = {"from": 4, "to": 1, "shape": "linear"}
+    for fields, expected in [({}, 27.0), ({"temperature": falling}, 27.0), ({"rtd_weight": rising}, 7.0 + 0.4)]:
+        objective = ObjectiveConfig(**fields)
+        schedules = Schedules(objective, 10, torch.device("cpu"))
+        engine: Any = Recorder(SDPA)
+        step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4, schedules=schedules)
+        assert step.judged_loss(sums) == pytest.approx(expected)
+        assert np.isnan(step.judged_loss(sums._replace(loss=float("nan"))))
