@@ -69,7 +69,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) ->
 
     has_begun = True
     try:
-        return run(config, accept_new_numerics)
+        return run(config, accept_new_numerics, _predict_rows)
     except UserError:
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
@@ -80,6 +80,14 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) ->
             from electra_dist.report.report_page import write_report
 
             write_report(run_dir)
+
+
+def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
+    """Return how many rows the plan predicts to fit on one of `world_size` GPUs with `free_bytes` of free memory."""
+    from electra_dist.planning.activation_memory import micro_batch_limit
+
+    plan = config.plan.model_copy(update={"num_gpus": world_size})
+    return micro_batch_limit(config.model_copy(update={"plan": plan}), free_bytes / 1e9).fitting_rows
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,11 +5,12 @@ run folder for each kind of device and number of ranks. A restart on the same on
 the same sums bit for bit. Each rank measures for itself, and all ranks take the smallest of their results.
 
 How: full rows go forward and backward through a copy of the towers without an optimizer, first few rows and then twice
-as many. Every further row is assumed to take as much as these. On a GPU the measure is the allocator's peak for 8 and
-16 rows: with 1 and 2 the peak comes at the end of the backward pass, where the gradients of all parameters hide what a
-row takes. If 16 rows do not fit, both numbers are halved. On a CPU the measure is the bytes that autograd keeps for 1
-and 2 rows, without gradients. A tenth of the free memory is not used, and the training state that DeepSpeed allocates
-later (`engine/state_layout.py`) is subtracted first.
+as many. Every further row is assumed to take as much as these. On a GPU the measure is the allocator's peak for half
+of the rows that the caller predicts to fit and for all of them, but for at least 8 and 16: with 1 and 2 rows the peak
+comes at the end of the backward pass, where the gradients of all parameters hide what a row takes. If the larger
+number does not fit, both are halved. On a CPU the measure is the bytes that autograd keeps for 1 and 2 rows, without
+gradients. A tenth of the free memory is not used, and the training state that DeepSpeed allocates later
+(`engine/state_layout.py`) is subtracted first.
 
 Limits: communication buffers must fit into that tenth. The largest micro-batch is the fastest on a GPU; on a CPU it
 mostly is not. Evaluation uses the same micro-batch and keeps less.
@@ -41,10 +42,15 @@ from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
-_MOST_MEASURED_ROWS = 16  # on a GPU
+_LEAST_MEASURED_ROWS = 16  # on a GPU, for the larger of the two measurements, if they fit
+
+# Predicts how many rows of a config fit into some free bytes of one GPU of a number of ranks.
+PredictRows = Callable[[Config, float, int], int]
 
 
-def with_micro_batch(config: Config, module: Objective, device: torch.device) -> Config:
+def with_micro_batch(
+    config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None
+) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
     If an earlier start of the run has found a size for this kind of device and number of ranks, it is read from the
@@ -55,6 +61,7 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
         module: the objective on the host, not yet under an engine, with attention, recomputation and the other
             settings that change its memory. It is copied for the measurement and not changed.
         device: the device of this rank.
+        predict_rows: predicts the result on a GPU, from which the measurement starts; None starts from 16 rows.
 
     Returns:
         A config whose micro-batch divides the rows per rank and step, and whose global batch is unchanged.
@@ -67,7 +74,7 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
     known_sizes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
     size_on_this_rank = known_sizes.get(key, 0)
     if size_on_this_rank == 0:
-        size_on_this_rank = _largest(config, module, device)
+        size_on_this_rank = _largest(config, module, device, predict_rows)
     smallest_size = torch.tensor(size_on_this_rank, device=device)
     dist.all_reduce(smallest_size, dist.ReduceOp.MIN)
     size = int(smallest_size)
@@ -83,7 +90,7 @@ def with_micro_batch(config: Config, module: Objective, device: torch.device) ->
     return config.model_copy(update={"train": train})
 
 
-def _largest(config: Config, module: Objective, device: torch.device) -> int:
+def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
     """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
 
     Only divisors of the rows per rank and step (global batch / ranks) are considered.
@@ -92,19 +99,22 @@ def _largest(config: Config, module: Objective, device: torch.device) -> int:
         config: gives the batch, the precision and the ZeRO stage.
         module: the objective on the host.
         device: the device of this rank.
+        predict_rows: predicts the result on a GPU; None if there is no prediction.
     """
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     # Weights, gradients, master copy and moments, which DeepSpeed allocates later.
     state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, world_size) for part in PARTS)
-    available_bytes = (1 - _UNUSED_FRACTION) * _free_bytes(device) - state_bytes
+    free_bytes = _free_bytes(device)
+    available_bytes = (1 - _UNUSED_FRACTION) * free_bytes - state_bytes
     rows_per_rank = config.train.global_batch // world_size
     measure = _rows_to_bytes(config, module, device)
     if device.type == "cpu":
         memory = _memory_of_rows(measure, 2, math.inf)
     else:
-        most_rows = min(_MOST_MEASURED_ROWS, rows_per_rank)
+        predicted_rows = 0 if predict_rows is None else predict_rows(config, free_bytes, world_size)
+        most_rows = min(max(_LEAST_MEASURED_ROWS, predicted_rows), rows_per_rank)
         memory = _memory_of_rows(measure, most_rows, available_bytes)
     largest = 0
     for size in range(1, rows_per_rank + 1):

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_dist.config import Config
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
-from electra_dist.engine.engine import Engine
+from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
@@ -109,6 +109,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     Raises:
         UserError: the config cannot run on this machine.
     """
+    check_precision(config.train.precision)
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     device = local_device()

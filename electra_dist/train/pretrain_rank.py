@@ -19,7 +19,7 @@ from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.micro_batch import with_micro_batch
+from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
@@ -41,7 +41,7 @@ from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
 
 
-def run(config: Config, accept_new_numerics: bool = False) -> int:
+def run(config: Config, accept_new_numerics: bool = False, predict_rows: PredictRows | None = None) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
@@ -51,6 +51,8 @@ def run(config: Config, accept_new_numerics: bool = False) -> int:
     Args:
         config: the resolved config of the run.
         accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
+        predict_rows: predicts the largest micro-batch, from which `train.micro_batch: auto` starts its measurement on
+            a GPU; None if there is no prediction.
 
     Returns:
         An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request, or
@@ -68,7 +70,7 @@ def run(config: Config, accept_new_numerics: bool = False) -> int:
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
-        return _run(config, inputs, import_s, begin)
+        return _run(config, inputs, import_s, begin, predict_rows)
     except UserError as error:
         report_once(error)
         return EXIT_USER_ERROR
@@ -81,7 +83,7 @@ def run(config: Config, accept_new_numerics: bool = False) -> int:
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
 
 
-def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> int:
+def _run(config: Config, inputs: RunInputs, import_s: float, begin: float, predict_rows: PredictRows | None) -> int:
     """Build the model and the engine and train until the run ends. Collective.
 
     Args:
@@ -89,6 +91,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
         inputs: the checked and opened corpora.
         import_s: seconds from the start of the process to the start of `run`.
         begin: `time.perf_counter()` at the start of `run`.
+        predict_rows: as in `run`.
 
     Returns:
         An exit code of `electra_dist/errors.py`, equal on all ranks.
@@ -110,7 +113,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float) -> in
         _begin_run_folder(config, inputs)
     dist.barrier()
     if config.train.largest_micro_batch:
-        config = with_micro_batch(config, module, local_device())
+        config = with_micro_batch(config, module, local_device(), predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
     monitor = RankMonitor(run_dir, config.cluster)
     engine = Engine(module, config.train, config.engine, config.optimizer)

@@ -9,16 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.real_runs import REPOSITORY
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.engine import micro_batch
-from electra_dist.engine.micro_batch import with_micro_batch
+from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build_objective import build_objective
+from electra_dist.planning.activation_memory import micro_batch_limit
 from electra_dist.run.folder import MICRO_BATCH_FILE
+from launcher.pretrain import _predict_rows
 
 CPU = torch.device("cpu")
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -113,13 +116,14 @@ def largest_on_gpu(
     allocator: GpuAllocator,
     rows: int,
     free_gb: float,
+    predict_rows: PredictRows | None = None,
 ) -> int:
     """Return what `auto` takes for `rows` rows per rank on a GPU, of which tensors on "meta" are the stand-in."""
     for measure in ("_peak_on_gpu", "_kept_on_cpu"):
         monkeypatch.setattr(micro_batch, measure, allocator.peak)
     monkeypatch.setattr(micro_batch, "_free_bytes", lambda device: 1e9 * free_gb)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
-    return micro_batch._largest(config, module, torch.device("meta"))
+    return micro_batch._largest(config, module, torch.device("meta"), predict_rows)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -134,6 +138,41 @@ def test_on_a_gpu_the_gradients_of_the_backward_pass_do_not_hide_what_a_row_take
     assert found == expected
     assert 1e-9 * GpuAllocator().peak(module, StepInput(torch.zeros(found, 1), CPU, 0, 0, 1, 1)) < 0.9 * free_gb  # type: ignore[arg-type]
     assert allocator.measured == [min(16, rows) // 2, min(16, rows)]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("predicted", "expected", "measured"),
+    [
+        (130, 128, [65, 130]),
+        (200, 128, [100, 200, 50, 100]),  # 200 rows are out of memory
+        (4, 128, [8, 16]),  # with few rows the gradients would hide what a row takes
+        (1000, 128, [128, 256, 64, 128]),  # no more than the rows of a step
+    ],
+)
+def test_on_a_gpu_the_measurement_starts_from_the_predicted_rows(
+    config: Config,
+    module: Objective,
+    monkeypatch: pytest.MonkeyPatch,
+    predicted: int,
+    expected: int,
+    measured: list[int],
+) -> None:
+    allocator = GpuAllocator(largest_rows=150)
+    asked: list[tuple[float, int]] = []
+
+    def predict_rows(_config: Config, free_bytes: float, world_size: int) -> int:
+        asked.append((free_bytes, world_size))
+        return predicted
+
+    assert largest_on_gpu(config, module, monkeypatch, allocator, 256, 80, predict_rows) == expected
+    assert allocator.measured == measured
+    assert asked == [(80e9, 1)]
+
+
+def test_prediction_of_a_run_is_that_of_its_plan() -> None:
+    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", ["plan.num_gpus=4"])
+    assert _predict_rows(config, 80e9, 4) == micro_batch_limit(config, 80).fitting_rows > 16
 
 
 @pytest.mark.usefixtures("one_rank")
