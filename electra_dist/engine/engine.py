@@ -339,7 +339,7 @@ class Engine:
         self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
-            self._discard_offloaded_gradients()
+            self._clean_up_skipped_step()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
@@ -366,17 +366,20 @@ class Engine:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
 
-    def _discard_offloaded_gradients(self) -> None:
-        """Discard the gradients of a step that DeepSpeed has skipped, where DeepSpeed forgets to do so.
+    def _clean_up_skipped_step(self) -> None:
+        """Do what DeepSpeed 0.19.8 forgets after a step that it has skipped for gradients not finite. Collective.
 
-        That is so at ZeRO stages 1 and 2 with `engine.offload_optimizer`: DeepSpeed 0.19.8 would add the gradients of
-        the next step to those that are not finite.
+        It keeps the gradients at ZeRO stages 1 and 2 with `engine.offload_optimizer`, and would add those of the next
+        step to them. At stage 3 it leaves the small parameters partitioned that are otherwise whole on every rank
+        ("persistent" ones). If it has recorded the order of parameters with whole ones, as after a restart, the next
+        step then fails.
         """
         optimizer = self.optimizer
-        if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or not optimizer.cpu_offload:
-            return
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = None
+        if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+        if isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) and optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def _unscale_unpartitioned_gradients(self) -> None:
         """Divide the gradients of ZeRO stage 0 by the loss scale, in place; without a loss scale do nothing."""

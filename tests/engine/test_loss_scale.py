@@ -20,7 +20,7 @@ from electra_dist.config_file import load_config
 from electra_dist.engine import loss_scale
 from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.loss_scale import LossScale
-from electra_dist.engine.state_fragments import owned_fragments
+from electra_dist.engine.state_fragments import owned_fragments, publish
 from electra_dist.errors import UserError
 
 STAGES = [
@@ -124,6 +124,7 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
 ) -> None:
     engine = build_engine(stage, offload)
     assert engine.loss_scale is not None
+    publish(engine.optimizer)  # as after a restart; at stage 3 it gathers the parameters
     run_step(engine, 0)
     before = state_of(engine)
     scale_before = engine.loss_scale.state
@@ -133,12 +134,15 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
     assert engine.loss_scale.state == scale_before  # the caller decides whether it was an overflow
     assert engine.loss_scale.lower()
     norm_after, _ = run_step(engine, 2)
+    assert run_step(engine, 3)[1]
     after = state_of(engine)
     engine.close()
 
     steady = build_engine(stage, offload)
+    publish(steady.optimizer)
     run_step(steady, 0)
     assert run_step(steady, 2) == (norm_after, True)
+    run_step(steady, 3)
     assert_equal(after, state_of(steady))
     steady.close()
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled in fp16 without a GPU, for the T4 (sm_75), which has no bf16, and for sm_90: no spills."""
+"""Triton kernels compiled in fp16 without a GPU, for the T4 (sm_75), which has no bf16, and for sm_90: no spills."""
 
 import json
 import os
