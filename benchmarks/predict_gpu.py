@@ -72,11 +72,11 @@ ASSUMPTIONS = {
 }
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten._addmm")
 _HEAD_KERNELS = ("row_kernel", "tail_", "scatter_add", "replace")
-# Kernels that work in place move more than their arguments once: the row kernel reads the logits twice and writes their
-# gradient; GELU's gradient reads two tensors of one size and overwrites one of them.
+# Kernels that work in place move more than their arguments once: the row kernel reads the logits twice and writes
+# their gradient; GELU's gradient reads two tensors of one size and overwrites one of them.
 _PASSES = {"row_kernel": 3, "gelu_gradient_kernel": 1.5}
-# Columns that a kernel writes of the fp32 partial sums that the kernels of a layer share: an argument, and how often it
-# counts.
+# Columns that a kernel writes of the fp32 partial sums that the kernels of a layer share: an argument, and how often
+# it counts.
 _SUMMED_COLUMNS = {"norm_backward_kernel": ("hidden", 3), "gelu_gradient_kernel": ("width", 1)}
 _DISCRIMINATOR, _GENERATOR, _HEADS = "discriminator products", "generator products", "products of the heads"
 _ATTENTION, _NORMS = "attention", "dropout + add + norm"

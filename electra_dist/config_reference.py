@@ -23,9 +23,9 @@ overrides a key. An unknown key is an error that names the nearest valid one. `e
 shows the same descriptions with the values of a file and where each value comes from. This page is generated from
 `electra_dist/config.py`; do not edit it.
 """
-_SCHEDULES = """A key of the type schedule takes a number, or a mapping of these keys: `{from: 4, to: 1, shape: linear}`.
-[objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a whole on the command line, or in a
-file that extends another, replaces the one there.
+_SCHEDULES = """A key of the type schedule takes a number, or a mapping of the keys of this table, for example
+`{from: 4, to: 1, shape: linear}`. [objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a
+whole on the command line, or in a file that extends another, replaces the one there.
 """
 
 

@@ -6,8 +6,8 @@ them from a generator with a state.
 Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
 How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor: seed, step, and number of the layer;
-on the device where a Triton kernel reads it, on the host otherwise. The values of a tensor are not part of a compiled graph, so one graph serves every layer of a tower and
-every step. Python integers would become constants of the graph.
+on the device where a Triton kernel reads it, on the host otherwise. The values of a tensor are not part of a compiled
+graph, so one graph serves every layer of a tower and every step. Python integers would become constants of the graph.
 
 Limits: on a CPU, the backward pass of `dropout_add_norm` computes the input of the LayerNorm again.
 
