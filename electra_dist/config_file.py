@@ -101,6 +101,14 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     return source_of_key
 
 
+def key_description(key: str) -> str:
+    """Return the description of a key of a run's config, such as `train.micro_batch`; "" if there is no such key.
+
+    A key of a schedule, such as `objective.temperature.tau`, has the description that it has in every schedule.
+    """
+    return _description(Config, key.split("."))
+
+
 def dump_yaml(config: Config) -> str:
     """Return the resolved config as YAML text, which `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
@@ -393,6 +401,12 @@ def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
 
     For the path ["train", "micro_batch"] it is ". micro_batch: " and the description.
     """
+    description = _description(root, location)
+    return f". {location[-1]}: {description}" if description else ""
+
+
+def _description(root: type[BaseModel], location: Sequence[str]) -> str:
+    """Return the description of the key at `location`; "" if the path is empty or does not lead to a key."""
     if not location:
         return ""
     *path, key = location
@@ -400,5 +414,4 @@ def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
     field = _field(section, key) if section else None
     if field is None:
         return ""
-    description = field.description
-    return f". {key}: {description}" if description else ""
+    return field.description or ""

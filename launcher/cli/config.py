@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from electra_dist.config import Config
-from electra_dist.config_file import dump_yaml, load_config, sources
+from electra_dist.config_file import dump_yaml, key_description, load_config, sources
 from launcher.cli.options import ConfigFile, Overrides
 
 
@@ -31,7 +30,7 @@ def config(
     for key, source in source_of_key.items():
         row = [key, str(_value(resolved, key)), source]
         if describe:
-            row.append(_description(key))
+            row.append(key_description(key))
         table.add_row(*row)
     Console().print(table)
 
@@ -51,18 +50,3 @@ def _value(resolved: object, key: str) -> object:
         if isinstance(value, dict):
             value = value[part]
     return value
-
-
-def _description(key: str) -> str:
-    """Return the description of a config key such as `train.micro_batch`; empty for a key that has none.
-
-    Keys that the user chooses freely, those of a field of type dict, have no description.
-    """
-    fields = Config.model_fields
-    *section_names, field_name = key.split(".")
-    for section_name in section_names:
-        section_type = fields[section_name].annotation
-        fields = getattr(section_type, "model_fields", {})
-    if field_name not in fields:
-        return ""
-    return fields[field_name].description or ""
