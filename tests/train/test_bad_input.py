@@ -46,7 +46,6 @@ MISTAKES = {
     "missing_corpus": (["data.corpus=/nowhere/corpus"], ["/nowhere/corpus"]),
     "other_length": (["data.seq_len=16"], ["rows of 32 tokens", "data.seq_len is 16"]),
     "other_tokenizer": (["model.vocab_size=500"], ["vocabulary of 300", "model.vocab_size is 500"]),
-    "fp16_on_this_cpu": (["train.precision=fp16"], ["train.precision fp16", "set train.precision: bf16 or fp32"]),
     "kernel_that_cannot_run": (["kernels.backend=cuda"], ["kernels.backend is cuda"]),
 }
 
