@@ -1,4 +1,4 @@
-"""Real `deepspeed` runs in fp16 on 2 ranks: overflows, restarts right after them, other stages and ranks, and verify.
+"""Real `deepspeed` runs in fp16 on 2 ranks: overflows, restarts right after them, the end at the least scale, and verify.
 
 The runs are those of fp16_pretrain.py, because DeepSpeed refuses fp16 on most CPUs.
 """
@@ -101,21 +101,6 @@ def test_run_with_overflows_continues_exactly_right_after_one_and_its_rows_are_v
 def test_run_in_fp16_continues_exactly_from_every_step(tiny_config: MakeConfig, tmp_path: Path, stage: int) -> None:
     config = tiny_config("run", **{**SETTINGS, "engine.zero_stage": stage})
     assert_restarts_are_exact(config, tmp_path / "run", list(range(NUM_STEPS - 1, 0, -1)))
-
-
-@pytest.mark.drill
-def test_scale_is_restored_with_other_stages_and_ranks(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    assert run_fp16(tiny_config("run", **SETTINGS), 2, LOSS_SCALE).returncode == 0
-    uncut = exact_records(run_dir)
-    for ranks, stage in [(1, 3), (2, 0), (1, 2), (2, 1)]:
-        go_back_to(run_dir, 5)
-        config = tiny_config("run", **{**SETTINGS, "engine.zero_stage": stage})
-        assert run_fp16(config, ranks, LOSS_SCALE).returncode == 0
-        for record, expected in zip(exact_records(run_dir), uncut, strict=True):
-            assert record["loss_scale"] == expected["loss_scale"]
-            assert record["overflow"] == expected["overflow"]
-            assert record["loss"] == pytest.approx(expected["loss"], rel=2e-3)
 
 
 @pytest.mark.drill
