@@ -1,4 +1,4 @@
-"""Real `deepspeed` runs in fp16 on 2 ranks: overflows, restarts right after them, the end at the least scale, and verify.
+"""Real `deepspeed` runs in fp16 on 2 ranks: overflows, restarts right after them, the least scale, and verify.
 
 The runs are those of fp16_pretrain.py, because DeepSpeed refuses fp16 on most CPUs.
 """
