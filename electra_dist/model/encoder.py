@@ -72,9 +72,11 @@ class DropoutKeys(NamedTuple):
         one tensor, which is copied to the device once if kernels read it there.
         """
         key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])
-        device_type = self.row_B.device.type
-        if resolve_without_cuda(self.backend, device_type) == "triton":
-            key_L3 = key_L3.to(self.row_B.device)
+        device = self.row_B.device
+        if resolve_without_cuda(self.backend, device.type) == "triton":
+            if device.type == "cuda":
+                key_L3 = key_L3.pin_memory()  # from pageable memory the copy would wait for the queued work
+            key_L3 = key_L3.to(device, non_blocking=True)
         return [LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend) for key_3 in key_L3.unbind(0)]
 
 

@@ -51,7 +51,7 @@ def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probabil
     custom operator for torch.compile.
 
     Args:
-        key_3: int64 [3] on the host: seed, step and number of the layer.
+        key_3: int64 [3]: seed, step and number of the layer. The function reads it on the host.
         row_B: int64 row numbers within the global batch.
         size: Number of attention probabilities of a row in this layer, a multiple of 4.
         probability: Chance of an attention probability to be dropped, in [0, 1).

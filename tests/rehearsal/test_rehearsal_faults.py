@@ -83,8 +83,8 @@ def test_a_rehearsal_stops_at_a_planted_host_read_or_tensor(plant: Callable[[Pla
 def test_a_rehearsal_stops_at_a_strided_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     forward_pass = norm_kernels.forward_pass
 
-    def with_strides(x_BSH: torch.Tensor, *rest: Any) -> Any:
-        return forward_pass(x_BSH.transpose(1, 2).contiguous().transpose(1, 2), *rest)
+    def with_strides(x_TH: torch.Tensor, *rest: Any) -> Any:
+        return forward_pass(x_TH.t().contiguous().t(), *rest)
 
     monkeypatch.setattr(norm_kernels, "forward_pass", with_strides)
     with pytest.raises(Stray, match=r"norm_forward_kernel\(x_ptr\): shape .* but strides"):
