@@ -29,6 +29,7 @@ from electra_kernels import compiled_dropout
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
+from electra_kernels.keyed_random import key_on_device
 from electra_kernels.operation_types import LayerDropout
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -74,9 +75,7 @@ class DropoutKeys(NamedTuple):
         key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])
         device = self.row_B.device
         if resolve_without_cuda(self.backend, device.type) == "triton":
-            if device.type == "cuda":
-                key_L3 = key_L3.pin_memory()  # from pageable memory the copy would wait for the queued work
-            key_L3 = key_L3.to(device, non_blocking=True)
+            key_L3 = key_on_device(key_L3, device)
         return [LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend) for key_3 in key_L3.unbind(0)]
 
 

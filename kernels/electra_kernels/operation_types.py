@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from electra_kernels.keyed_random import key_on_device
+
 
 class MaskIds(NamedTuple):
     """Ids of the special tokens, which are never masked, and of [MASK], which the masked rows show."""
@@ -102,7 +104,7 @@ class LayerDropout(NamedTuple):
     @classmethod
     def of_key(cls, dropout: DropoutKey, device: torch.device) -> LayerDropout:
         """Return a key of integers with its numbers in a tensor on `device`; each site counts as a layer."""
-        key_3 = torch.tensor([dropout.seed, dropout.step, dropout.site], device=device)
+        key_3 = key_on_device(torch.tensor([dropout.seed, dropout.step, dropout.site]), device)
         return cls(dropout.probability, key_3, site=0, sites_per_layer=1)
 
     def on_host(self) -> DropoutKey:
