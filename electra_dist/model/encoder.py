@@ -31,6 +31,7 @@ from electra_kernels.dropout_add_norm import dropout_add_norm
 from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import key_on_device
 from electra_kernels.operation_types import LayerDropout
+from electra_kernels.table_lookup import table_lookup
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +42,6 @@ from electra_dist.model.layer.after_attention import Parameters, Settings, after
 from electra_dist.model.layer.qkv_product import qkv_product
 from electra_dist.model.matrix_products import Linear
 from electra_dist.model.row_layout import ExampleBounds
-from electra_dist.model.small_embedding import SmallEmbedding
 
 
 class DropoutKeys(NamedTuple):
@@ -156,6 +156,14 @@ class DropoutAddNorm(nn.LayerNorm):
         """Return the dropout before this norm in a layer with these keys; its probability is 0 in evaluation mode."""
         probability = self.probability if self.training else 0.0
         return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
+
+
+class SmallEmbedding(nn.Embedding):
+    """Embedding of a table with few rows; its gradient on a GPU is a matrix product and adds nothing atomically."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the table's entries for int64 indices of any shape, with the width as a last dimension."""
+        return table_lookup(self.weight, input)
 
 
 class SharedEmbeddings(nn.Module):

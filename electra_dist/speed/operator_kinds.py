@@ -16,8 +16,7 @@ _PATTERNS = {
     "softmax": r"softmax",
     "embeddings and gather": r"embedding|gather|scatter|index|replace_kernel",
     "communication": r"c10d|nccl|gloo|all_reduce|all_gather|reduce_scatter|broadcast|barrier",
-    "random numbers and masks": r"philox|sort|topk|cumsum|cummax|searchsorted|bitwise|shift__|random|uniform"
-    r"|^mask_kernel",
+    "random numbers and masks": r"philox|sort|topk|cumsum|cummax|searchsorted|bitwise|shift__|random|uniform|^mask_k",
     "copies": r"copy|clone|cat|stack|contiguous|memcpy|memset|zero_|fill_|to_copy",
     "element-wise": r"elementwise|reduce_kernel|\b(add|mul|r?sub|div|sum|mean|where|sigmoid|pow|sqrt|neg|eq|ne)_?\b",
 }

@@ -1,6 +1,6 @@
-"""Defines an embedding of a small table whose gradient on a GPU is a matrix product, for positions and token types.
+"""Look up entries of a small table, with a gradient that is a matrix product on a GPU: for positions and token types.
 
-Guarantee: values, parameters and their names are those of nn.Embedding. On a GPU the gradient is a product of a
+Guarantee: values are those of torch's embedding. On a GPU the gradient is a product of a
 one-hot matrix with the upstream gradient: a sum in fp32 (fp64 for fp64) that is rounded once, without atomic
 additions, so it repeats bit for bit where matrix products do. On a CPU torch's own gradient is used, which repeats
 anyway.
@@ -19,22 +19,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
-class SmallEmbedding(nn.Embedding):
-    """Embedding of a table with few rows; see the module's docstring for its gradient on a GPU."""
+def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the table's entries at some indices, of the indices' shape with E as a last dimension.
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the table's entries for int64 indices of any shape, with the width as a last dimension."""
-        if input.device.type == "cpu":
-            return super().forward(input)
-        return _lookup(self.weight, input)
+    The gradient of the table is torch's on a CPU and `table_gradient` elsewhere; there is no second derivative there.
+
+    Args:
+        table_RE: floating point, a table of few rows: the one-hot matrix of the gradient has T x R elements.
+        index: int64 in [0, R), any shape with T elements.
+    """
+    if index.device.type == "cpu":
+        return F.embedding(index, table_RE)
+    return lookup_with_product_gradient(table_RE, index)
 
 
-def _lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the entries of a table, differentiable once, with the gradient of `table_gradient`."""
+def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a table with the gradient of `table_gradient`, on any device; see `table_lookup`."""
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
     return entries
 
@@ -60,7 +64,7 @@ class _Lookup(torch.autograd.Function):
         """Return the entries of the table at the indices, of the indices' shape with E as a last dimension."""
         ctx.save_for_backward(index)
         ctx.num_rows = len(table_RE)
-        return nn.functional.embedding(index, table_RE)
+        return F.embedding(index, table_RE)
 
     @staticmethod
     @once_differentiable
