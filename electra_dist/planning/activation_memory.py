@@ -156,13 +156,12 @@ def _network(tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
     2 x intermediate: the feed-forward network's inner values before and after GELU. With recomputation a layer keeps
     its input only.
 
-    The embeddings keep 2 x embedding_width: the sum of the three tables' entries, and dropout's factors, which only
-    the plain-PyTorch reference keeps; Triton's kernel draws them again. If a projection to `hidden` follows, they keep
-    its input too.
+    The embeddings keep embedding_width: the sum of the three tables' entries. The factors of their dropout are drawn
+    again. If a projection to `hidden` follows, they keep its input too.
     """
     hidden = tower.hidden_size
     per_layer = hidden if recompute else 8 * hidden + 2 * tower.intermediate_size
-    embeddings = 2 * embedding_width
+    embeddings = embedding_width
     if embedding_width != hidden:
         embeddings += embedding_width
     return embeddings + tower.num_layers * per_layer
