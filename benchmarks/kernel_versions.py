@@ -157,7 +157,7 @@ def faults(rows: Sequence[Json]) -> list[str]:
         subject = f"triton {row['triton']}, sm_{row['arch']}: {row['name']} {row['dtype']}"
         if "error" in row:
             lines.append(f"{subject}: {row['error']}")
-        elif row["stack_bytes"] or row["local_accesses"]:
+        elif row["stack_bytes"]:
             lines.append(f"{subject} spills: {row['stack_bytes']} bytes of stack")
     return lines
 

@@ -9,7 +9,7 @@ from measure import RESULTS
 
 
 def _row(version: str, arch: int, registers: int, stack_bytes: int = 0) -> dict[str, Any]:
-    resources = {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": 32, "local_accesses": stack_bytes}
+    resources = {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": 32}
     return {"triton": version, "name": "row", "dtype": "bf16", "arch": arch, **resources}
 
 
