@@ -86,7 +86,8 @@ def run_dir(
         scheduled = {"temperature": 1 + 3 / step, "rtd_weight": step / 8, "random_share": 1 - step / 400}
         writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss, **scheduled))
         if step % 100 == 0:
-            writer.write(eval_record(step=step, auc=0.5 + step / 1000))
+            diagnostics = {"context_auc_se": 0.0041, "generator_entropy": 5.1, "sampled_correct": 0.12}
+            writer.write(eval_record(step=step, auc=0.5 + step / 1000, context_auc=0.5 + step / 1500, **diagnostics))
             ledger.append("checkpoint", step, stall_s=0.25)
         if step == 250:
             ledger.append("resume", 200, attempt=2, repeated=50)
@@ -104,6 +105,8 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
         "my run <b>",  # the name of the run, escaped in the page
         "finished: step 400 of 400",
         "0.9000",  # the last AUC
+        "0.7667",  # the last context AUC
+        "standard error 0.0041; 0.5: frequency alone",
         "2 starts",
         "50 steps lost",
         "Where the time went: ",
