@@ -34,8 +34,8 @@ from deepspeed.utils import set_z3_leaf_modules
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.loss_scale import LossScale
-from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
+from electra_dist.engine.optimizers.muon import check_update
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError

@@ -21,6 +21,7 @@ B * S tokens of all rows.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class DropoutKeys(NamedTuple):
     step: int  # number of the optimizer step
     row_B: torch.Tensor  # int64 numbers of the rows within the global batch
     backend: str  # `kernels.backend` of the config
+    step_on_device: torch.Tensor | None = None  # int64 [1] that kernels read; None: copied from `step`
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
@@ -70,13 +72,30 @@ class DropoutKeys(NamedTuple):
         """Return the dropout keys of each layer of the network.
 
         A layer's number is part of its key, so that each layer drops different elements. The keys of all layers are
-        one tensor, which is copied to the device once if kernels read it there.
+        one tensor. Where kernels read it, it is computed on the device from the step that is there, so that nothing is
+        copied in the middle of a micro-batch.
         """
-        key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])
         device = self.row_B.device
         if resolve_without_cuda(self.backend, device.type) == "triton":
-            key_L3 = key_on_device(key_L3, device)
+            step = self.step_on_device
+            if step is None:
+                step = key_on_device(torch.tensor([self.step]), device)
+            key_L3 = _keys_without_step(self.seed, num_layers, device) + step * _step_column(device)
+        else:
+            key_L3 = torch.tensor([[self.seed, self.step, number] for number in range(num_layers)])
         return [LayerDropoutKeys(key_3=key_3, row_B=self.row_B, backend=self.backend) for key_3 in key_L3.unbind(0)]
+
+
+@functools.lru_cache(maxsize=16)
+def _keys_without_step(seed: int, num_layers: int, device: torch.device) -> torch.Tensor:
+    """Return the keys of all layers with 0 in place of the step, int64 [num_layers, 3], made once per process."""
+    return torch.tensor([[seed, 0, number] for number in range(num_layers)], device=device)
+
+
+@functools.lru_cache(maxsize=4)
+def _step_column(device: torch.device) -> torch.Tensor:
+    """Return a row of a key with 1 in place of the step and 0 elsewhere, int64 [3], made once per process."""
+    return torch.tensor([0, 1, 0], device=device)
 
 
 class LayerDropoutKeys(NamedTuple):

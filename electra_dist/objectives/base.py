@@ -330,7 +330,13 @@ class Objective(nn.Module, ABC):
                 generator). Different towers drop different elements.
         """
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
-        return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
+        return DropoutKeys(
+            seed=tower_seed,
+            step=batch.step,
+            row_B=batch.row_B,
+            backend=self.backend,
+            step_on_device=batch.step_on_device,
+        )
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
         """Run the discriminator on a masked or corrupted version of the batch; return its states, [B, S, H].

@@ -82,7 +82,7 @@ class Backbone(nn.Module):
         Args:
             ids_BS: int64 token ids, [B, S].
         """
-        states: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []  # [B * S, H], as the layers pass them on
 
         def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             """Keep the input of the first layer."""
@@ -99,7 +99,7 @@ class Backbone(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        return states
+        return [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

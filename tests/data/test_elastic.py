@@ -116,7 +116,7 @@ class Recorder:
     def step_micro_batch(self) -> None:
         pass
 
-    def step(self, learning_rate: float, accept: Any) -> tuple[float, bool]:
+    def step(self, learning_rate: float, accept: Any, generator_learning_rate: float | None) -> tuple[float, bool]:
         return 0.0, accept()
 
 

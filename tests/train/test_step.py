@@ -114,7 +114,7 @@ class Overflowing(Recorder):
         super().__init__(SDPA)
         self.loss_scale: Any = LossScale()
 
-    def step(self, learning_rate: float, accept: Any) -> tuple[float, bool]:
+    def step(self, learning_rate: float, accept: Any, generator_learning_rate: float | None) -> tuple[float, bool]:
         return float("nan"), False
 
 

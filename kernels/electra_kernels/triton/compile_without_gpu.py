@@ -124,7 +124,8 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     """
     head_train, head_evaluate, sample = _head_cases()
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
-    head_scheduled = head_train._replace(name="head_scheduled", constants=scheduled)
+    scheduled_types = head_train.types | {"temperature_ptr": "*fp64"}
+    head_scheduled = head_train._replace(name="head_scheduled", types=scheduled_types, constants=scheduled)
     in_bf16 = [head_train, head_scheduled, head_evaluate, sample]
     in_bf16 += [*_tail_cases(), *_slot_cases(), *_norm_cases(), _gelu_case(), _embedding_case(), _mask_case()]
     if not all_dtypes:
@@ -150,7 +151,7 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
         "key_ptr": "*i64",
         "stride": "i32",
         "inverse_temperature": "fp32",
-        "temperature_ptr": "*fp64",
+        "temperature_ptr": "*i64",  # any pointer, where the temperature is a number
     }
     constants = {
         "TEMPERATURE_IN_MEMORY": False,
