@@ -232,6 +232,6 @@ def test_the_new_keys_are_no_part_of_the_identity() -> None:
     assert load_config(LARGE, overrides).identity() == load_config(LARGE).identity()
 
 
-def test_large_fast_differs_from_the_paper_in_attention_dropout_alone() -> None:
-    same = ["run_dir=x", NO_DROPOUT]
+def test_large_fast_differs_from_the_paper_in_attention_dropout_and_the_generators_depth_alone() -> None:
+    same = ["run_dir=x", NO_DROPOUT, "model.generator.num_layers=12"]
     assert load_config(CONFIGS / "large_fast.yaml", ["run_dir=x"]) == load_config(LARGE, same)
