@@ -81,7 +81,10 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 
 
 def _tag(value: Any) -> str:
-    """Return which of the two types of a scheduled key an input is validated against."""
+    """Return the tag of the type against which pydantic validates a key that may be scheduled.
+
+    It is SCHEDULE_TAG for a mapping or a `Schedule`, and NUMBER_TAG for any other input.
+    """
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 

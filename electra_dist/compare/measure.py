@@ -37,14 +37,14 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score an encoder in the way of this measure, for example by fine-tuning it on a task.
+        """Score an encoder with this measure, for example by fine-tuning it on a task.
 
         Args:
             encoder: the pretrained weights; they are not changed.
             progress: called with (activity, parts done, parts in total) while the score is computed.
 
         Raises:
-            UserError: the encoder cannot be scored in this way, for example because it lacks the head that this needs.
+            UserError: this measure cannot score the encoder, for example because the encoder lacks a head.
         """
 
 

@@ -44,7 +44,10 @@ class Difference:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the larger one of the errors over seeds and over test examples; None if neither is known."""
+        """Return the standard error of the difference: the larger one of those over seeds and over test examples.
+
+        If only one of them is known, it is returned; if neither is, the result is None.
+        """
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
@@ -102,13 +105,16 @@ def difference_text(difference: Difference | None) -> str:
 def difference_rows(
     scores: Sequence[Score], entries: Sequence[str], baseline: str, tasks: Sequence[str]
 ) -> list[list[str]]:
-    """Return the cells of the table: the name of each objective except the baseline, then its differences.
+    """Return the cells of the table of score differences, one row for each objective except the baseline.
+
+    The first cell of a row is the objective's name. Then follows, for each task, the objective's score minus the
+    baseline's score, or "-" if scores are missing.
 
     Args:
-        scores: scores of the last checkpoints of the comparison's runs.
-        entries: names of the objectives, in the order of the rows.
+        scores: scores of the last checkpoint of each run in the comparison.
+        entries: names of the objectives, in row order.
         baseline: name of the objective whose scores are subtracted.
-        tasks: names of the tasks, in the order of the columns; a cell without scores is "-".
+        tasks: names of the tasks, in column order.
     """
     rows = []
     for entry in entries:

@@ -70,9 +70,9 @@ class Sums(NamedTuple):
 class StepInput:
     """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
 
-    An objective has one or two losses, each a sum over tokens. `first_scale` and `second_scale` are the factors that
-    make them means: 1 / the first and 1 / the second number of tokens that `loss_counts` returns, summed over all rows
-    of the mean.
+    An objective computes one or two losses, each as a sum over tokens, which `first_scale` and `second_scale` turn
+    into means. To get these scales, add up the results of `loss_counts` over all rows that the mean covers, usually
+    the global batch: `first_scale` is 1 / (sum of column 0), and `second_scale` is 1 / (sum of column 1).
     """
 
     # Not a NamedTuple, because DeepSpeed's hooks look into tuples and rebuild them: ZeRO-3's with other tensor
@@ -163,17 +163,17 @@ class Batch(StepInput):
 def loss_counts(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
 ) -> torch.Tensor:
-    """Return for each row the numbers of tokens over which the objective's two losses are averaged, int64 [B, 2].
+    """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
 
-    Column 0 counts for the generator's loss (for the only loss, if there is no generator), column 1 for the large
-    tower's loss. The scales of a `StepInput` are 1 / the sums of these columns. The counts follow from the ids alone,
-    so they can be summed over all rows of a step, and over ranks, before its first forward pass.
+    Column 0 belongs to the generator's loss, or to the only loss if there is no generator. Column 1 belongs to the
+    large tower's loss. The loss scales in a `StepInput` are 1 / (column sum). The counts depend only on the token ids,
+    so they can be summed over all rows of a step and over all ranks before the step's first forward pass.
 
     Args:
         ids_BS: int64 token ids of the original rows.
         special: ids of the special tokens.
-        objective: its name decides which tokens count, its `mask_prob` how many are masked.
-        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
+        objective: its name decides which tokens count, and its `mask_prob` decides how many of them are masked.
+        mask_prob: share of masked tokens at this step, if it is scheduled. None means its value at the first step.
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B

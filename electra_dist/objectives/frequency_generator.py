@@ -142,7 +142,7 @@ def uniform_weights(vocab_size: int) -> np.ndarray:
 
 
 def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
-    """Return weights with which all tokens but the five special ones are drawn equally often, float64 [vocab_size]."""
+    """Return sampling weights, float64 [vocab_size]: 1 for each ordinary token, and 0 for the five special tokens."""
     weight_V = np.ones(vocab_size)
     weight_V[list(special)] = 0.0
     return weight_V

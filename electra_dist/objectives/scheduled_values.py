@@ -127,10 +127,10 @@ def first_values(objective: ObjectiveConfig) -> ScheduledValues:
 
 
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values with which a model is evaluated: those of the end of the run, without any curriculum.
+    """Return the values of the scheduled keys with which a model is evaluated, the same at every step.
 
-    Samples are drawn at temperature 1, and no replacement is random, so that evaluations of all steps, and of runs
-    with different schedules, are comparable.
+    A key takes its value at the end of the run, but the generator samples at temperature 1, and no token is replaced
+    by a random one. So evaluations of all steps, and of runs with different schedules, can be compared.
     """
     at_end = _numbers(objective, _LAST)._asdict()
     return ScheduledValues(**(at_end | {"temperature": 1.0, "random_share": 0.0}))

@@ -294,7 +294,7 @@ def _largest_micro_batch(config: Config) -> PlanSection:
 
 
 def _with_precisions(gpu: str) -> str:
-    """Return the name of a GPU model; with the values of `train.precision` that it can run, if bf16 is not one."""
+    """Return the name of a GPU model, followed by its usable values of `train.precision` if it has no bf16."""
     return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 

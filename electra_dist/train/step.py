@@ -249,11 +249,11 @@ class TrainStep:
         )
 
     def judged_loss(self, sums: Sums) -> float:
-        """Return the loss of a step that the guard compares with those of earlier steps.
+        """Return the loss of a step that the guard compares with the losses of earlier steps.
 
-        It is the minimised loss. Where the weight of a loss is scheduled, it is the sum of the unweighted means over
-        tokens instead, because the minimised loss changes with the weight. If the minimised loss is not finite, it is
-        returned in any case.
+        This is normally the loss that the optimizer minimises. If the weight of one of its terms is scheduled, that
+        loss changes with the weight, so the unweighted sum of the terms (each a mean over tokens) is returned instead.
+        A minimised loss that is not finite is always returned as it is.
 
         Args:
             sums: sums over the tokens of the global batch.

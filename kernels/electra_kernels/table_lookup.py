@@ -38,7 +38,14 @@ def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the entries of a table with the gradient of `table_gradient`, on any device; see `table_lookup`."""
+    """Return the rows of a table that `index` selects, [*index.shape, E] in the dtype of the table, on any device.
+
+    The backward pass computes the table's gradient as a matrix product (`table_gradient`) and not by atomic additions.
+
+    Args:
+        table_RE: the table, R rows of width E.
+        index: int64 row numbers of any shape, in [0, R).
+    """
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
     return entries
 

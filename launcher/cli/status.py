@@ -41,9 +41,9 @@ _HUNG_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually
 class Facts:
     """Snapshot of a run: the content of its run folder, and its jobs in Slurm's queue.
 
-    The function `facts` reads a snapshot, and `lines` formats it as the status page. The ledger is the run's list of
-    events (start, checkpoint, stop, ...). A beat is the last heartbeat of a rank. A strike is a recorded fault of a
-    node.
+    The function `facts` takes a snapshot, and `lines` formats it as the status page. Terms in the field names: the
+    ledger is the run's list of events (start, checkpoint, stop, ...), a beat is the last heartbeat of a rank, and a
+    strike is a recorded fault of a node.
     """
 
     run: Path  # the run folder
