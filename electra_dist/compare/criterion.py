@@ -77,7 +77,10 @@ def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
 
 
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
-    """Record a new or changed criterion in the output folder; return a sentence about when it was stated.
+    """Append the criterion to the folder's record if it is new or changed; return a sentence on when it was stated.
+
+    The sentence also says how many scores existed then, so that a reader sees whether the criterion was stated before
+    the results were known.
 
     Args:
         folder: output folder of the comparison, which exists.

@@ -65,7 +65,7 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
     Args:
         config: the resolved config.
         world_size: number of ranks that the run is about to start with.
-        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
+        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
 
     Raises:
         UserError: an input cannot be used; the message names the file, key or URL at fault and the next step.

@@ -50,7 +50,7 @@ def run(config: Config, accept_new_numerics: bool = False, predict_rows: Predict
 
     Args:
         config: the resolved config of the run.
-        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
+        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
         predict_rows: predicts the largest micro-batch, from which `train.micro_batch: auto` starts its measurement on
             a GPU; None if there is no prediction.
 

@@ -138,10 +138,10 @@ class Reporter:
             self._note_restored(restored, attempt)
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Record in log and ledger that the run continues a checkpoint of older numerics, if it does.
+        """Record in log and ledger if the run continues a checkpoint of a version with older numerics.
 
-        Numerics is the number of the random draws and the rounding of a version. From the checkpoint's step on, the
-        run draws other masks, samples or dropout than the version that began it would have.
+        A version's numerics is a number that stands for how it draws random numbers and rounds. From the checkpoint's
+        step on, the run draws other masks, samples or dropout than the older version would have drawn.
 
         Args:
             restored: state of the restored checkpoint.
@@ -151,7 +151,7 @@ class Reporter:
             if restored.identity_sha256 == identity_sha256:
                 self.note(
                     f"new numerics accepted: steps before {restored.step:,} were computed with numerics {numerics}, "
-                    f"later ones are with numerics {NUMERICS}"
+                    f"steps from {restored.step:,} on are computed with numerics {NUMERICS}"
                 )
                 self._record("new_numerics", restored.step, attempt=attempt, was=numerics, now=NUMERICS)
 

@@ -37,14 +37,16 @@ def norm_forward(
 ) -> tuple[torch.Tensor, Kept]:
     """Return LayerNorm(residual + dropout(x)), [T, H] in the dtype of `x_TH`, and what the backward pass needs.
 
+    There are T tokens in B rows of T / B tokens each, and H is the hidden width.
+
     Args:
         x_TH: Contiguous output of a sub-layer.
         residual_TH: Contiguous input of the sub-layer, in the same dtype.
         weight_H: Scale of the LayerNorm.
         bias_H: Shift of the LayerNorm.
-        row_B: int64 row numbers within the global batch, one for each T / B tokens.
+        row_B: int64, the number of each row within the global batch.
         eps: Added to the variance.
-        dropout: Probability, key and site of the dropout.
+        dropout: Probability and key of the dropout, and which of the layer's two dropouts it is.
         backend: "triton" or "reference".
     """
     if backend == "triton":
@@ -79,7 +81,7 @@ class BackwardPasses(abc.ABC):
             weight_H: Scale of the LayerNorm.
             bias_H: Shift of the LayerNorm.
             row_B: int64 row numbers within the global batch.
-            dropout: Probability, key and site of the dropout.
+            dropout: Probability and key of the dropout, and which of the layer's two dropouts it is.
         """
 
     @abc.abstractmethod
