@@ -1,7 +1,7 @@
 """Predict the time of a micro-batch of ELECTRA-Large on one H200 from counts. It is a prediction, never a measurement.
 
     python benchmarks/predict_gpu.py                                  # 64 rows, as the paper trained
-    python benchmarks/predict_gpu.py configs/large_fast.yaml          # no attention dropout, 12 layers in the generator
+    python benchmarks/predict_gpu.py configs/large_fast.yaml          # no attention dropout, a shorter generator
     python benchmarks/predict_gpu.py --set product_tflops=760 --json
 
 The counts are exact: every operator and every kernel launch of one micro-batch, with the shapes and bytes of its
