@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                  # configs/small.yaml at length 128, 16 rows, 2 threads, fp32 and bf16
     python benchmarks/step.py --profile        # also print the time of our step by kind of operation
+    python benchmarks/step.py --ours           # our step and its matrix products alone, without Hugging Face
     python benchmarks/step.py --packed         # packed rows against one example per row, in real tokens per second
     python benchmarks/step.py --packed --corpus A --padded-corpus B     # the same on two corpora of one text
 
@@ -10,7 +11,9 @@ exits if these differ by more than 1e-4 (fp32) or 3e-2 (bf16), relative.
 
 How: a step consists of masks, generator, sample, discriminator, backward of both losses, clipping and AdamW, with the
 dropout of the config. bf16 is autocast over fp32 parameters on both sides. The two sides take turns in one process.
-`step_parts/rival.py` describes the Hugging Face side.
+`step_parts/rival.py` describes the Hugging Face side. A third side computes nothing but the matrix products of our
+step, one after another (`step_parts/products.py`). Its time divided by that of our step is the step's share of the
+ceiling.
 
 Limits: one process, without DeepSpeed and without a loader.
 """
@@ -35,6 +38,7 @@ from measure import (
     ratio,
     summary,
 )
+from step_parts import products
 from step_parts.packed import compare_packing, report_packing
 from step_parts.variants import BATCH, SPECIAL, StepVariant, autocast, hugging_face, ours, synthetic_rows, take_step
 
@@ -44,6 +48,7 @@ from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.corruption import CorruptingObjective
 
+PRODUCTS = "our matrix products alone"
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}  # Largest relative difference of the losses of two variants.
 # Kinds of operations, each with words of torch's operator names. An operator belongs to the first kind that matches.
 KINDS = {
@@ -100,25 +105,29 @@ def check_agreement(
     return found
 
 
-def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
+def compare(config: Config, precision: str, rounds: int, warm_up: int, only_ours: bool = False) -> Json:
     """Time training steps of ours and of both Hugging Face variants in turn, on full rows of one example each.
+
+    The matrix products of our step, computed alone, take turns with them.
 
     Args:
         config: Config of the model, the objective and the optimizer.
         precision: "fp32" or "bf16".
         rounds: Timed steps of each variant.
         warm_up: Steps of each variant before the timed ones.
+        only_ours: Leave out the Hugging Face variants.
 
     Returns:
         By name of the variant: seconds of each step, tokens per second, its time relative to ours, and its losses.
+        The products alone have the seconds, their time relative to ours ("share_of_ceiling") and their number of
+        floating-point operations.
     """
     batches = synthetic_rows(config, "none", BATCH * (rounds + warm_up), full_share=1.0).split(BATCH)
     our_variant = ours(config, SPECIAL)
-    ways = {
-        "ours": our_variant,
-        "Hugging Face": hugging_face(config, our_variant.module.towers, gathered=False),
-        "Hugging Face, gathered": hugging_face(config, our_variant.module.towers, gathered=True),
-    }
+    ways = {"ours": our_variant}
+    if not only_ours:
+        ways["Hugging Face"] = hugging_face(config, our_variant.module.towers, gathered=False)
+        ways["Hugging Face, gathered"] = hugging_face(config, our_variant.module.towers, gathered=True)
     losses_without_dropout = check_agreement(config, ways, batches[0], precision)
     losses: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
@@ -131,9 +140,14 @@ def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
 
         return step
 
-    seconds = alternate({name: next_step(name) for name in ways}, rounds, warm_up)
+    recorded = products.products_of(
+        lambda: take_step(ours(config, SPECIAL), batches[0], 0, precision, config.optimizer.clip_norm)
+    )
+    turns = {name: next_step(name) for name in ways}
+    turns[PRODUCTS] = products.alone(recorded)
+    seconds = alternate(turns, rounds, warm_up)
     num_tokens = batches[0].numel()
-    return {
+    found: Json = {
         name: {
             "seconds": seconds[name],
             "tokens_per_s": num_tokens / summary(seconds[name])["median"],
@@ -143,6 +157,14 @@ def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
         }
         for name in ways
     }
+    found[PRODUCTS] = {
+        "seconds": seconds[PRODUCTS],
+        "share_of_ceiling": ratio(seconds[PRODUCTS], seconds["ours"]),
+        "flops": products.flops_of(recorded),
+        "products": len(recorded),
+        "cpu_has_bf16_products": HAS_BF16_PRODUCTS,
+    }
+    return found
 
 
 def profile(config: Config, precision: str, steps: int) -> dict[str, float]:
@@ -180,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
     )
     parse.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
     parse.add_argument("--profile", action="store_true", help="also print the time of our step by kind of operation")
+    parse.add_argument("--ours", action="store_true", help="leave out Hugging Face's modules")
     parse.add_argument("--packed", action="store_true", help="compare packed with padded rows instead")
     parse.add_argument("--corpus", help="with --packed: folder of a corpus of packed rows")
     parse.add_argument(
@@ -204,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         # Without bf16 products in hardware, a Hugging Face step takes about a minute.
         is_slow = precision == "bf16" and not HAS_BF16_PRODUCTS and not arguments.smoke
         rounds, warm_up = (1, 0) if is_slow else (arguments.rounds, 1)
-        found[precision] = compare(config, precision, rounds, warm_up)
+        found[precision] = compare(config, precision, rounds, warm_up, arguments.ours)
         lines.append(report(found[precision], precision, facts))
         if arguments.profile:
             spent[precision] = profile(config, precision, steps=3)
@@ -221,20 +244,32 @@ def report(found: Json, precision: str, facts: str) -> ResultLine:
         precision: "fp32" or "bf16".
         facts: Size of the batch and number of threads, as text.
     """
-    print(f"\n{precision}, {facts}")
+    bf16_products = "with" if HAS_BF16_PRODUCTS else "without"
+    print(f"\n{precision}, {facts}, a CPU {bf16_products} bf16 products")
     rows = []
     for name, way in found.items():
+        if name == PRODUCTS:
+            continue
         first_mlm, first_rtd = way["losses"][0]
         last_mlm, last_rtd = way["losses"][-1]
         losses = f"{first_mlm:.3f} / {first_rtd:.4f} to {last_mlm:.3f} / {last_rtd:.4f}"
         seconds = format_summary(summary(way["seconds"]), ".3f")
         rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", format_summary(way["ratio"]), losses])
+    ceiling = found[PRODUCTS]
+    share = ceiling["share_of_ceiling"]
+    rows.append([PRODUCTS, format_summary(summary(ceiling["seconds"]), ".3f"), "", format_summary(share), ""])
     print_table(["", "s a step", "tokens/s", "time / ours", "mlm / rtd, first to last"], rows)
+    speed = ceiling["flops"] / summary(ceiling["seconds"])["median"] / 1e9
+    print(f"share of the ceiling: {share['median']:.0%} ({ceiling['products']} products at {speed:,.0f} GFLOP/s)")
+    value = f"{found['ours']['tokens_per_s']:,.0f} tokens/s"
+    what = f"joint step of ELECTRA-Small, {precision}, {facts}"
+    of_ceiling = f"{share['median']:.0%} of the speed of its matrix products alone"
+    if "Hugging Face" not in found:
+        return ResultLine(what, value, of_ceiling)
     published = found["Hugging Face"]["ratio"]["median"]
     gathered = found["Hugging Face, gathered"]["ratio"]["median"]
-    value = f"{found['ours']['tokens_per_s']:,.0f} tokens/s"
     times = f"{published:.2f} x Hugging Face as published, {gathered:.2f} x with its head at the masked slots only"
-    return ResultLine(f"joint step of ELECTRA-Small, {precision}, {facts}", value, times)
+    return ResultLine(what, value, f"{times}; {of_ceiling}")
 
 
 if __name__ == "__main__":
