@@ -35,10 +35,10 @@ def speed(
     Runs a few steps on one device with random weights; the run folder is not touched. Rows come from the corpus of the
     config, or are made up if it does not exist.
     """
-    from electra_dist.speed.step_profile import profile_step
-
     config = open_run(run, overrides or ()) if run.is_dir() else load_config(run, overrides or ())
-    with _stdout_to_stderr():  # torch's profiler and DeepSpeed may print lines of their own
+    with _stdout_to_stderr():  # torch's profiler and DeepSpeed print lines of their own, DeepSpeed when it is imported
+        from electra_dist.speed.step_profile import profile_step
+
         profile = profile_step(config, steps)
     if as_json:
         print(json.dumps(profile.as_json()))
