@@ -33,6 +33,9 @@ def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
     record = _run(step, tmp_path, "--rounds", "1", "--profile")
     ways = record["ways"]
     for precision, tolerance in (("fp32", 1e-4), ("bf16", 3e-2)):
+        products = ways[precision].pop(step.PRODUCTS)
+        assert products["share_of_ceiling"]["median"] > 0
+        assert products["products"] > 0
         ours, *rivals = ways[precision].values()
         assert len(rivals) == 2
         for kind in ("mlm", "rtd"):
