@@ -43,6 +43,7 @@ setup(
         "electra_dist.analysis",
         "electra_dist.checkpoint",
         "electra_dist.compare",
+        "electra_dist.config_sections",
         "electra_dist.corpus",
         "electra_dist.data",
         "electra_dist.engine",

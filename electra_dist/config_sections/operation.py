@@ -1,0 +1,165 @@
+"""Define the sections that do not change what is computed: checkpoints, log, corpus builder, cluster, plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+
+
+class CheckpointConfig(Section):
+    """Settings of checkpoints: when they are saved, where they are written, and which of them are kept."""
+
+    every_steps: Positive | Literal["auto"] = Field(
+        default=1000,
+        description="Steps between checkpoints. auto: the interval that loses the least time, computed from the "
+        "duration of saves and the frequency of interruptions that this run has measured.",
+    )
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="Local folders or s3:// prefixes. Every checkpoint is written to all of them; a restart prefers "
+        "the first. Empty: checkpoints/ in the run folder.",
+    )
+    endpoint_url: str | None = Field(
+        default=None,
+        description="URL of an S3-compatible service for the s3:// URLs in targets, for example "
+        "http://10.0.0.1:9000. Unset: AWS.",
+    )
+    keep_last: Positive = Field(
+        default=3,
+        description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
+        "selects them.",
+    )
+    keep_every_steps: NonNegative = Field(
+        default=0,
+        description="Checkpoints at multiples of this number of steps are saved and never deleted. 0: no such rule.",
+    )
+    keep_steps: tuple[Positive, ...] = Field(
+        default=(),
+        description="Steps at which a checkpoint is saved in addition to every_steps and never deleted.",
+    )
+    keep_best: NonNegative = Field(
+        default=0,
+        description="Number of checkpoints that are kept because they are best on data.heldout: those with the "
+        "highest context AUC or, for an objective without a discriminator, with the lowest loss. Only checkpoints "
+        "saved at a step with an evaluation count. 0: no such rule.",
+    )
+
+
+class LogConfig(Section):
+    """Settings of how often a run logs its progress and evaluates the model on held-out rows."""
+
+    every_steps: Positive = Field(
+        default=10, description="Steps between two log lines; each log line is also a record in metrics.jsonl."
+    )
+    eval_every_steps: NonNegative = Field(
+        default=0,
+        description="Steps between two evaluations on data.heldout. 0: only after the last step of the run.",
+    )
+    eval_rows: Positive = Field(
+        default=512,
+        description="Number of held-out rows in each evaluation. The context AUC uses more rows where these have "
+        "fewer than 5,000 masked tokens.",
+    )
+    tensorboard: bool = Field(
+        default=True, description="Whether TensorBoard event files are written into the run folder."
+    )
+
+
+class CorpusConfig(Section):
+    """Settings of `electra-dist corpus build`, which turns text into rows and shards; training does not read them."""
+
+    packing: Literal["rows", "none"] = Field(
+        default="rows",
+        description="How examples are placed in rows. rows: several whole examples share a row, and none attends to "
+        "another. none: one example per row, the rest is padding.",
+    )
+    lowercase: bool = Field(
+        default=True,
+        description="Whether text is lower-cased and stripped of accents, as BERT's uncased vocabulary expects.",
+    )
+    single_segment_prob: Probability = Field(
+        default=0.1,
+        description="Probability that an example has one segment instead of two. Google's code uses 0.1.",
+    )
+    short_target_prob: Probability = Field(
+        default=0.05,
+        description="Probability that the target length of an example is drawn uniformly from [5, seq_len] tokens "
+        "instead of being seq_len. Google's code uses 0.05.",
+    )
+    shard_size_mb: Annotated[float, Field(gt=0)] = Field(
+        default=16.0, description="Target size of a shard file, in units of 1e6 bytes."
+    )
+    heldout_fraction: Probability = Field(
+        default=0.0,
+        description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
+        "hash of each document's text decides. 0: none.",
+    )
+
+
+class KernelsConfig(Section):
+    """Choice of the implementation of the fused operations (Triton, CUDA or plain PyTorch)."""
+
+    backend: Literal["auto", "triton", "cuda", "reference"] = Field(
+        default="auto",
+        description="Implementation of the fused operations. auto: triton on a GPU, reference elsewhere. triton: "
+        "Triton kernels. cuda: the CUDA kernel of the one operation that has it, otherwise as auto. reference: plain "
+        "PyTorch. A choice that cannot run on this machine is an error.",
+    )
+
+
+class ClusterConfig(Section):
+    """Limits after which a rank counts as hung or a run is not restarted, and how long a node stays excluded.
+
+    Nothing in this section changes what is computed.
+    """
+
+    hang_step_factor: Annotated[float, Field(gt=1)] = Field(
+        default=5.0,
+        description="A rank in a training step counts as hung if its last heartbeat (its sign of progress) is older "
+        "than this factor times its measured step time and older than hang_step_floor_s.",
+    )
+    hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="Least number of seconds without a heartbeat after which a rank in a training step counts as "
+        "hung. It takes the place of hang_step_factor times the step time where steps are so short that this is less.",
+    )
+    hang_setup_s: Annotated[float, Field(gt=0)] = Field(
+        default=1800.0,
+        description="Seconds without a heartbeat after which a rank counts as hung while it starts, restores a "
+        "checkpoint or runs its first steps.",
+    )
+    hang_checkpoint_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0,
+        description="Seconds without a heartbeat after which a rank counts as hung while it saves a checkpoint.",
+    )
+    hang_eval_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0,
+        description="Seconds without a heartbeat after which a rank counts as hung during an evaluation.",
+    )
+    max_fruitless_restarts: Positive = Field(
+        default=3,
+        description="Number of restarts in a row that may end without having saved a checkpoint. After them the run "
+        "is not restarted.",
+    )
+    strike_expires_h: Annotated[float, Field(gt=0)] = Field(
+        default=24.0,
+        description="Hours for which a strike, the record that a node was unhealthy, excludes that node from new "
+        "submissions.",
+    )
+
+
+class PlanConfig(Section):
+    """Hardware that `--dry-run` assumes for its estimates; a training run does not read this section."""
+
+    gpu: str = Field(
+        default="H100",
+        description="GPU model whose peak dense bf16 throughput is assumed: H200, H100, A100 or V100.",
+    )
+    num_gpus: Positive = Field(default=8, description="Number of GPUs that the estimate assumes.")
+    utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.4,
+        description="Fraction of the GPUs' peak throughput that the estimate assumes (model FLOPs utilisation, MFU).",
+    )

@@ -1,0 +1,312 @@
+"""Define the sections of a run's course: data, train, guard, optimizer and engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+
+
+class DataConfig(Section):
+    """Settings of the data: where rows come from, in which order they are read, and where a node caches them."""
+
+    corpus: str = Field(
+        description="Training corpus: the local folder or s3:// prefix that holds corpus.json and the shards."
+    )
+    heldout: str | None = Field(
+        default=None,
+        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. It must have the row "
+        "length and the vocabulary of the training corpus. Unset: no evaluation.",
+    )
+    seq_len: Positive = Field(
+        default=512, description="Tokens per row; must equal the row length that the corpus was built with."
+    )
+    shuffle_window_shards: Positive = Field(
+        default=64,
+        description="Number of shards whose rows are shuffled together. A larger window shuffles more widely, but "
+        "the node must hold more shards at a time.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
+        "local disk. Unset: cache/ in the run folder.",
+    )
+    cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. The least recently used "
+        "shards are deleted to stay below it. Unset: the free space of the disk is the limit.",
+    )
+    fetch_threads: Positive = Field(
+        default=8,
+        description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
+        "and fetch each shard only once.",
+    )
+    endpoint_url: str | None = Field(
+        default=None,
+        description="URL of an S3-compatible service for the s3:// URLs of this section, for example "
+        "http://10.0.0.1:9000. Unset: AWS.",
+    )
+
+
+class TrainConfig(Section):
+    """Length of the run, size of a step, numeric precision, skipped steps and initial weights."""
+
+    num_steps: Positive = Field(
+        description="Number of optimizer steps in the whole run; the learning-rate schedule ends there."
+    )
+    global_batch: Positive = Field(
+        description="Number of rows in an optimizer step, summed over all ranks and micro-batches."
+    )
+    micro_batch: Positive = Field(
+        description="Number of rows that a rank processes in one forward and backward pass. Gradients are "
+        "accumulated over as many passes as global_batch needs. auto: measure memory at the start of the run and "
+        "use the largest number that fits."
+    )
+    largest_micro_batch: bool = Field(
+        default=False,
+        description="Internal flag that micro_batch: auto sets. Do not set it yourself; set micro_batch: auto.",
+    )
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        default="bf16",
+        description="Number format of the forward and backward passes. Master weights, optimizer moments and "
+        "gradient sums are fp32 in all cases; only the sum over ranks is bf16 in runs of bf16 on CPUs with "
+        "zero_stage 1 to 3. fp16 is for GPUs without bf16 (V100, T4): its gradients are scaled by a factor that "
+        "adapts itself, and a step whose gradients overflow makes no update.",
+    )
+    skip_steps: tuple[NonNegative, ...] = Field(
+        default=(),
+        description="Numbers of the steps to skip, counted from 0. A skipped step updates nothing and its rows are "
+        "not used. All other steps read the same rows as they would without the skip.",
+    )
+    init_from: str | None = Field(
+        default=None,
+        description="Folder of the initial weights: a run, an export or a Hugging Face ELECTRA model. Training "
+        "starts at step 0 with new optimizer moments. Ignored once the run has a checkpoint of its own. Unset: "
+        "random weights.",
+    )
+    init_generator_from: str | None = Field(
+        default=None,
+        description="Hugging Face folder with the generator's initial weights, for an init_from that is a Hugging "
+        "Face folder and so holds only the discriminator. With objective.generator: frozen, the folder of the "
+        "generator itself, which may also be a run of objective mlm; it is then read at every start.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
+
+        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits. 1
+        passes them for every number of ranks that divides the global batch.
+        """
+        if isinstance(value, dict) and value.get("micro_batch") == "auto":
+            return {**value, "micro_batch": 1, "largest_micro_batch": True}
+        return value
+
+    def micro_batches(self, num_ranks: int) -> int:
+        """Return the number of micro-batches of a rank in each step: global_batch / (micro_batch * num_ranks).
+
+        It is 0 if that is not a whole number; this number of ranks then cannot run the config.
+
+        Args:
+            num_ranks: Number of ranks of the run, at least 1.
+        """
+        rows_per_pass = self.micro_batch * num_ranks
+        if self.global_batch % rows_per_pass:
+            return 0
+        return self.global_batch // rows_per_pass
+
+    def possible_ranks(self) -> list[int]:
+        """Return the numbers of ranks that this config can run on, ascending.
+
+        They are those for which global_batch is a multiple of micro_batch * ranks.
+        """
+        most_ranks = self.global_batch // self.micro_batch
+        return [num_ranks for num_ranks in range(1, most_ranks + 1) if self.micro_batches(num_ranks)]
+
+
+class GuardConfig(Section):
+    """Limits beyond which a step is stopped (it updates no weights), or the run goes back to a checkpoint."""
+
+    window: Annotated[int, Field(ge=2)] = Field(
+        default=128,
+        description="Number of most recent accepted steps (those that updated the weights) from which the mean and "
+        "the standard deviation of the loss are computed. No step counts as a spike before that many were accepted.",
+    )
+    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+        default=6.0,
+        description="A step is a spike if its loss exceeds the window's mean by more than this many standard "
+        "deviations. It is then stopped, that is, it does not update the weights. 0: no step counts as a spike; a "
+        "step whose loss or gradient is not finite is stopped in any case.",
+    )
+    max_in_a_row: Positive = Field(
+        default=3, description="Number of consecutive stopped steps after which the run goes back to a checkpoint."
+    )
+    skip_before: NonNegative = Field(
+        default=16,
+        description="A run that goes back to a checkpoint skips the steps that were stopped in a row, and this many "
+        "steps before the first of them. It skips fewer if even its oldest checkpoint is newer than these steps.",
+    )
+    max_rollbacks: NonNegative = Field(
+        default=5,
+        description="Number of times that a run may go back to a checkpoint. If it diverges again, it ends with exit "
+        "code 78.",
+    )
+
+
+class GeneratorOptimizerConfig(Section):
+    """Settings of the optimizer for the parameters that only the generator uses; unset keys are those of `optimizer`.
+
+    The embeddings count as the generator's only with model.sharing none and gdes, where it has tables of its own.
+    """
+
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Peak learning rate of the generator. Unset: optimizer.lr."
+    )
+    warmup_steps: NonNegative | None = Field(
+        default=None,
+        description="Number of steps in which the generator's learning rate rises linearly from 0. Unset: "
+        "optimizer.warmup_steps.",
+    )
+    beta1: Probability | None = Field(
+        default=None, description="Decay rate of the first moment of the generator. Unset: optimizer.beta1."
+    )
+    beta2: Probability | None = Field(
+        default=None, description="Decay rate of the second moment of the generator. Unset: optimizer.beta2."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Decoupled weight decay of the generator. Unset: optimizer.weight_decay."
+    )
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Upper limit of the norm of the generator's gradients. optimizer.clip_norm is then the limit for "
+        "all other parameters. Unset: the same number for both norms.",
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW as the paper used it (or LAMB or Muon), and the learning-rate schedule.
+
+    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * (1 - t / num_steps) ** decay_power.
+    """
+
+    name: Literal["adamw", "lamb", "muon"] = Field(
+        default="adamw",
+        description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
+        "the parameter's norm and needs engine.zero_stage: 0. muon: Muon for the matrices of the layers and AdamW for "
+        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0.",
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(
+        default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."
+    )
+    warmup_steps: NonNegative = Field(
+        default=10_000,
+        description="Number of steps in which the learning rate rises linearly from 0. The decay also runs during "
+        "these steps. 0: no warm-up.",
+    )
+    decay_power: Annotated[float, Field(ge=0)] = Field(
+        default=1.0,
+        description="Exponent of the decay factor (1 - step / num_steps) ** decay_power. 1: linear decay to 0. 0: no "
+        "decay.",
+    )
+    beta1: Probability = Field(
+        default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
+    )
+    beta2: Probability = Field(
+        default=0.999, description="Decay rate of the second moment, the running mean of the squared gradient."
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-6,
+        description="Number added to the square root of the second moment, so that the update never divides by 0.",
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.01,
+        description="Decoupled weight decay, multiplied by the learning rate. LayerNorm and bias parameters are not "
+        "decayed.",
+    )
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0,
+        description="Upper limit of the global gradient norm; gradients with a larger norm are scaled down to it.",
+    )
+    implementation: Literal["auto", "apex", "deepspeed", "foreach"] = Field(
+        default="auto",
+        description="Code that runs the update. apex: NVIDIA apex (not for muon). deepspeed: DeepSpeed's fused "
+        "AdamW (for adamw only). foreach: this project's code on torch._foreach. auto: on a CPU and for muon foreach; "
+        "on a GPU apex if it is installed, otherwise deepspeed for adamw and foreach for lamb. auto also takes "
+        "foreach if deepspeed's cannot be compiled, and with engine.offload_optimizer on a GPU; the log states the "
+        "reason.",
+    )
+    generator: GeneratorOptimizerConfig | None = Field(
+        default=None,
+        description="Section with the generator's own learning rate, warm-up, betas, weight decay and gradient norm. "
+        "Set it to {} for its own norm only. Unset: one optimizer with one norm for both towers, as in the paper.",
+    )
+
+    @property
+    def for_generator(self) -> OptimizerConfig:
+        """Return the settings of the generator's parameters: this section with the keys that `generator` sets."""
+        if self.generator is None:
+            return self
+        return self.model_copy(update=self.generator.model_dump(exclude_none=True))
+
+
+class EngineConfig(Section):
+    """Settings of how the computation is distributed and saves memory; none of them changes what is computed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1,
+        description="DeepSpeed ZeRO stage: which training state is split between the ranks. 0: none. 1: optimizer "
+        "state. 2: gradients as well. 3: parameters as well.",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="Whether the optimizer state is kept in host memory instead of GPU memory (zero_stage 1 to 3).",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Whether only the input of each layer is kept for the backward pass and the layer is computed "
+        "again there. Saves memory, costs time.",
+    )
+    attention: Literal["auto", "sdpa", "flash", "flex"] = Field(
+        default="auto",
+        description="Attention code. sdpa: torch's scaled_dot_product_attention with a bias that separates the "
+        "examples of a row. flash: FlashAttention with dropout over each example alone; needs a GPU of compute "
+        "capability 8.0 and train.precision bf16 or fp16. flex: FlexAttention, which skips the pairs of tokens from "
+        "different examples; needs a GPU and model.attention_dropout: 0. auto: on a GPU flash with attention dropout, "
+        "otherwise flex or flash, each only where it passes a trial; sdpa in all other cases.",
+    )
+    deterministic: bool = Field(
+        default=True,
+        description="Whether torch uses deterministic kernels on a GPU, so that a repeated step gives the same bits; "
+        "docs/exactness.md has the exceptions. Without effect on a CPU, where steps repeat in any case.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Whether torch.compile compiles the layers of the towers (zero_stage 0 to 2). The first step then "
+        "takes a minute longer, unless data.cache_dir holds the compiled code of an earlier start.",
+    )
+    early_generator: bool = Field(
+        default=False,
+        description="Whether the generator's gradients are computed before the discriminator runs, so that the "
+        "activations of both towers are never in memory together (zero_stage 0 to 2).",
+    )
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> EngineConfig:
+        """Raise ValueError if early_generator or compile is on with ZeRO stage 3.
+
+        Both options need whole parameters on each rank, which stage 3 splits between the ranks.
+        """
+        if self.early_generator and self.zero_stage == 3:
+            raise ValueError(
+                "early_generator needs whole parameters, which zero_stage 3 splits; set engine.early_generator: false "
+                "and use engine.activation_checkpointing: true, or set a lower engine.zero_stage"
+            )
+        if self.compile and self.zero_stage == 3:
+            raise ValueError(
+                "compile needs whole parameters, which zero_stage 3 splits; set engine.compile: false or a lower "
+                "engine.zero_stage"
+            )
+        return self
