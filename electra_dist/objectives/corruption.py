@@ -107,10 +107,10 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Return the tokens for the masked positions, int64: the generator's samples, of which some are replaced.
+        """Return the tokens that are put in the masked positions, int64: samples of the generator or random tokens.
 
-        The share `random_share` of the slots gets random tokens. In evaluation it is the number 0, and the samples are
-        returned as they are.
+        Each slot gets a random token with the probability `random_share`, and the generator's sample otherwise. In
+        evaluation the probability is 0, and the samples are returned as they are.
 
         Args:
             batch: the original rows.
@@ -123,7 +123,9 @@ class CorruptingObjective(Objective):
             return sampled_M
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = sampled_M.view_as(target_BN)
-        return self.random_replacements.mix(sampled_BN, target_BN, share, batch.row_B, batch.step, batch.seed)
+        return self.random_replacements.mix(
+            sampled_BN, target_BN, share, batch.row_B, batch.step_on_device, batch.seed
+        )
 
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator

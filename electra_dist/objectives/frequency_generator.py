@@ -115,7 +115,7 @@ class RandomReplacements(FixedGenerator):
         target_BN: torch.Tensor,
         share: Scalar,
         row_B: torch.Tensor,
-        step: int,
+        step: int | torch.Tensor,
         seed: int,
     ) -> torch.Tensor:
         """Return the tokens that replace the masked ones, int64 [B, N]: samples of the generator, and random tokens.
@@ -128,7 +128,7 @@ class RandomReplacements(FixedGenerator):
             target_BN: int64 original tokens; their values matter with `disallow_correct` only.
             share: probability of a random token, in [0, 1].
             row_B: int64 numbers of the rows within the step's global batch.
-            step: number of the optimizer step.
+            step: number of the optimizer step, or int64 [1] that holds it on the device of the ids.
             seed: the run's seed.
         """
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])

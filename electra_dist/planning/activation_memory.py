@@ -137,8 +137,9 @@ def micro_batch_limit(
     num_parameters = parameter_counts(config.model, config.objective).total
     layout = state_layout(precision, engine.zero_stage, engine.offload_optimizer)
     state_bytes = sum(layout.bytes_per_gpu(part, num_parameters, num_gpus) for part in PARTS)
-    has_bf16_weights = precision == "bf16" and engine.zero_stage > 0
-    frozen_bytes = frozen_generator_parameters(config.model, config.objective) * (2 if has_bf16_weights else 4)
+    has_16_bit_weights = precision != "fp32" and engine.zero_stage > 0  # stage 0 runs autocast over fp32 weights
+    bytes_of_a_weight = 2 if has_16_bit_weights else 4
+    frozen_bytes = frozen_generator_parameters(config.model, config.objective) * bytes_of_a_weight
     fixed_bytes = state_bytes + frozen_bytes + _head_buffers(config.model, precision) + FIXED_BYTES
 
     usable_bytes = (1 - FREE_FRACTION) * memory_gb * 1e9 - fixed_bytes
@@ -168,9 +169,10 @@ def _network(tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
 
 
 def _statistics(tower: TowerConfig, recompute: bool) -> int:
-    """Return the bytes per token of the fp32 numbers that all layers keep; 0 with recomputation.
+    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass.
 
-    A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms.
+    A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms. With recomputation
+    it keeps none, and the result is 0.
     """
     if recompute:
         return 0

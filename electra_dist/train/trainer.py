@@ -53,11 +53,11 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
-    """One round of a run: restores a checkpoint and trains to the last step, a stop, or a rollback.
+    """Trainer that restores a checkpoint and trains until the last step, a request to stop, or a rollback.
 
     A rollback is a return to an earlier checkpoint after several steps in a row whose loss was not finite or a spike.
-    A round is used once: create it, then call `run`. After a rollback the caller creates the next round with the same
-    engine. All ranks do so together.
+    An instance is used once: create it, then call `run`. After a rollback the caller creates a new Trainer with the
+    same engine. All ranks create and run their trainers together.
     """
 
     def __init__(

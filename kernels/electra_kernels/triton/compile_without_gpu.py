@@ -210,7 +210,7 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 
 
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
-    """Return a case of bf16 tensors changed so that the same kernel is compiled for tensors of `dtype`.
+    """Return a copy of a bf16 case that compiles the same kernel for tensors of `dtype`.
 
     For fp32 the result also sets the constant PAIR where the kernel has it. With it, the kernel keeps the sum of a
     value and its bias as two fp32 numbers, the rounded sum and its rounding error. For values of 16 bits one fp32
