@@ -30,7 +30,7 @@ def test_shipped_files_resolve_and_read_back_equal(path: Path) -> None:
         ("trian.micro_batch=3", ["unknown key `trian`", "did you mean `train`"]),
         ("objective.mask_prob=25", ["objective.mask_prob", "less than 1", "25", "0.25 means 25 %"]),
         ("train.micro_batch=many", ["train.micro_batch", "valid integer", "many"]),
-        ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 32"]),
+        ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 16"]),
         ("model.discriminator.num_heads=3", ["num_heads 3 does not divide hidden_size 128"]),
         ("data.seq_len=4096", ["data.seq_len 4096 exceeds model.max_positions 128"]),
         ("engine.zero_stage=4", ["engine.zero_stage", "0, 1, 2 or 3"]),

@@ -19,7 +19,7 @@ from electra_dist.planning.plan_tables import plan_sections
 from electra_dist.schedule import Schedule, describe, largest_value, mean_value, value_at
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEMO = CONFIGS / "demo_cpu.yaml"
+BASE = CONFIGS / "compare_cpu_base.yaml"  # without schedules
 FAST_ELECTRA = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
 
 
@@ -81,7 +81,7 @@ def test_a_schedule_with_equal_ends_is_that_number_exactly() -> None:
 
 
 def test_plain_numbers_leave_the_identity_as_it_was_before_there_were_schedules() -> None:
-    config = load_config(DEMO, ["objective.temperature=2", "objective.mlm_weight=1", "objective.random_from=unigram"])
+    config = load_config(BASE, ["objective.temperature=2", "objective.mlm_weight=1", "objective.random_from=unigram"])
     identity = config.identity()["objective"]
     assert {type(identity[key]) for key in ("temperature", "mask_prob", "mlm_weight", "rtd_weight")} == {float}
     assert identity["temperature"] == 2.0
@@ -91,13 +91,13 @@ def test_plain_numbers_leave_the_identity_as_it_was_before_there_were_schedules(
 
 def test_the_form_in_the_identity_is_canonical() -> None:
     def identity(value: str) -> Any:
-        return load_config(DEMO, [f"objective.temperature={value}"]).identity()
+        return load_config(BASE, [f"objective.temperature={value}"]).identity()
 
     assert identity("{from: 4, to: 1, shape: linear}") == identity("{to: 1.0, over: 1, shape: linear, from: 4e0}")
     assert identity("{from: 4, to: 1, shape: linear}") != identity("{from: 4, to: 1, shape: linear, over: 0.5}")
     exponential = identity("{from: 4, to: 1, shape: exponential, tau: 0.15}")["objective"]["temperature"]
     assert exponential == {"from": 4.0, "to": 1.0, "shape": "exponential", "tau": 0.15}
-    shared = load_config(DEMO, ["objective.random_share={from: 1, to: 0, shape: linear}"]).identity()["objective"]
+    shared = load_config(BASE, ["objective.random_share={from: 1, to: 0, shape: linear}"]).identity()["objective"]
     assert shared["random_share"] == {"from": 1.0, "to": 0.0, "shape": "linear", "over": 1.0}
     assert shared["random_from"] == "uniform"
 
@@ -124,7 +124,7 @@ def test_the_form_in_the_identity_is_canonical() -> None:
 )
 def test_mistakes_are_one_line_that_names_the_key(override: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        load_config(DEMO, [f"objective.{override}"])
+        load_config(BASE, [f"objective.{override}"])
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("--set: ")
@@ -144,40 +144,40 @@ def test_mistakes_are_one_line_that_names_the_key(override: str, words: list[str
 )
 def test_options_that_do_not_go_together_are_refused(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        load_config(DEMO, [f"objective.{override}" for override in overrides])
+        load_config(BASE, [f"objective.{override}" for override in overrides])
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_whole_schedule_replaces_another_one_and_a_part_changes_it(tmp_path: Path) -> None:
-    config = load_config(DEMO, [FAST_ELECTRA, "objective.temperature={from: 3, to: 1, shape: linear}"])
+    config = load_config(BASE, [FAST_ELECTRA, "objective.temperature={from: 3, to: 1, shape: linear}"])
     assert describe(config.objective.temperature) == "3 to 1 (linear, over 1)"
-    config = load_config(DEMO, [FAST_ELECTRA, "objective.temperature.tau=0.3"])
+    config = load_config(BASE, [FAST_ELECTRA, "objective.temperature.tau=0.3"])
     assert describe(config.objective.temperature) == "4 to 1 (exponential, tau 0.3)"
-    config = load_config(DEMO, [FAST_ELECTRA, "objective.temperature=2"])
+    config = load_config(BASE, [FAST_ELECTRA, "objective.temperature=2"])
     assert config.objective.temperature == 2.0
 
 
 def test_a_schedule_is_written_and_read_back_and_its_source_is_known() -> None:
-    config = load_config(DEMO, [FAST_ELECTRA])
+    config = load_config(BASE, [FAST_ELECTRA])
     assert Config.model_validate(yaml.safe_load(dump_yaml(config))) == config
-    origin = sources(DEMO, [FAST_ELECTRA])
+    origin = sources(BASE, [FAST_ELECTRA])
     assert origin["objective.temperature.from"] == "--set"
     assert "objective.temperature" not in origin
-    origin = sources(DEMO, [FAST_ELECTRA, "objective.temperature=2"])
+    origin = sources(BASE, [FAST_ELECTRA, "objective.temperature=2"])
     assert origin["objective.temperature"] == "--set"
     assert "objective.temperature.from" not in origin
 
 
 def test_the_plan_shows_schedules_and_needs_memory_for_the_largest_share_of_masked_tokens() -> None:
-    config = load_config(DEMO, [FAST_ELECTRA, "objective.mask_prob={from: 0.3, to: 0.15, shape: linear}"])
+    config = load_config(BASE, [FAST_ELECTRA, "objective.mask_prob={from: 0.3, to: 0.15, shape: linear}"])
     tables = {section.title: section for section in plan_sections(config)}
     mask_row, temperature_row = tables["Schedules"].rows
     assert temperature_row[:3] == ["objective.temperature", "exponential", "4"]
     assert temperature_row[-1] == f"{1 + 3 * np.exp(-1 / 0.15):.4g}"
     assert mask_row == ["objective.mask_prob", "linear", "0.3", "0.2925", "0.285", "0.2625", "0.225", "0.1875", "0.15"]
     assert any("30 to 15 % masked" in cell for row in tables["Data"].rows for cell in row)
-    plain = load_config(DEMO, ["objective.mask_prob=0.3"])
+    plain = load_config(BASE, ["objective.mask_prob=0.3"])
     titles = {section.title: section for section in plan_sections(plain)}
     assert "Schedules" not in titles
     limits = [[section.rows for title, section in plan.items() if "micro-batch" in title] for plan in (tables, titles)]
@@ -186,7 +186,7 @@ def test_the_plan_shows_schedules_and_needs_memory_for_the_largest_share_of_mask
 
 
 def test_flops_count_the_mean_share_of_masked_tokens() -> None:
-    scheduled = load_config(DEMO, ["objective.mask_prob={from: 0.3, to: 0.1, shape: linear}"])
-    constant = load_config(DEMO, ["objective.mask_prob=0.2"])
+    scheduled = load_config(BASE, ["objective.mask_prob={from: 0.3, to: 0.1, shape: linear}"])
+    constant = load_config(BASE, ["objective.mask_prob=0.2"])
     flops = [token_flops(config.model, config.data.seq_len, config.objective) for config in (scheduled, constant)]
     assert flops[0].total == pytest.approx(flops[1].total, rel=1e-12)

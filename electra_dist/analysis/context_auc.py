@@ -116,7 +116,7 @@ def stuck_warning(record: Record, config: Config) -> str:
     return (
         f"step {record['step']:,}: context AUC {record['context_auc']:.3f} (standard error "
         f"{record['context_auc_se']:.3f}) is below {STUCK_BELOW} after {share:.0f} % of the run, so the discriminator "
-        f"knows token frequencies and no context; {_advice(config)}"
+        f"knows token frequencies and no context yet; if it stays there, {_advice(config)}"
     )
 
 
@@ -127,5 +127,7 @@ def _advice(config: Config) -> str:
         return "start a new run with a higher `from` or `tau` of objective.temperature, or with more steps"
     falling = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
     if objective.generator != "trained":
-        return f"start a new run with objective.generator=trained and a falling temperature, {falling}"
+        return (
+            f"start a new run with objective.generator=trained and a falling temperature, {falling}"
+        )
     return f"start a new run with a falling temperature, {falling}"

@@ -20,7 +20,7 @@ from electra_dist.analysis.roc_auc import roc_auc
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+BASE = Path(__file__).parents[2] / "configs" / "compare_cpu_base.yaml"  # without schedules
 
 
 def sample(
@@ -65,8 +65,8 @@ def test_undefined_values_are_nan() -> None:
 
 
 def config(**changes: Any) -> Config:
-    """The demo's config with other values."""
-    return load_config(DEMO, [f"{key}={value}" for key, value in changes.items()])
+    """A config without schedules, with other values."""
+    return load_config(BASE, [f"{key}={value}" for key, value in changes.items()])
 
 
 def evaluation(step: int, context_auc: float) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_only_a_low_context_auc_after_that_is_reported() -> None:
 def test_the_advice_fits_the_config_and_can_be_followed() -> None:
     falling = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
     low = evaluation(300, 0.5)
-    followed = load_config(DEMO, ["train.num_steps=1000", falling])
+    followed = load_config(BASE, ["train.num_steps=1000", falling])
     assert stuck_warning(low, followed).endswith(
         "with a higher `from` or `tau` of objective.temperature, or with more steps"
     )

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import context_auc
 import corpus_builder
 import loader
 import pytest
@@ -14,6 +15,7 @@ from machines import missing
 
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.planning.multi_node_scaling import bytes_on_wire
+from electra_dist.run.metrics_writer import read_metrics
 
 
 def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -106,3 +108,22 @@ def test_limited_links_carry_the_predicted_bytes(tmp_path: Path) -> None:
     [run] = record["runs"]
     assert run["sent_bytes"] == pytest.approx(run["predicted_bytes"], rel=0.15)  # headers come on top
     assert run["predicted_bytes"] == pytest.approx(bytes_on_wire(191_821, 1, "fp32", 2), rel=0.01)
+
+
+def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path, demo_corpus: Path) -> None:
+    arguments = ["--corpus", str(demo_corpus), "--output", str(tmp_path / "runs"), "--seeds", "1", "--steps", "4"]
+    picture = tmp_path / "curves.png"
+    record = _run(context_auc, tmp_path, *arguments, "--picture", str(picture))
+    assert record["settings"].keys() == record["curves"].keys() == {"curriculum", "t1"}
+    for name, by_seed in record["curves"].items():
+        evaluations = [
+            line
+            for line in read_metrics(tmp_path / "runs" / f"{name}-1")
+            if line["kind"] == "eval" and line["step"] in (1, 4)
+        ]
+        curve = by_seed["1"]
+        assert len(curve["tokens"]) == 4
+        assert [curve["context_auc"][0], curve["context_auc"][-1]] == [line["context_auc"] for line in evaluations]
+        assert curve["tokens"][-1] == 4 * 32 * 64
+        assert curve["flops"][-1] == pytest.approx(4 * curve["flops"][0])
+    assert picture.read_bytes().startswith(b"\x89PNG")

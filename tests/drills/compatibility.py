@@ -63,8 +63,9 @@ print(digest.hexdigest())
 class Tree:
     """A checkout with its own environment, in which commands are run."""
 
-    def __init__(self, folder: Path, corpus: Path) -> None:
-        self.folder, self.corpus = folder.resolve(), corpus
+    def __init__(self, folder: Path, corpus: Path, config: Path) -> None:
+        """Name the checkout, the corpus of its runs, and their config file, which is the same one for both commits."""
+        self.folder, self.corpus, self.config = folder.resolve(), corpus, config.resolve()
         programs = self.folder / ".venv" / "bin"
         self.environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         # The checkout's own sources are imported, whatever its environment has installed.
@@ -96,7 +97,7 @@ class Tree:
             "model.attention_dropout": 0.1,
         }
         command = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), "launcher/pretrain.py"]
-        command += ["--config", "configs/demo_cpu.yaml"]
+        command += ["--config", str(self.config)]
         return command + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
@@ -145,10 +146,13 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="compatibility-"))
     corpus = folder / "corpus"
-    before, now = Tree(arguments.before, corpus), Tree(REPOSITORY, corpus)
+    config = (
+        arguments.before / "configs" / "demo_cpu.yaml"
+    )  # of the earlier commit: later ones may train another model
+    before, now = Tree(arguments.before, corpus, config), Tree(REPOSITORY, corpus, config)
     text = str(folder / "text")
     before.run("electra-dist", "corpus", "python-docs", "--output", text)
-    build = ["--input", text, "--output", str(corpus), "--config", "configs/demo_cpu.yaml"]
+    build = ["--input", text, "--output", str(corpus), "--config", str(before.config)]
     before.run("electra-dist", "corpus", "build", *build)
     before.run(*before.pretrain(folder / "whole-before"))
     stop_after_half(before, folder / "half")

@@ -47,7 +47,7 @@ def test_every_objective_learns_on_the_demo_corpus(
     """The mean loss of the last five steps is below that of the first five, in each stage."""
     given = {f"objective.{key}": value for key, value in WAYS[way].items()}
     if way == "two-stage":  # the discriminator begins as a copy of the generator
-        given["model.generator"] = "{hidden_size: 128, num_layers: 3, num_heads: 4, intermediate_size: 512}"
+        given["model.generator"] = "{hidden_size: 128, num_layers: 4, num_heads: 4, intermediate_size: 512}"
         given["model.sharing"] = "none"
     given |= {"run_dir": tmp_path / "run", "data.corpus": demo_corpus, "data.heldout": demo_corpus / "heldout"}
     given |= {"train.num_steps": 60, "optimizer.warmup_steps": 5, "log.every_steps": 1, "log.eval_every_steps": 60}
