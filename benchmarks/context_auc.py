@@ -41,6 +41,7 @@ COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a1
 
 # Name -> settings that differ from configs/tiny_rtd.yaml, whose temperature falls from 4 to 1 with tau 0.15.
 ARMS: dict[str, list[str]] = {"curriculum": [], "t1": ["objective.temperature=1.0"]}
+LABELS = {"curriculum": "temperature falls from 4 to 1", "t1": "temperature 1, as in the paper"}  # in the picture
 SEARCH: dict[str, list[str]] = {
     "base": [],
     "tau08": ["objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.08}"],
@@ -123,7 +124,7 @@ def draw(curves: Mapping[str, Mapping[str, Json]], path: Path) -> None:
         for (name, by_seed), color in zip(curves.items(), COLORS * len(curves)):
             for number, curve in enumerate(by_seed.values()):
                 millions = [tokens / 1e6 for tokens in curve["tokens"]]
-                label = None if number else f"{name} ({len(by_seed)} seeds)"
+                label = None if number else f"{LABELS.get(name, name)} ({len(by_seed)} seeds)"
                 axes.plot(millions, curve["context_auc"], color=color, linewidth=1.6, label=label)
         axes.axhline(0.5, color="#6b7280", linestyle="--", linewidth=1.0, label="word frequency alone")
         axes.set_title("Context AUC on held-out rows", loc="left")
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         losses = [curve["mlm_loss"][-1] for curve in by_seed.values()]
         petaflops = next(iter(by_seed.values()))["flops"][-1] / 1e15
         each = " ".join(f"{end:.3f}" for end in ends)
-        rows.append([arm, f"{statistics.mean(ends):.3f}", each, f"{statistics.mean(losses):.3f}", f"{petaflops:.2f}"])
+        rows.append([arm, f"{statistics.mean(ends):.3f}", each, f"{statistics.mean(losses):.3f}", f"{petaflops:.3f}"])
     print_table(["setting", "context AUC", "by seed", "MLM loss", "PFLOP"], rows)
     if arguments.picture:
         draw(curves, arguments.picture)
