@@ -127,7 +127,5 @@ def _advice(config: Config) -> str:
         return "start a new run with a higher `from` or `tau` of objective.temperature, or with more steps"
     falling = "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}"
     if objective.generator != "trained":
-        return (
-            f"start a new run with objective.generator=trained and a falling temperature, {falling}"
-        )
+        return f"start a new run with objective.generator=trained and a falling temperature, {falling}"
     return f"start a new run with a falling temperature, {falling}"

@@ -53,7 +53,13 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, targets: Sequence[Store], staging: Path, rank: int, attempt: int, policy: CheckpointConfig
+        self,
+        targets: Sequence[Store],
+        staging: Path,
+        rank: int,
+        attempt: int,
+        policy: CheckpointConfig,
+        rollback_steps: int = 0,
     ) -> None:
         """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
 
@@ -64,11 +70,14 @@ class CheckpointWriter:
             rank: number of this process in the run; rank 0 also commits checkpoints and deletes old ones.
             attempt: number of this start of the run, from `begin_attempt`; every restart has a higher one.
             policy: the section `checkpoint` of the config, which decides what rank 0 keeps after each commit.
+            rollback_steps: rank 0 also keeps the newest checkpoint that is at least this many steps older than the
+                newest one, so that a rollback always has a checkpoint to go back to.
         """
         self._targets = targets
         self._staging = LocalStore(staging)
         self._rank = rank
         self._policy = policy
+        self._rollback_steps = rollback_steps
         self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
         """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
         self._buffer: torch.Tensor | None = None
@@ -192,7 +201,7 @@ class CheckpointWriter:
             commit(target, state, saved_at)
         self.on_commit(state, timing, time.perf_counter() - begin)
         for target, scores in zip(self._targets, self._scores):
-            retain(target, self._policy, state.attempt, scores)
+            retain(target, self._policy, self._rollback_steps, state.attempt, scores)
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's tensor file in every target, and then the file's manifest entry (its size and digests).

@@ -279,7 +279,9 @@ def check_fence(target: Store, attempt: int) -> None:
         )
 
 
-def retain(target: Store, policy: CheckpointConfig, attempt: int, scores: dict[str, HeldOutScore]) -> None:
+def retain(
+    target: Store, policy: CheckpointConfig, rollback_steps: int, attempt: int, scores: dict[str, HeldOutScore]
+) -> None:
     """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only.
 
     Checkpoints that were set aside as damaged stay. The manifest of a checkpoint is deleted before its other files, so
@@ -288,6 +290,7 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, scores: dict[s
     Args:
         target: the store to delete from.
         policy: the section `checkpoint` of the config, which sets what is kept.
+        rollback_steps: as for `superfluous`.
         attempt: number of the caller's start of the run.
         scores: cache from checkpoint folder to its scores on held-out rows. Scores that are not in it are read from
             the manifest and added, but only if the policy has `keep_best`.
@@ -302,7 +305,7 @@ def retain(target: Store, policy: CheckpointConfig, attempt: int, scores: dict[s
         score = scores.get(folder, NOT_EVALUATED)
         checkpoints.append(CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, score=score))
     check_fence(target, attempt)
-    for checkpoint in superfluous(checkpoints, policy):
+    for checkpoint in superfluous(checkpoints, policy, rollback_steps):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
         for key in target.list(f"{checkpoint.folder}/"):
             target.delete(key)

@@ -32,21 +32,29 @@ class CheckpointInfo:
     score: HeldOutScore = NOT_EVALUATED  # also if its manifest is damaged
 
 
-def superfluous(checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig) -> list[CheckpointInfo]:
+def superfluous(
+    checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig, rollback_steps: int
+) -> list[CheckpointInfo]:
     """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted.
 
     A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
     `keep_steps` names its step, or if it is one of the `keep_best` that were best on held-out rows (of equal ones the
-    newer). The best has the highest context AUC; without one in any checkpoint, it has the lowest loss. The newest
-    checkpoint is always kept, whatever the policy is.
+    newer). The best has the highest context AUC; without one in any checkpoint, it has the lowest loss.
+
+    Two are always kept, whatever the policy is: the newest checkpoint, and the newest that is at least
+    `rollback_steps` steps older. A rollback skips at most so many steps before the newest checkpoint, so it finds one
+    that has not been trained on a skipped step.
 
     Args:
         checkpoints: all committed checkpoints of one store, in any order.
         policy: the section `checkpoint` of the config.
+        rollback_steps: `guard.most_skipped`.
     """
     ordered = sorted(checkpoints)
     num_newest = max(1, policy.keep_last)
     keep = set(ordered[-num_newest:])
+    older = [checkpoint for checkpoint in ordered if checkpoint.step <= ordered[-1].step - rollback_steps]
+    keep |= set(older[-1:])
     keep |= {checkpoint for checkpoint in ordered if checkpoint.step in policy.keep_steps}
     if policy.keep_every_steps:
         keep |= {checkpoint for checkpoint in ordered if checkpoint.step % policy.keep_every_steps == 0}

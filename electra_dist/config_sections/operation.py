@@ -30,7 +30,8 @@ class CheckpointConfig(Section):
     keep_last: Positive = Field(
         default=3,
         description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
-        "selects them.",
+        "selects them. In any case the newest one that is old enough for a rollback of the guard (guard.skip_before) is "
+        "kept, too.",
     )
     keep_every_steps: NonNegative = Field(
         default=0,

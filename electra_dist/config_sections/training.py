@@ -147,13 +147,21 @@ class GuardConfig(Section):
     skip_before: NonNegative = Field(
         default=16,
         description="A run that goes back to a checkpoint skips the steps that were stopped in a row, and this many "
-        "steps before the first of them. It skips fewer if even its oldest checkpoint is newer than these steps.",
+        "steps before the first of them.",
     )
     max_rollbacks: NonNegative = Field(
         default=5,
         description="Number of times that a run may go back to a checkpoint. If it diverges again, it ends with exit "
         "code 78.",
     )
+
+    @property
+    def most_skipped(self) -> int:
+        """Return the most steps before the newest checkpoint that a rollback skips.
+
+        All stopped steps but the last may be before that checkpoint, and `skip_before` steps are skipped before them.
+        """
+        return self.skip_before + self.max_in_a_row - 1
 
 
 class GeneratorOptimizerConfig(Section):

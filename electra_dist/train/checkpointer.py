@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore_state import load_newest
@@ -180,6 +180,7 @@ class Checkpointer:
             rank=dist.get_rank(),
             attempt=attempt,
             policy=config.checkpoint,
+            rollback_steps=config.guard.most_skipped,
         )
 
     @property
@@ -268,21 +269,6 @@ class Checkpointer:
     def retry_wait_s(self) -> float:
         """Seconds that this rank has waited so far before it repeated requests to the stores of checkpoints."""
         return sum(target.retry_wait_s for target in self._targets)
-
-    def committed_steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints in any store, ascending; equal on all ranks. Collective.
-
-        A checkpoint is committed when its manifest is written; it may still be found damaged when it is read.
-        """
-
-        def list_steps() -> list[int]:
-            """List the checkpoints in all stores, on rank 0 only; return their steps, each once, ascending."""
-            steps: set[int] = set()
-            for target in self._targets:
-                steps.update(step for step, _attempt, _folder in committed(target))
-            return sorted(steps)
-
-        return from_rank_0(list_steps)
 
     def close(self) -> None:
         """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine.

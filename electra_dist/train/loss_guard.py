@@ -9,7 +9,9 @@ start (`train.skip_steps`).
 After `max_in_a_row` stopped steps in a row the run goes back to an earlier checkpoint (a rollback). It then skips not
 only the stopped steps, but also `skip_before` steps before the first of them. This discards weights that have gone
 bad, and the rows that led to them. (Steps are computed exactly alike each time, so going back without skipping more
-would only repeat what happened.)
+would only repeat what happened.) Which steps are skipped follows from the config and the stopped steps alone, never
+from the checkpoints that happen to exist: the run goes back to the newest one that is not after the first skipped
+step, and repeats the steps from there. Retention keeps such a checkpoint.
 
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
 steps; no spike is detected before the window is full. The window is part of a checkpoint. Where the weight of a loss
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -93,23 +95,14 @@ class Guard:
         self._losses.append(loss)
 
 
-def first_to_skip(first_stopped: int, skip_before: int, checkpoints: Sequence[int]) -> int:
+def first_to_skip(first_stopped: int, skip_before: int) -> int:
     """Return the first step to skip after a rollback, a return to a checkpoint after several stopped steps.
 
-    A stopped step is one whose update the guard has prevented. The run then skips all steps from the returned one to
-    the last stopped one. The first to skip should be `skip_before` steps before the first stopped one (at least 0).
-    But only a checkpoint at or before the first skipped step can be restored, as a later one was trained on a step
-    that is now skipped. So if all checkpoints are later, the step of the oldest one is returned instead: fewer steps
-    are skipped, and the run need not start again from step 0. For example, with first_stopped 100 and skip_before 20
-    the result is 80 for the checkpoints [70, 90], 90 for [90], and 80 for [].
+    A stopped step is one whose update the guard has prevented. The run then skips all steps from the returned one,
+    which is `skip_before` steps before the first stopped one (at least 0), to the last stopped one.
 
     Args:
         first_stopped: the first of the steps in a row that the guard has stopped.
         skip_before: `guard.skip_before`.
-        checkpoints: steps of the committed checkpoints, in any order; those after `first_stopped` are ignored.
     """
-    wanted = max(0, first_stopped - skip_before)
-    usable = [step for step in checkpoints if step <= first_stopped]
-    if not usable:
-        return wanted
-    return max(wanted, min(usable))
+    return max(0, first_stopped - skip_before)

@@ -78,6 +78,16 @@ class SkipList:
             self.streak = [step]
         self._skip([step])
 
+    def reaches(self, max_in_a_row: int) -> bool:
+        """Return whether so many steps in a row were stopped that the run must go back to a checkpoint.
+
+        The file keeps the stopped steps, so the answer is the same after a restart, until `roll_back` is called.
+
+        Args:
+            max_in_a_row: `guard.max_in_a_row`, at least 1.
+        """
+        return len(self.streak) >= max_in_a_row
+
     def roll_back(self, first: int) -> None:
         """Count a return to a checkpoint, and skip all steps from `first` to the last step of `streak`.
 

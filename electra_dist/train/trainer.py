@@ -87,7 +87,8 @@ class Trainer:
             notes: lines for the log that describe how the run was built.
 
         Raises:
-            UserError: a checkpoint target or the run folder cannot be used.
+            UserError: a checkpoint target or the run folder cannot be used, or a rollback is due that an earlier start
+                did not carry out, and the run has already gone back `guard.max_rollbacks` times.
         """
         begin = time.perf_counter()
         self.config = config
@@ -96,6 +97,8 @@ class Trainer:
         self.special = special
         self.stop = stop
         self.monitor = monitor
+        # An earlier start may have been killed after it had stopped the last step of a row, before it went back.
+        missed_rollback = self._roll_back(skips) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(
             config, engine, inputs.corpus.manifest.fingerprint, skips.steps, inputs.accept_new_numerics
         )
@@ -111,6 +114,8 @@ class Trainer:
         self.reporter: Reporter | None = None  # rank 0 only
         if dist.get_rank() == 0:
             self.reporter = self._open_reporter(set_aside, notes)
+            if missed_rollback is not None:
+                self.reporter.rolled_back(*missed_rollback)
             self.checkpointer.writer.on_commit = self._committed
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
@@ -210,8 +215,11 @@ class Trainer:
             if step not in state.skips.steps:
                 result = self._run_step(step, loader, train_step)
                 flags = result.flags
-                if result.fault and len(state.skips.streak) == guard.max_in_a_row:
-                    self._roll_back()
+                if result.fault and state.skips.reaches(guard.max_in_a_row):
+                    self.checkpointer.close()
+                    first, stopped = self._roll_back(state.skips)
+                    if self.reporter:
+                        self.reporter.rolled_back(first, stopped)
                     return None
             if evaluator and (is_last or _is_due(state.step, self.config.log.eval_every_steps)):
                 self._evaluate(evaluator)
@@ -394,30 +402,34 @@ class Trainer:
         median = np.nanmedian(all_losses)
         return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 
-    def _roll_back(self) -> None:
-        """Prepare the return to a checkpoint: skip the steps with a bad loss, and some before them. Collective.
+    def _roll_back(self, skips: SkipList) -> tuple[int, list[int]]:
+        """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint. Collective.
 
-        It does not restore anything. The caller ends this round, and the next round restores.
+        It does not restore anything: the caller does, after this call, and reports the rollback.
+
+        Args:
+            skips: list of the steps that the run skips; its newest stopped steps in a row have reached the limit.
+
+        Returns:
+            The first of the steps that are skipped, and the stopped steps, the last of which is the last one skipped.
 
         Raises:
             UserError: the run has already gone back `guard.max_rollbacks` times.
         """
-        self.checkpointer.close()
         guard = self.config.guard
-        skips = self.state.skips
         stopped = skips.streak
-        if skips.rollbacks == guard.max_rollbacks:
+        if skips.rollbacks >= guard.max_rollbacks:
             raise UserError(
                 f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks was "
                 f"stopped by the guard again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in "
                 f"a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
             )
         # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
-        first = first_to_skip(stopped[0], guard.skip_before, self.checkpointer.committed_steps())
+        first = first_to_skip(stopped[0], guard.skip_before)
         skips.roll_back(first)
-        if self.reporter:
+        if dist.get_rank() == 0:
             skips.write()
-            self.reporter.rolled_back(first, stopped)
+        return first, stopped
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
         """Return a new cache of a corpus's shards for this process; it is closed when `stack` is closed."""

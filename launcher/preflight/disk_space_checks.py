@@ -111,7 +111,11 @@ def _checkpoint_need(config: Config, url: str) -> Need:
         )
     keep = config.checkpoint
     num_being_written = 1
-    num_kept = keep.keep_last + keep.keep_best + num_being_written
+    most_skipped = config.guard.most_skipped
+    spacing = most_skipped if keep.every_steps == "auto" else keep.every_steps
+    # Retention keeps one that is old enough for a rollback, unless the last ones reach back so far.
+    num_for_rollback = int((keep.keep_last - 1) * spacing < most_skipped)
+    num_kept = keep.keep_last + keep.keep_best + num_for_rollback + num_being_written
     num_permanent = len(keep.keep_steps)
     if keep.keep_every_steps:
         num_permanent += config.train.num_steps // keep.keep_every_steps

@@ -170,5 +170,5 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     deleted: list[str] = []
     delete = LocalStore.delete
     monkeypatch.setattr(LocalStore, "delete", lambda self, key: (deleted.append(key), delete(self, key))[1])
-    retain(store, CheckpointConfig(keep_last=1), 1, {})
+    retain(store, CheckpointConfig(keep_last=1), 0, 1, {})
     assert deleted[0] == f"{folder_name(1, 1)}/{MANIFEST}" and len(deleted) == 3

@@ -34,6 +34,7 @@ def is_better(one: CheckpointInfo, other: CheckpointInfo) -> bool:
 
 @given(
     saved=CHECKPOINTS,
+    rollback_steps=st.integers(0, 20),
     policy=st.builds(
         lambda last, every, best, steps: {
             "keep_last": last,
@@ -48,13 +49,15 @@ def is_better(one: CheckpointInfo, other: CheckpointInfo) -> bool:
     ),
 )
 def test_retention_keeps_exactly_the_checkpoints_that_the_policy_names(
-    saved: list[tuple[int, int, float | None, float | None]], policy: dict[str, Any]
+    saved: list[tuple[int, int, float | None, float | None]], rollback_steps: int, policy: dict[str, Any]
 ) -> None:
     checkpoints = [
         CheckpointInfo(step, attempt, folder_name(step, attempt), HeldOutScore(context_auc=auc, loss=loss))
         for step, attempt, auc, loss in saved
     ]
-    to_delete = set(superfluous(checkpoints, CheckpointConfig(**policy)))
+    to_delete = set(superfluous(checkpoints, CheckpointConfig(**policy), rollback_steps))
+    newest_step = max((c.step for c in checkpoints), default=0)
+    old_enough = max((c for c in checkpoints if c.step + rollback_steps <= newest_step), default=None)
     for checkpoint in checkpoints:
         step = checkpoint.step
         num_newer = sum((c.step, c.attempt) > (step, checkpoint.attempt) for c in checkpoints)
@@ -62,6 +65,7 @@ def test_retention_keeps_exactly_the_checkpoints_that_the_policy_names(
         is_kept = (
             num_newer < policy["keep_last"]
             or step in policy["keep_steps"]
+            or checkpoint == old_enough
             or (policy["keep_every_steps"] > 0 and step % policy["keep_every_steps"] == 0)
             or (checkpoint.score != NOT_EVALUATED and num_better < policy["keep_best"])
         )

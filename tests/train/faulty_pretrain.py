@@ -4,6 +4,9 @@
     poisoned_row   a row of ids: any batch that holds it has a NaN loss
     spike          [step, ...]: the loss and its gradient are multiplied by 100
     tampered       [step, place, row_id]: rank 0's loader reads the corpus row `row_id` at that place of that step
+    signal_at      [signal, step]: the process gets the signal while it computes that step for the first time
+    created_at     [path, step]: the file is created while the process computes that step for the first time
+    killed_with_streak  number: the process gets SIGKILL when so many steps in a row are recorded as stopped
 
 Each rank appends the decisions of its guard to RUN/decisions-RANK.jsonl.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,10 @@ def with_faults(forward: Any) -> Any:
         out = forward(self, step_input)
         if not self.training:
             return out
+        if FAULTS.get("signal_at", [0, -1])[1] == step_input.step:
+            os.kill(os.getpid(), FAULTS.pop("signal_at")[0])
+        if FAULTS.get("created_at", ["", -1])[1] == step_input.step:
+            Path(FAULTS.pop("created_at")[0]).touch()
         if [RANK, step_input.step] in FAULTS.get("nan_gradient", []):
             out = out._replace(loss=NanGradient.apply(out.loss))
         if step_input.step in FAULTS.get("spike", []):
@@ -96,8 +104,20 @@ def with_diary(method: Any) -> Any:
     return recorded
 
 
+def with_kill(write: Any) -> Any:
+    """Return the skip list's `write` with the fault `killed_with_streak`."""
+
+    def killed(self: SkipList) -> None:
+        write(self)
+        if len(self.streak) == FAULTS.get("killed_with_streak"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return killed
+
+
 ReplacedTokenDetection.forward = with_faults(ReplacedTokenDetection.forward)  # type: ignore[method-assign]
 RowLoader._read = with_tampering(RowLoader._read)  # type: ignore[method-assign]
+SkipList.write = with_kill(SkipList.write)  # type: ignore[method-assign]
 SkipList.stop = with_diary(SkipList.stop)  # type: ignore[method-assign]
 SkipList.roll_back = with_diary(SkipList.roll_back)  # type: ignore[method-assign]
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.real_runs import REPOSITORY, deepspeed_command, synthetic_rows
 
 from electra_dist.config import GuardConfig
-from electra_dist.train.loss_guard import Guard, first_to_skip
+from electra_dist.train.loss_guard import Guard
 from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
@@ -39,18 +37,6 @@ def test_spike_is_measured_against_a_full_window_of_accepted_losses() -> None:
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 def test_loss_that_is_not_finite_is_a_fault_from_the_first_step(loss: float) -> None:
     assert "loss is" in Guard(GuardConfig()).fault(loss)
-
-
-@given(st.integers(0, 500), st.integers(0, 50), st.sets(st.integers(1, 500)))
-def test_rollback_skips_no_more_than_asked_and_leaves_a_checkpoint_to_go_back_to(
-    stopped: int, before: int, checkpoints: set[int]
-) -> None:
-    first = first_to_skip(stopped, before, sorted(checkpoints))
-    assert max(0, stopped - before) <= first <= stopped
-    if any(step <= stopped for step in checkpoints):
-        assert any(step <= first for step in checkpoints)  # otherwise the run would start from step 0
-    else:
-        assert first == max(0, stopped - before)
 
 
 def faulty(config: Path, faults: dict) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,93 @@
+"""A rollback is a function of the config and the stopped steps: restarts, saves and retention do not change it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.real_runs import quick_command, read_losses, write_tiny_config
+
+from electra_dist.run.folder import SAVE_FILE
+
+MakeConfig = Callable[..., Path]
+
+# The loss of three steps in a row is a spike, so the run skips the steps from 18 (two before them) to 22. The newest
+# checkpoint is then that of step 20, and the newest that has not been trained on a skipped step is that of step 16.
+SPIKES = [20, 21, 22]
+SKIPPED = [18, 19, 20, 21, 22]
+SETTINGS: dict[str, Any] = {
+    "train.num_steps": 30,
+    "guard.window": 10,
+    "guard.spike_sigma": 30.0,  # the first losses of so small a run fall steeply and jump
+    "guard.skip_before": 2,
+    "checkpoint.every_steps": 4,
+    "log.eval_every_steps": 1000,
+}
+
+
+def start(config: Path, **faults: Any) -> subprocess.Popen[str]:
+    """Start a run of one rank with the spikes and further faults of faulty_pretrain.py."""
+    command = quick_command(config, 1)
+    command[1] = str(Path(__file__).parent / "faulty_pretrain.py")
+    environment = {**os.environ, "FAULTS": json.dumps({"spike": SPIKES, **faults})}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
+    """Wait for a run, check its exit code, and return what it printed."""
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == exit_code, printed
+    return printed
+
+
+def skip_list(run_dir: Path) -> dict[str, Any]:
+    """Return the content of skipped_steps.json."""
+    return json.loads((run_dir / "skipped_steps.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    """The losses of the run that nothing interrupts, which keeps three checkpoints."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    finish(start(write_tiny_config(run_dir.with_suffix(".yaml"), run_dir, str(tiny_corpus), **SETTINGS)))
+    assert skip_list(run_dir) == {"steps": SKIPPED, "rollbacks": 1, "streak": []}
+    return read_losses(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault", "exit_code"),
+    [
+        pytest.param({"checkpoint.keep_last": 1}, {}, 0, id="fewer checkpoints are kept"),
+        pytest.param({"checkpoint.every_steps": "auto"}, {}, 0, id="another interval", marks=pytest.mark.drill),
+        pytest.param({}, {"created_at": [SAVE_FILE, 19]}, 0, id="a save was requested"),
+        pytest.param({}, {"signal_at": [signal.SIGTERM, 19]}, 75, id="stopped before", marks=pytest.mark.drill),
+        pytest.param({}, {"signal_at": [signal.SIGTERM, 21]}, 75, id="stopped between two spikes"),
+        pytest.param({}, {"killed_with_streak": 1}, -signal.SIGKILL, id="killed after one", marks=pytest.mark.drill),
+        pytest.param({}, {"killed_with_streak": 3}, -signal.SIGKILL, id="killed when the rollback was decided"),
+    ],
+)
+def test_the_rollback_is_the_same_whatever_happens_before_it(
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    reference: list[tuple],
+    settings: dict[str, Any],
+    fault: dict[str, Any],
+    exit_code: int,
+) -> None:
+    config = tiny_config("run", **{**SETTINGS, **settings})
+    if "created_at" in fault:
+        name, step = fault["created_at"]
+        fault = {"created_at": [str(tmp_path / "run" / name), step]}
+    finish(start(config, **fault), exit_code)
+    if exit_code:
+        finish(start(config))
+    assert skip_list(tmp_path / "run") == {"steps": SKIPPED, "rollbacks": 1, "streak": []}
+    assert read_losses(tmp_path / "run") == reference
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert events.count("rollback") == 1
