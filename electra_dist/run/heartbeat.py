@@ -77,7 +77,7 @@ class Heartbeat:
         self._path = _file(Path(run_dir) / HEARTBEAT_DIR, rank)
         self._step = 0
         self._phase = ""
-        self._last_beat_time = 0.0
+        self._last_beat = 0.0  # by `time.monotonic`, so that a jump of the wall clock is no step time
         self._phase_since = 0.0
         self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)  # seconds per step, the newest last
         self._num_timed = 0  # pairs of beats in a row of phase "step", the first ones included
@@ -96,14 +96,15 @@ class Heartbeat:
             StoreError: the file cannot be written.
         """
         now = time.time()
+        monotonic_now = time.monotonic()
         if phase == self._phase == "step" and step > self._step:
             self._num_timed += 1
             if self._num_timed > EXEMPT_STEPS:  # The first steps compile and allocate, so they take longer.
-                self._step_times.append((now - self._last_beat_time) / (step - self._step))
+                self._step_times.append((monotonic_now - self._last_beat) / (step - self._step))
         if phase != self._phase:
             self._phase = phase
             self._phase_since = now
-        self._last_beat_time = now
+        self._last_beat = monotonic_now
         self._step = step
         self._line = _encode(
             f'{self._first_fields}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '

@@ -55,7 +55,7 @@ class RankProcesses:
         self.state = Path(self._folder.name)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
-        self.started = time.time()
+        self.started = time.monotonic()
 
     def start(self, command: Sequence[str]) -> None:
         """Run the command that starts the ranks, in a session of its own; do not wait for it.
@@ -63,7 +63,7 @@ class RankProcesses:
         Args:
             command: the result of `Placement.command`.
         """
-        self.started = time.time()
+        self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
             stdin=subprocess.DEVNULL,

@@ -176,7 +176,7 @@ class Supervisor:
             started again.
         """
         num_events_before = len(read_ledger(self._run_dir))
-        began = time.time()
+        num_strikes_before = len(read_strikes(self._run_dir))
         ranks = RankProcesses(self._mark)
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
@@ -192,7 +192,7 @@ class Supervisor:
                 log=self.log,
             )
             why_killed = monitor.until_over()
-            end = self._await_end(ranks, num_events_before, began)
+            end = self._await_end(ranks, num_events_before, num_strikes_before)
         finally:
             unkillable = ranks.close()
             if unkillable:
@@ -202,21 +202,21 @@ class Supervisor:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
 
-    def _await_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
+    def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return the evidence of how one start of the ranks ended; wait for the ledger if it seems to be late.
 
         If all ranks ended well but the ledger has no event that confirms it, the ledger is read again every second for
         up to 60 s, because a shared file system may show the event of rank 0 late. The arguments are those of
         `_read_end`.
         """
-        end = self._read_end(ranks, num_events_before, began)
+        end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
             time.sleep(1.0)
-            end = self._read_end(ranks, num_events_before, began)
+            end = self._read_end(ranks, num_events_before, num_strikes_before)
         return end
 
-    def _read_end(self, ranks: RankProcesses, num_events_before: int, began: float) -> StartEnd:
+    def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return the evidence of how one start of the ranks ended, as far as it can be read now.
 
         It consists of ledger events, exit codes, and whether this node is at fault. A node is at fault if a strike
@@ -225,10 +225,10 @@ class Supervisor:
         Args:
             ranks: the processes of the start; their state folder must still exist.
             num_events_before: number of ledger events before the start; the later ones are part of the evidence.
-            began: Unix time in seconds at which the start began.
+            num_strikes_before: number of strikes before the start, of all nodes.
         """
-        strikes = read_strikes(self._run_dir)
-        was_struck = any(strike.time >= began and strike.node == node_name() for strike in strikes)
+        new_strikes = read_strikes(self._run_dir)[num_strikes_before:]
+        was_struck = any(strike.node == node_name() for strike in new_strikes)
         is_only_node = self._placement.num_nodes == 1
         return StartEnd(
             events=read_ledger(self._run_dir)[num_events_before:],

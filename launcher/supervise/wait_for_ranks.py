@@ -11,7 +11,6 @@ rank_processes.py.
 
 from __future__ import annotations
 
-import functools
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from types import FrameType
 from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import read_heartbeats
+from launcher.supervise.heartbeat_times import HeartbeatTimes
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous
@@ -96,6 +96,7 @@ class StartMonitor:
         self._lost: list[int] = []
         self._follow_until: float | None = None  # when ranks that did not follow a loss are to be killed
         self._next_look = 0.0
+        self._heartbeat_times = HeartbeatTimes()
         self._leaving: dict[int, float] = {}  # rank -> since when only the end of its process is missing
 
     def until_over(self) -> str:
@@ -226,9 +227,10 @@ class StartMonitor:
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
-        now = time.time()
+        now = time.monotonic()
         # The files may hold heartbeats of an earlier start, which had other pids.
-        beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
+        own_beats = [beat for beat in read_heartbeats(self._run_dir, alive) if alive[beat.rank] == beat.pid]
+        beats = self._heartbeat_times.translate(own_beats)
         ranks_at_work = self._placement.missing(codes)
         silent = hung(
             [beat for beat in beats if beat.rank in ranks_at_work],
@@ -236,7 +238,7 @@ class StartMonitor:
             self._limits,
             started=self._ranks.started,
             ranks=ranks_at_work,
-            read_all_beats=functools.partial(read_heartbeats, self._run_dir),
+            read_all_beats=lambda: self._heartbeat_times.translate(read_heartbeats(self._run_dir)),
         )
         done = {beat.rank for beat in beats if beat.phase == "done"}
         return silent + self._find_lingering(alive, done.union(codes), now)
@@ -249,7 +251,7 @@ class StartMonitor:
         Args:
             alive: rank -> pid of the ranks that run.
             finished: ranks that wrote a heartbeat with phase "done", which is their last, or an exit code.
-            now: Unix time in seconds.
+            now: time in seconds, by `time.monotonic`.
         """
         for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)

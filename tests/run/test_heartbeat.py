@@ -30,6 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that stands still until a test advances `clock.now`."""
     clock = Clock()
     monkeypatch.setattr(heartbeat.time, "time", lambda: clock.now)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -192,3 +193,14 @@ def test_a_beat_takes_less_than_a_tenth_of_a_millisecond(tmp_path: Path):
 
     best_beat_us = min(round_times_s) / beats_per_round * 1e6
     assert best_beat_us < 100.0
+
+
+def test_a_jump_of_the_wall_clock_is_no_step_time(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    offset = 0.0
+    monkeypatch.setattr(heartbeat.time, "time", lambda: clock.now + offset)
+    rank = Heartbeat(tmp_path, 0, 1)
+    for step in range(1, 30):
+        clock.now += 2.0
+        offset += 3600.0  # as if the wall clock were set forward by an hour in every step
+        rank.beat("step", step)
+    assert read_heartbeats(tmp_path)[0].step_s == 2.0

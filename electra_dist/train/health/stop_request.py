@@ -53,7 +53,8 @@ class StopRequest:
         self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
         job_end = os.environ.get("SLURM_JOB_END_TIME", "")
-        self._job_end_time = float(job_end) if job_end.isdigit() else None  # Unix seconds
+        # Converted to a clock that does not jump, so that a later correction of the wall clock ends no run too early.
+        self._job_end = time.monotonic() + float(job_end) - time.time() if job_end.isdigit() else None
         self.longest_step_s = 0.0  # set by the step loop
         self.longest_save_s = 0.0  # set by the step loop
         for number in STOP_SIGNALS:
@@ -87,9 +88,9 @@ class StopRequest:
         if self._stop_file.exists():
             # launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"
-        if self._job_end_time is None:
+        if self._job_end is None:
             return ""
-        remaining_s = self._job_end_time - time.time()
+        remaining_s = self._job_end - time.monotonic()
         if remaining_s < self.margin_s:
             return f"the job ends in {remaining_s:.0f} s"
         return ""

@@ -1,0 +1,80 @@
+"""Tell by this process's own clock when each rank has sent its newest heartbeat.
+
+Guarantee: a jump of a wall clock, on this node or another, shifts no time by more than the interval between two calls
+for the same rank. The Unix times in the heartbeats are used only to tell how old a record was when it was seen first,
+and only as far as that agrees with what was seen before.
+
+How: a heartbeat was sent after the last look at its rank, which found an older one, and not after the look that found
+it. Between these bounds its Unix time decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+
+from electra_dist.run.heartbeat import Beat
+
+
+class HeartbeatTimes:
+    """Record of the heartbeats seen so far, with times of `time.monotonic` instead of Unix times.
+
+    Make one for each start of the ranks, when they are started, because heartbeats that are seen first are taken to be
+    younger than this object.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """Begin without any heartbeat.
+
+        Args:
+            clock: seconds of a clock that never jumps.
+            wall_clock: Unix time in seconds, as in heartbeats.
+        """
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._began = clock()
+        self._seen: dict[int, tuple[Beat, Beat]] = {}  # rank -> its newest heartbeat as read, and as translated
+        self._looked: dict[int, float] = {}  # rank -> time of the last look at it
+
+    def translate(self, beats: Iterable[Beat]) -> list[Beat]:
+        """Return the heartbeats with `time` and `phase_since` in seconds of this object's clock.
+
+        Args:
+            beats: the newest heartbeat of each rank, just read.
+        """
+        return [self._translate(beat) for beat in beats]
+
+    def _translate(self, beat: Beat) -> Beat:
+        """Return one heartbeat in times of this object's clock; one that was seen before keeps its times."""
+        now = self._clock()
+        last_look = self._looked.get(beat.rank, self._began)
+        self._looked[beat.rank] = now
+        earlier, translated = self._seen.get(beat.rank, (None, None))
+        if earlier == beat and translated is not None:
+            return translated
+
+        sent = self._when(beat.time, last_look, now)
+        if beat.phase_since == beat.time:
+            phase_since = sent
+        elif earlier is not None and translated is not None and _is_same_phase(earlier, beat):
+            phase_since = translated.phase_since
+        else:
+            just_before = math.nextafter(sent, -math.inf)  # equal times would say that the phase has just begun
+            phase_since = self._when(beat.phase_since, last_look, just_before)
+        translated = dataclasses.replace(beat, time=sent, phase_since=phase_since)
+        self._seen[beat.rank] = (beat, translated)
+        return translated
+
+    def _when(self, unix_time: float, earliest: float, latest: float) -> float:
+        """Return a Unix time as a time of this object's clock, which lies between two known bounds."""
+        age_s = self._wall_clock() - unix_time
+        return min(latest, max(earliest, self._clock() - age_s))
+
+
+def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
+    """Return whether two heartbeats of a rank belong to the same stay in a phase of the same process."""
+    return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)
