@@ -30,8 +30,7 @@ class CheckpointConfig(Section):
     keep_last: Positive = Field(
         default=3,
         description="Number of newest checkpoints that are kept. Older ones are deleted unless another keep_* rule "
-        "selects them. In any case the newest one that is old enough for a rollback of the guard (guard.skip_before) is "
-        "kept, too.",
+        "selects them. The newest one that is old enough for a rollback (guard.skip_before) is kept in any case.",
     )
     keep_every_steps: NonNegative = Field(
         default=0,

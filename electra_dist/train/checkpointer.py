@@ -36,6 +36,7 @@ from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.step_records import EvalRecord
+from electra_dist.train.bit_settings import bit_settings
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
@@ -171,6 +172,7 @@ class Checkpointer:
             shapes=parameter_shapes(self._module),
             shared=shared_names(self._module),
             versions=_recorded_versions(),
+            bit_settings=bit_settings(config, engine),
             skipped=tuple(sorted(skipped)),
         )
         staging = Path(config.run_dir) / STAGING_DIR
@@ -269,6 +271,11 @@ class Checkpointer:
     def retry_wait_s(self) -> float:
         """Seconds that this rank has waited so far before it repeated requests to the stores of checkpoints."""
         return sum(target.retry_wait_s for target in self._targets)
+
+    @property
+    def bit_settings(self) -> dict[str, str]:
+        """Settings of this start that may change the last bits of its results, by name."""
+        return self._state.bit_settings
 
     def close(self) -> None:
         """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine.

@@ -107,7 +107,14 @@ class Reporter:
         self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
         self._note_setup(corpus)
 
-    def began(self, attempt: int, restored: RunState | None, set_aside: list[str], setup_s: dict[str, float]) -> None:
+    def began(
+        self,
+        attempt: int,
+        restored: RunState | None,
+        set_aside: list[str],
+        setup_s: dict[str, float],
+        changed: dict[str, str],
+    ) -> None:
         """Record that this start of the run begins to train, and which checkpoints were found damaged.
 
         The ledger gets the event "resume" if a checkpoint was restored, otherwise "start".
@@ -119,6 +126,8 @@ class Reporter:
                 becomes an event.
             setup_s: seconds of each part of the setup: "restore" and, unless this start follows a rollback, "import"
                 and "build".
+            changed: settings that may change the last bits and differ from those of the restored checkpoint, by name,
+                each as the text "BEFORE to NOW".
         """
         step = restored.step if restored else 0
         for line in set_aside:
@@ -133,9 +142,16 @@ class Reporter:
             ranks=dist.get_world_size(),
             repeated=self._num_repeated,
             setup_s={name: round(seconds, 3) for name, seconds in setup_s.items()},
+            **({"changed": changed} if changed else {}),
         )
         if restored:
             self._note_restored(restored, attempt)
+        if changed:
+            listed = ", ".join(f"{name} from {change}" for name, change in changed.items())
+            self.note(
+                f"changed since the checkpoint: {listed}; rows, masks and samples stay the same, but the losses may "
+                f"differ from those of an uninterrupted run (docs/exactness.md)"
+            )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
         """Record in log and ledger if the run continues a checkpoint of a version with older numerics.

@@ -30,6 +30,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.schedule import value_at
+from electra_dist.train.bit_settings import changes
 from electra_dist.train.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
@@ -128,7 +129,8 @@ class Trainer:
             notes: lines for the log that describe how the run was built.
         """
         reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored)
-        reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s)
+        changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
+        reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:
             reporter.note(note)
         return reporter

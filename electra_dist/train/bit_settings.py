@@ -1,0 +1,66 @@
+"""List the settings that may change the last bits of a result without changing what is computed.
+
+They are not part of a run's identity, because a run may continue with others: on another number of ranks, on another
+type of machine, with more threads. A checkpoint records them, and a start that differs says so (`changes`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from electra_kernels.native import cpu_library
+
+from electra_dist.config import Config
+from electra_dist.engine.engine import Engine
+from electra_dist.run.environment_record import cpu
+
+# Environment variables by which the libraries of matrix products choose their kernels.
+_LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+
+
+def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
+    """Return the settings of this start by name, as text; those of the processor are those of this rank's node.
+
+    Args:
+        config: the resolved config of the run.
+        engine: the engine that computes the steps.
+    """
+    guard = config.guard
+    settings = {
+        "ranks": str(dist.get_world_size()),
+        "train.micro_batch": str(config.train.micro_batch),
+        "engine.zero_stage": str(config.engine.zero_stage),
+        "engine.early_generator": str(config.engine.early_generator).lower(),
+        "attention": engine.attention.backend,
+        "guard.window": str(guard.window),
+        "guard.spike_sigma": str(guard.spike_sigma),
+        "guard.max_in_a_row": str(guard.max_in_a_row),
+        "guard.skip_before": str(guard.skip_before),
+        "torch": torch.__version__,
+    }
+    if engine.device.type == "cuda":
+        settings["GPU"] = torch.cuda.get_device_name(engine.device)
+        return settings
+    settings["processor"] = cpu()["model"]
+    settings["threads"] = str(torch.get_num_threads())
+    settings["CPU instructions"] = torch.backends.cpu.get_cpu_capability()
+    settings["compiled CPU library"] = "no" if cpu_library.permute is None else "yes"
+    return settings | {name: os.environ[name] for name in _LIBRARY_VARIABLES if name in os.environ}
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that differ, by name, each as the text "BEFORE to NOW"; "unset" stands for a missing one.
+
+    Args:
+        before: settings that a checkpoint records; empty if an older version wrote it, which recorded none. Then
+            nothing is compared.
+        now: settings of this start.
+    """
+    if not before:
+        return {}
+    names = sorted({*before, *now})
+    texts = {name: (before.get(name, "unset"), now.get(name, "unset")) for name in names}
+    return {name: f"{was} to {is_now}" for name, (was, is_now) in texts.items() if was != is_now}
