@@ -79,23 +79,25 @@ def begin_attempt(
         The number, from 1; larger than every number that any of the targets holds.
 
     Raises:
-        UserError: a target holds the checkpoints of another run.
+        UserError: a target holds the checkpoints of another run, which may have begun at the same time, or its service
+            replaces a file that it should only create if there is none.
         OtherNumerics: the newest start of the run had older numerics, and the change is not accepted.
         StoreError: a target cannot be read or written.
     """
     document = _attempt_document(run)
-    attempt = 1
+    while True:
+        newest_numbers = [newest_attempt(target) for target in targets]
+        for target, newest in zip(targets, newest_numbers):
+            found_document = target.read(_attempt_key(newest)) if newest else document
+            if found_document != document:
+                _check_older_run(target, found_document, older_runs, accept_new_numerics)
+        attempt = max(newest_numbers) + 1
+        # Another start may take the same number at the same time; on each target only one of them creates the file.
+        # It may be of another run, so the one that comes too late looks again.
+        if _take_number(targets, attempt, document):
+            break
     for target in targets:
-        newest = newest_attempt(target)
-        if newest == 0:
-            continue
-        found_document = target.read(_attempt_key(newest))
-        if found_document != document:
-            _check_older_run(target, found_document, older_runs, accept_new_numerics)
-        attempt = max(attempt, newest + 1)
-    # Another start may take the same number at the same time; on each target only one of them creates the file.
-    while not _take_number(targets, attempt, document):
-        attempt += 1
+        check_exclusive(target, _attempt_key(attempt), document)
     for target in targets:
         sweep(target, attempt)
     return attempt
@@ -140,6 +142,28 @@ def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> boo
     """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
+
+
+def check_exclusive(target: Store, key: str, document: bytes) -> None:
+    """Raise unless a store refuses to create a file that exists; the file's content does not change in any case.
+
+    Some S3 services ignore the header If-None-Match of a PUT. There, two starts of a run could take the same number,
+    and one that was replaced could commit a checkpoint over its successor's.
+
+    Args:
+        target: the store.
+        key: key of a file that this process has just created there.
+        document: content of that file.
+
+    Raises:
+        UserError: the store has written the file again.
+    """
+    if target.write_new(key, document):
+        raise UserError(
+            f"{target.url}: the service has replaced {key}, although the request said to create it only if there is "
+            f"none (If-None-Match: *), so two starts of a run could not be kept apart; use a service with conditional "
+            f"writes, such as AWS S3, Ceph or MinIO"
+        )
 
 
 def newest_attempt(target: Store) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
@@ -98,7 +99,8 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
         endpoint_url: URL of an S3-compatible service; None: AWS.
 
     Raises:
-        UserError: one of these fails, or other bytes are read than were written.
+        UserError: one of these fails, other bytes are read than were written, or the target replaces an object that
+            should only be created if there is none.
     """
     store = open_store(url, endpoint_url, retry=_PATIENCE)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
@@ -106,6 +108,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
     content = token.encode()
     store.write_new(key, content)
     try:
+        check_exclusive(store, key, content)
         if store.read(key, must_exist=True) != content:
             raise UserError(f"{store.url}: {key} reads back other bytes than were written; check the storage service")
     finally:

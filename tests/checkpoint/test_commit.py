@@ -14,7 +14,7 @@ from support import s3_server
 from electra_dist.checkpoint import commit as commit_module
 from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, committed, folder_name, set_aside
-from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, retain
+from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt, retain
 from electra_dist.checkpoint.file_reader import verify
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError
@@ -40,6 +40,39 @@ def test_concurrent_starts_get_different_attempt_numbers(target: Store) -> None:
     for thread in threads:
         thread.join()
     assert len(set(numbers)) == 8
+
+
+class ReplacingStore(LocalStore):
+    """A store whose service ignores that a file must be created only if there is none."""
+
+    def write_new(self, key: str, data: bytes) -> bool:
+        self.write(key, data)
+        return True
+
+
+def test_a_service_that_replaces_files_instead_of_refusing_is_refused(tmp_path: Path) -> None:
+    target = ReplacingStore(tmp_path)
+    with pytest.raises(UserError, match="If-None-Match") as caught:
+        begin_attempt([target], RUN)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="If-None-Match"):
+        begin_attempt([LocalStore(tmp_path / "other"), target], RUN)
+
+
+def test_of_two_runs_that_start_at_once_in_one_target_one_is_refused(tmp_path: Path) -> None:
+    other = {**RUN, "identity_sha256": "1" * 64}
+
+    class RacedStore(LocalStore):
+        """A store in which another run takes the first number just before this one does."""
+
+        def write_new(self, key: str, data: bytes) -> bool:
+            if newest_attempt(LocalStore(tmp_path)) == 0:
+                begin_attempt([LocalStore(tmp_path)], other)
+            return super().write_new(key, data)
+
+    with pytest.raises(UserError, match="checkpoints of another run"):
+        begin_attempt([RacedStore(tmp_path)], RUN)
+    assert begin_attempt([LocalStore(tmp_path)], other) == 2
 
 
 def test_target_of_another_run_is_refused_and_left_unchanged(target: Store, tmp_path: Path) -> None:
