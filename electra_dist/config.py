@@ -28,7 +28,7 @@ from electra_dist.config_sections.operation import (
     LogConfig,
     PlanConfig,
 )
-from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section
 from electra_dist.config_sections.training import (
     DataConfig,
     EngineConfig,
@@ -78,7 +78,7 @@ FIRST_NUMERICS = 1  # of versions whose identity has no such number
 class Config(Section):
     """The whole configuration of a run, one field for each section; `config_file.load_config` reads it from YAML."""
 
-    run_dir: str = Field(
+    run_dir: LocalFolder = Field(
         description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "
         "run."
     )

@@ -68,3 +68,13 @@ def test_sources_say_where_each_value_is_from() -> None:
     assert origin["train.num_steps"].endswith("demo_cpu.yaml")
     assert origin["optimizer.eps"].endswith("base.yaml")
     assert origin["plan.gpu"] == "default"
+
+
+def test_a_folder_below_the_home_folder_is_the_same_for_all_who_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(DEMO, ["run_dir=~/x", "data.cache_dir=~/cache"])
+    assert config.run_dir == "/home/me/x"
+    assert config.checkpoint_urls == ("/home/me/x/checkpoints",)
+    assert str(config.cache_folder) == "/home/me/cache"
+    with pytest.raises(UserError, match=r"run_dir.*no such user"):
+        load_config(DEMO, ["run_dir=~nobody-of-this-name/x"])

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section
 
 
 class DataConfig(Section):
@@ -28,7 +28,7 @@ class DataConfig(Section):
         description="Number of shards whose rows are shuffled together. A larger window shuffles more widely, but "
         "the node must hold more shards at a time.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: LocalFolder | None = Field(
         default=None,
         description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
         "local disk. Unset: cache/ in the run folder.",

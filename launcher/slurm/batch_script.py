@@ -131,7 +131,8 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
     for name, value in options:
         if value is None:
             continue
-        directives.append(f"--{name}" if value == "" else f"--{name}={_directive(value)}")
+        option = f"--{_directive(name)}"
+        directives.append(option if value == "" else f"{option}={_directive(value)}")
     return directives
 
 

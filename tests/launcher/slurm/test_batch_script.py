@@ -107,6 +107,12 @@ def test_a_value_that_an_sbatch_line_cannot_carry_is_refused(partition: str):
         batch_script(dataclasses.replace(REQUEUED, partition=partition))
 
 
+@pytest.mark.parametrize("option", ["account=a\\nb", "account\\n#SBATCH --nodes=9", "account\\nx=1"])
+def test_a_newline_in_an_option_of_the_user_is_refused(option: str):
+    with pytest.raises(UserError, match="control character"):
+        batch_script(dataclasses.replace(REQUEUED, sbatch_options=(option,)))
+
+
 @pytest.mark.parametrize("option", ["nodes=3", "--exclude=n1", "signal=USR2@5"])
 def test_an_sbatch_option_that_the_script_sets_itself_is_refused(option: str):
     with pytest.raises(UserError, match="sets `"):
