@@ -20,6 +20,7 @@ Limits: every rank calls `submit`. Only rank 0, or a command outside the run, ca
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -45,6 +46,7 @@ from electra_dist.store.interface import Store
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _ATTEMPTS = "attempts/"
+_ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
@@ -169,10 +171,11 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 def newest_attempt(target: Store) -> int:
     """Return the number of the newest start of the run (its "attempt") in a target; 0 before the first start.
 
-    It is the highest number of the files `attempts/NNNN.json`, of which every start creates one. Costs one listing.
+    It is the highest number of the files `attempts/NNNN.json`, of which every start creates one; files of other names
+    are passed over. Costs one listing.
     """
-    numbers = [int(PurePosixPath(key).stem) for key in target.list(_ATTEMPTS)]  # attempts/0003.json -> 3
-    return max(numbers, default=0)
+    names = [_ATTEMPT_KEY.fullmatch(key) for key in target.list(_ATTEMPTS)]
+    return max((int(name["number"]) for name in names if name is not None), default=0)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:

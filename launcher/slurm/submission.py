@@ -185,6 +185,5 @@ def _next_number(run_dir: Path) -> int:
     The number is read from the names of the config files, for example 7 from submission-0007.yaml.
     """
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
-    # For example submission-0007.yaml, whose stem is submission-0007.
-    numbers = [int(file.stem.rpartition("-")[2]) for file in config_files]
-    return max(numbers, default=0) + 1
+    names = [re.fullmatch(r"submission-(\d+)\.yaml", file.name) for file in config_files]
+    return max((int(name[1]) for name in names if name is not None), default=0) + 1

@@ -37,6 +37,8 @@ from electra_dist.store.atomic_files import replacing
 _KEPT_STARTS = 3  # files of older starts are deleted
 _NUM_PORTS = 64  # consecutive starts use the ports in turn
 _POLL_S = 1.0
+# Of the files in the meeting folder: start-000007.json, end-000007-node-1.json.
+_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>\d+)(?:-node-(?P<node>\d+))?\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +206,8 @@ class Rendezvous:
     def _delete_old_files(self) -> None:
         """Delete the announcements and reports of all starts except the newest three, the current one included."""
         for file in self._folder.glob("*-*.json"):
-            # For example start-000007.json or end-000007-node-1.json.
-            start_number = int(file.name.split("-")[1].removesuffix(".json"))
-            if start_number <= self.number - _KEPT_STARTS:
+            name = _FILE_NAME.fullmatch(file.name)
+            if name is not None and int(name["start"]) <= self.number - _KEPT_STARTS:
                 file.unlink(missing_ok=True)
 
     def _ends_of_others(self, since: int) -> list[_End]:
@@ -220,9 +221,11 @@ class Rendezvous:
     def _newest_start(self) -> int:
         """Return the number of the newest start that node 0 has announced; 0 before the first one.
 
-        The number is read from the names of the files, for example 7 from start-000007.json.
+        The number is read from the names of the files, for example 7 from start-000007.json. Files of other names are
+        passed over.
         """
-        return max((int(file.stem.removeprefix("start-")) for file in self._folder.glob("start-*.json")), default=0)
+        names = [_FILE_NAME.fullmatch(file.name) for file in self._folder.glob("start-*.json")]
+        return max((int(name["start"]) for name in names if name is not None and name["node"] is None), default=0)
 
     def _ends(self) -> list[_End]:
         """Return all reports that the ranks of a node have ended in a start, from all nodes including this one.
@@ -231,11 +234,12 @@ class Rendezvous:
         """
         ends = []
         for file in self._folder.glob("end-*.json"):
-            numbers = re.fullmatch(r"end-(?P<start>\d+)-node-(?P<node>\d+)", file.stem)
-            assert numbers, file
+            name = _FILE_NAME.fullmatch(file.name)
+            if name is None or name["node"] is None:
+                continue  # not a file of a supervisor
             with contextlib.suppress(FileNotFoundError):  # Node 0 may have deleted the file since it was listed.
                 content = json.loads(file.read_text())
-                ends.append(_End(number=int(numbers["start"]), node=int(numbers["node"]), **content))
+                ends.append(_End(number=int(name["start"]), node=int(name["node"]), **content))
         return ends
 
     def _start_file(self, number: int) -> Path:

@@ -42,6 +42,13 @@ def test_concurrent_starts_get_different_attempt_numbers(target: Store) -> None:
     assert len(set(numbers)) == 8
 
 
+def test_files_of_others_among_the_attempts_are_passed_over(target: Store) -> None:
+    begin_attempt([target], RUN)
+    for name in (".DS_Store", "0009 (copy).json", "0009.json~", ".nfs0001", "x.json"):
+        target.write(f"attempts/{name}", b"not json")
+    assert begin_attempt([target], RUN) == 2
+
+
 class ReplacingStore(LocalStore):
     """A store whose service ignores that a file must be created only if there is none."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from launcher.supervise.rendezvous import Rendezvous
 
 
@@ -90,3 +92,19 @@ def test_a_node_that_joined_the_start_of_a_dead_job_leaves_it_for_the_new_start(
     one._next_look = 0.0
     assert one.superseded() and "new start" in one.news()
     assert one.start(never, 1) == new != old
+
+
+@pytest.mark.parametrize(
+    "name", ["start-7 (copy).json", "end-000001-node-1.json.json", "end-x-node-1.json", "a-b.json"]
+)
+def test_files_of_others_in_the_meeting_folder_are_passed_over(tmp_path: Path, name: str):
+    zero, one = Rendezvous(tmp_path, 0, 7000), Rendezvous(tmp_path, 1, 7000)
+    zero.start(never, 1)
+    (folder,) = {file.parent for file in tmp_path.rglob("start-*.json")}
+    (folder / name).write_text("not json")
+    for _ in range(5):
+        assert zero.start(never, 1) == one.start(never, 1)
+        one.end(1, final=False)
+        zero._next_look = 0.0
+        assert "node 1" in zero.news()
+    assert (folder / name).read_text() == "not json"
