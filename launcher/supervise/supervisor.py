@@ -4,9 +4,9 @@ Guarantees: a hung rank is noticed within the limits of the config's `cluster` s
 the step time that the rank has measured), and its stacks are in the log before it is killed. The run ends after
 `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The exit code is one of errors.py,
 decided from the ledger (the run's log of events) and the exit codes that the ranks wrote themselves
-(start_outcome.py). SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end with 75; a
-second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the node's
-number.
+(start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and
+end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the
+node's number.
 
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
@@ -81,8 +81,9 @@ class Supervisor:
         self._mark = mark_of(self._run_dir, placement.node)
         self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
         self._signals = ReceivedSignals()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, self._signals.handle)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, self._signals.handle)
 
     def check(self) -> int:
         """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit.

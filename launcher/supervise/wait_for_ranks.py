@@ -45,13 +45,12 @@ class ReceivedSignals:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a received signal; pass this method to `signal.signal` as the handler.
 
-        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once.
+        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once. SIGHUP is, too,
+        because a rank that has not installed its handlers yet would be killed by it.
         """
         if number == signal.SIGINT:
             self.interrupts += 1
-            self.number = signal.SIGTERM
-        else:
-            self.number = number
+        self.number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
 
 
 class StartMonitor:

@@ -5,6 +5,7 @@ step's all-reduce (`train/step.py`), so that a signal to any one rank stops all 
 checkpoint, and exit code 75.
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
+    SIGHUP (the terminal was closed)     stop        unless the run was started with nohup, which ignores it
     RUN/stop                             stop        create it (touch); removed once the run has saved and stops
     RUN/save                             save now    create it (touch); removed when the save begins
     SLURM_JOB_END_TIME                   stop at 2 x (longest step + longest save) before it, at least 10 s
@@ -25,7 +26,7 @@ from types import FrameType
 
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
 _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take longer than those so far
 
@@ -38,7 +39,7 @@ class StopRequest:
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        """Install handlers for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, in place of those that were there.
+        """Install handlers for the signals above, in place of those that were there; an ignored SIGHUP stays ignored.
 
         Args:
             run_dir: folder of the run, where a user may create the files `stop` and `save`.
@@ -58,7 +59,8 @@ class StopRequest:
         self.longest_step_s = 0.0  # set by the step loop
         self.longest_save_s = 0.0  # set by the step loop
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal as a request to stop.

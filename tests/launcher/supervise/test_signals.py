@@ -25,6 +25,11 @@ def to_the_supervisor(run: Supervised) -> None:
     run.process.send_signal(signal.SIGTERM)
 
 
+def hang_up(run: Supervised) -> None:
+    """Send SIGHUP to the supervisor, as a closed terminal does."""
+    run.process.send_signal(signal.SIGHUP)
+
+
 def to_the_node_launcher(run: Supervised) -> None:
     """Send SIGTERM to DeepSpeed's launcher, which signals its ranks one after the other; the first stops all ranks."""
     os.kill(run.node_launcher(), signal.SIGTERM)
@@ -42,7 +47,7 @@ def to_the_step(run: Supervised) -> None:
             os.kill(pid, signal.SIGUSR2)
 
 
-@pytest.mark.parametrize("send", [to_the_supervisor, to_the_node_launcher, to_one_rank, to_the_step])
+@pytest.mark.parametrize("send", [to_the_supervisor, hang_up, to_the_node_launcher, to_one_rank, to_the_step])
 def test_a_stop_signal_saves_on_all_ranks_and_ends_with_75(
     tiny_config: Callable[..., Path], tmp_path: Path, send: Callable[[Supervised], None]
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import deepspeed_command, rank_pid
 
-from electra_dist.train.health.stop_request import StopRequest
+from electra_dist.train.health.stop_request import STOP_SIGNALS, StopRequest
 
 pytestmark = pytest.mark.multiproc
 
@@ -70,9 +70,7 @@ def test_run_stopped_by_signal_file_and_deadline_gives_the_losses_of_an_uninterr
 def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    }
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
         rank_0, rank_1 = StopRequest(tmp_path, True), StopRequest(tmp_path, False)
@@ -83,6 +81,13 @@ def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
         assert not rank_1.wants_stop()  # only rank 0 watches the clock
         os.kill(os.getpid(), signal.SIGTERM)
         assert rank_1.wants_stop() and rank_1.reason == "SIGTERM"
+        hung_up = StopRequest(tmp_path, False)
+        os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
+        assert hung_up.wants_stop() and hung_up.reason == "SIGHUP"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        under_nohup = StopRequest(tmp_path, False)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not under_nohup.wants_stop()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
