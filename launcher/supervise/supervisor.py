@@ -5,8 +5,8 @@ the step time that the rank has measured), and its stacks are in the log before 
 `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The exit code is one of errors.py,
 decided from the ledger (the run's log of events) and the exit codes that the ranks wrote themselves
 (start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and
-end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is the
-node's number.
+end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
+the node's number.
 
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
