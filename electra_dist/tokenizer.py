@@ -121,6 +121,7 @@ class WordPieceTokenizer:
             vocabulary: Tokens and their ids.
             lowercase: Whether text is lower-cased and stripped of accents, as for BERT uncased.
         """
+        self.lowercase = lowercase
         model = tokenizers.models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS, continuing_subword_prefix="##"
         )

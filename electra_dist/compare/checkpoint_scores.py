@@ -82,7 +82,7 @@ class TaskMeasure(Measure):
         self._task = task
         self._entry = entry
         self._settings = settings
-        identity = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.model_dump()}
+        identity = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.identity()}
         if entry.how == "probe":
             identity["layers"] = PROBED_LAYERS
         self.digest = digest_of(identity)

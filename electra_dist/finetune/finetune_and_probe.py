@@ -1,12 +1,10 @@
-"""Fine-tunes and probes an encoder: one result per task and seed, appended to a file so that a run can resume.
+"""Fine-tunes an encoder with one seed, or probes it, and scores the result; `seeds/run_seeds.py` runs several seeds.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
-`run_all` appends every finished result to results.jsonl and syncs the file before it starts with the next seed. If the
-file already has a result with the same task, seed and identity (a digest of weights, vocabulary, data and settings),
-that result is used and not computed again. If fine-tuning is interrupted, the seed in progress starts again from its
-first step.
+`identity` is a digest of the first three.
 
-How: `finetune_task` trains a copy of the encoder with a new head. `probe_task` freezes the encoder: it computes [state
+How: `finetune_task` trains a copy of the encoder with a new head, and writes the model if it is given a folder.
+`probe_task` freezes the encoder: it computes [state
 of CLS ; mean of the states] of every example at every layer once, and fits a linear model (logistic regression or
 ridge) to the features of each layer. The strength of the model's L2 penalty, and the layer, are those with the best
 metric on a fixed tenth of the training data, which is held out for this choice. The development data decide nothing.
@@ -19,10 +17,9 @@ of the encoder's layers and H its hidden size.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +29,17 @@ import torch
 from electra_dist.config import canonical_json
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.tasks import Task, TaskOutcome, TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
 from electra_dist.pretrained.load_encoder import Backbone, Pretrained
-from electra_dist.run.jsonl import JsonlFile, read_records
 
-RESULTS_FILE = "results.jsonl"
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
 PROBED_LAYERS = "all"  # part of a probe's identity: results of the last layer alone are not used any more
-_PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
+PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
 
 
 def finetune_task(
@@ -53,6 +49,7 @@ def finetune_task(
     seed: int,
     device: torch.device,
     progress: Progress = quiet,
+    folder: Path | None = None,
 ) -> Result:
     """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
@@ -63,6 +60,8 @@ def finetune_task(
         seed: determines the head's initial weights, the order of the training rows and the dropout.
         device: where the model is trained.
         progress: called with (activity, parts done, parts in total) during training and prediction.
+        folder: where the trained model is written in Hugging Face's format, with its predictions; an older folder is
+            replaced. None to write nothing. A model whose loss diverged is not written.
 
     Returns:
         The result. If the loss became NaN or infinite, no error is raised: the result's score is None, and its field
@@ -83,7 +82,7 @@ def finetune_task(
         outcome = TaskOutcome(metrics={}, failure=f"diverged: {error}")
     else:
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
-    return Result(
+    result = Result(
         task=task.name,
         seed=seed,
         mode="finetune",
@@ -97,6 +96,10 @@ def finetune_task(
         examples=len(examples.ids),
         seconds=time.monotonic() - start,
     )
+    if folder is not None and outcome.metrics:
+        predictions = outcome.predictions + task.predict_test_sets(model, encoder, settings, progress)
+        write_seed_folder(folder, encoder, model, task.hf_head(model, settings), settings, result, predictions)
+    return result
 
 
 def probe_task(
@@ -158,7 +161,7 @@ def probe_task(
     outcome = outcomes[layer]
     return Result(
         task=task.name,
-        seed=_PROBE_SEED,
+        seed=PROBE_SEED,
         mode="probe",
         identity=identity(encoder, task, settings, "probe"),
         metric=task.metric,
@@ -236,8 +239,8 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
     """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits.
 
-    Two results with the same seed and the same identity are interchangeable, so `run_all` computes only the first one
-    and reads it from results.jsonl afterwards.
+    Two results with the same seed and the same identity are interchangeable, so `run_seeds.run_all` computes only the
+    first one and reads it from results.jsonl afterwards.
 
     Args:
         encoder: its weights and its vocabulary are part of the identity.
@@ -252,96 +255,8 @@ def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: st
         "data": task.digest,
         "task": task.name,
         "mode": mode,
-        "settings": settings.model_dump(mode="json", include=relevant_settings),
+        "settings": settings.identity(relevant_settings),
     }
     if mode == "probe":
         tree["layers"] = PROBED_LAYERS
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
-
-
-def run_all(
-    encoder: Pretrained,
-    work: Iterable[tuple[Task, FinetuneConfig]],
-    seeds: Sequence[int],
-    output: Path,
-    device: torch.device,
-    probe: bool = False,
-    progress: Progress = quiet,
-    note: Callable[[str], None] = print,
-) -> list[Result]:
-    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
-
-    After an interrupt, the same call resumes: the results of finished seeds are read from the file, the others are
-    computed. A seed that was interrupted starts again from its first step.
-
-    Args:
-        encoder: the pretrained weights to fine-tune or to probe.
-        work: tasks, each with its settings.
-        seeds: seeds of fine-tuning; a probe has one result per task, with seed 0.
-        output: folder of results.jsonl; created if missing.
-        device: where the models run.
-        probe: fit a linear model to frozen states instead of fine-tuning.
-        progress: called with (activity, parts done, parts in total) during training and prediction.
-        note: called with one line of text for each result, and for each remark about a task's data, such as the number
-            of lines that were left out.
-
-    Returns:
-        All results, new ones and earlier ones, by task and then by seed.
-
-    Raises:
-        UserError: the output folder cannot be written, results.jsonl is damaged, or a task has no linear probe.
-    """
-    mode = "probe" if probe else "finetune"
-    task_seeds = [_PROBE_SEED] if probe else seeds
-    finished = _finished_results(output / RESULTS_FILE)
-    results = []
-    file = JsonlFile(output / RESULTS_FILE)
-    try:
-        for task, settings in work:
-            for remark in task.notes:
-                note(remark)
-            task_identity = identity(encoder, task, settings, mode)
-            for seed in task_seeds:
-                earlier_result = finished.get((task.name, seed, task_identity))
-                if earlier_result is not None:
-                    note(_result_line(earlier_result, "already there"))
-                    results.append(earlier_result)
-                    continue
-                if probe:
-                    result = probe_task(encoder, task, settings, device, progress)
-                else:
-                    result = finetune_task(encoder, task, settings, seed, device, progress)
-                # The result is on disk before the next seed starts, so an interrupt loses one seed at most.
-                file.append(dataclasses.asdict(result))
-                file.sync()
-                note(_result_line(result, f"{result.seconds:.0f} s"))
-                results.append(result)
-    finally:
-        file.close()
-    return results
-
-
-def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file.
-
-    The identity is a digest of weights, data and settings. If two lines agree in task, seed and identity, the later
-    one is returned. A last line without newline, from an interrupted write, is ignored.
-    """
-    results = [Result.from_record(record) for record in read_records(file)]
-    return {(result.task, result.seed, result.identity): result for result in results}
-
-
-def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)".
-
-    Args:
-        result: the result. The line of a probe shows no seed; the line of a failed result ends with the reason.
-        origin: how the result was obtained: the time that it took, or "already there" if it was read from
-            results.jsonl.
-    """
-    seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
-    score_text = "-" if result.score is None else f"{result.score:.4f}"
-    if result.layer is not None:
-        score_text += f" at layer {result.layer} of {len(result.layer_scores) - 1}"
-    failure_text = f"  FAILED: {result.failure}" if result.failure else ""
-    return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"

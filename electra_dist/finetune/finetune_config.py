@@ -1,18 +1,22 @@
-"""Defines the settings of a fine-tuning run, whose defaults are the values of google-research/electra.
+"""Defines the settings of a fine-tuning run, whose defaults are those of the ELECTRA paper for each size of model.
 
-Guarantee: `settings_for` returns what google-research/electra (configure_finetuning.py) uses for a task and a model
-size: 3 epochs of batches of 32 examples at length 128; 10 epochs for RTE and STS; 2 epochs at length 512 for SQuAD;
-lr 1e-4 with layer decay 0.8, or 5e-5 and 0.9 from a width of 1024 on (Large). `--set key=value` overrides are applied
-last.
+Guarantee: `settings_for` returns the values of the paper's Table 7 for a task and a model size: batches of 32
+examples, 3 epochs, 10 for RTE and STS and 2 for SQuAD, no weight decay; lr 3e-4 for Small, 1e-4 for Base and 5e-5 for
+Large, with layer decay 0.8, for Large 0.9. Lengths, which the paper does not state, are those of
+google-research/electra: 128, 256 for tagging and 512 for SQuAD. `--set key=value` overrides are applied last.
 
-Limits: for Small, the paper's Table 7 differs from the reference code (lr 3e-4, no weight decay). Pass
-`--set lr=3e-4 --set weight_decay=0` to use the paper's values.
+How: the width of the encoder decides its size. Below 512 it counts as Small (the released one has 256), from 1024 on
+as Large, between them as Base (768).
+
+Limits: the code of google-research/electra differs from the paper in two values: it trains Small with lr 1e-4, and all
+sizes with weight decay 0.01. Pass `--set lr=1e-4 --set weight_decay=0.01` to use these. The default head for SQuAD is
+the one that Hugging Face's models have (`span_head`), not the reference's.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -21,20 +25,22 @@ from pydantic import Field, ValidationError
 from electra_dist.config import Positive, Probability, Section
 from electra_dist.errors import UserError
 
-LARGE_WIDTH = 1024  # hidden size from which the reference's settings for Large are used
+BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
+LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
+_LATER_KEYS = ("span_head",)  # fields that older results lack; their defaults mean what those results were made with
 
 
 class FinetuneConfig(Section):
     """Settings of fine-tuning one encoder on one task: optimizer, schedule, head, dropout, lengths, SQuAD's windows.
 
-    The defaults are those of google-research/electra for a Base-size model on a GLUE task; `settings_for` adapts them
-    to the task and the model.
+    The defaults are those of the paper for a Base-size model on a GLUE task; `settings_for` adapts them to the task
+    and the model.
     """
 
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
         description="peak learning rate of the head; lower layers have a lower rate, see layer_decay. "
-        "The default is that of google-research/electra for Small and Base, which uses 5e-5 for Large",
+        "The default is that of the paper for Base, which uses 3e-4 for Small and 5e-5 for Large",
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.8,
@@ -55,9 +61,9 @@ class FinetuneConfig(Section):
         "runs over all steps, including these",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.01,
+        default=0.0,
         description="decoupled weight decay (AdamW), multiplied by the learning rate; LayerNorm weights and biases "
-        "are not decayed",
+        "are not decayed. The paper uses 0, the code of google-research/electra 0.01",
     )
     clip_norm: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="upper bound of the global gradient norm; larger gradients are scaled down to it"
@@ -102,20 +108,44 @@ class FinetuneConfig(Section):
         default=20,
         description="SQuAD: number of answer starts that are tried, and of answer ends for each start",
     )
+    span_head: Literal["linear", "reference"] = Field(
+        default="reference",
+        description="SQuAD: layers of the head. linear: one linear layer for the logits of start and end, as in "
+        "Hugging Face's ElectraForQuestionAnswering, which `electra-dist finetune` uses by default; reference: the "
+        "end depends on the start, and a classifier decides whether there is an answer, as in google-research/"
+        "electra; such a model cannot be saved in Hugging Face's format",
+    )
     span_width: Positive = Field(
-        default=512, description="SQuAD: width of the hidden layers for the answer's end and for answerability"
+        default=512,
+        description="SQuAD, span_head reference: width of the hidden layers for the answer's end and answerability",
     )
     answerable_weight: Annotated[float, Field(ge=0)] = Field(
-        default=0.5, description="SQuAD: weight of the answerability loss, added to the loss of start and end"
+        default=0.5,
+        description="SQuAD, span_head reference: weight of the answerability loss, added to the loss of start and end",
     )
+
+    def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """Return the settings as a JSON tree, by which results are stored and found again.
+
+        A field that older versions did not have is left out as long as it has its default, which means what those
+        versions did. So results that they stored are found.
+
+        Args:
+            only: names of the fields to return; None for all.
+        """
+        values = self.model_dump(mode="json", include=None if only is None else set(only))
+        for key in _LATER_KEYS:
+            if values.get(key) == type(self).model_fields[key].default:
+                del values[key]
+        return values
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Return google-research/electra's settings for a task and a model size, with overrides applied last.
+    """Return the paper's settings for a task and a model size, with overrides applied last.
 
     Args:
         task: name of the task on the command line, such as `squad1` or `rte`.
-        width: hidden size of the encoder, in features; for 1024 or more, the settings for Large are used.
+        width: hidden size of the encoder, in features; below 512 it counts as Small, from 1024 on as Large.
         max_positions: rows of the model's position table. The default of `max_length`, in tokens, is lowered to it; a
             larger override is an error.
         overrides: `key=value` texts from `--set`; values are parsed as YAML.
@@ -124,7 +154,7 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
         UserError: an override has an unknown key or a value that is not valid, or sets `max_length` above
             `max_positions`.
     """
-    values = _reference_values(task, width, max_positions)
+    values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
     for text in overrides:
         values |= _parse_override(text)
     try:
@@ -141,28 +171,37 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
     return settings
 
 
-def _reference_values(task: str, width: int, max_positions: int) -> dict[str, Any]:
-    """Return the settings of google-research/electra that depend on the task or the model size.
+def _values_of_size(width: int) -> dict[str, Any]:
+    """Return the settings that depend on the size of the model (Table 7 of the paper), by field of `FinetuneConfig`.
+
+    `width` is the hidden size of the encoder: below 512 it is a Small model, from 1024 on a Large one, and otherwise
+    Base, whose values are the defaults of the fields.
+    """
+    if width < BASE_WIDTH:
+        return {"lr": 3e-4}
+    if width >= LARGE_WIDTH:
+        return {"lr": 5e-5, "layer_decay": 0.9}
+    return {}
+
+
+def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
+    """Return the settings that depend on the task, by field of `FinetuneConfig`.
+
+    Epochs are those of Table 7 of the paper, lengths those of google-research/electra (configure_finetuning.py), which
+    trains chunking, a tagging task, at length 256.
 
     Args:
         task: name of the task on the command line, such as `squad1` or `rte`.
-        width: hidden size of the encoder, in features; 1024 or more counts as Large.
         max_positions: rows of the model's position table; `max_length`, in tokens, is lowered to it if it would be
             more.
-
-    Returns:
-        Field of `FinetuneConfig` -> value. Fields that the mapping lacks keep their defaults, which are those of Base.
     """
-    values: dict[str, Any] = {}
-    if width >= LARGE_WIDTH:
-        values |= {"lr": 5e-5, "layer_decay": 0.9}
     if task.startswith("squad"):  # squad1 or squad2: passages are longer than the texts of GLUE
-        values |= {"epochs": 2.0, "max_length": min(512, max_positions)}
-    elif task in ("rte", "stsb"):  # small tasks, which the reference trains for longer
-        values |= {"epochs": 10.0, "max_length": min(128, max_positions)}
-    else:
-        values |= {"epochs": 3.0, "max_length": min(128, max_positions)}
-    return values
+        return {"epochs": 2.0, "max_length": min(512, max_positions), "span_head": "linear"}
+    if task in ("ner", "tagging"):
+        return {"epochs": 3.0, "max_length": min(256, max_positions)}
+    if task in ("rte", "stsb"):  # small tasks, which are trained for longer
+        return {"epochs": 10.0, "max_length": min(128, max_positions)}
+    return {"epochs": 3.0, "max_length": min(128, max_positions)}
 
 
 def _parse_override(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Classification and regression: the state of [CLS], dropout, Dense(H -> N). With 
 dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to [0,
 1].
 
-SQuAD has three outputs:
+The head of google-research/electra for SQuAD has three outputs (`squad/linear_span_head.py` has a simpler one):
 - Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
   of [CLS], the target of both start and end in a window without the answer.
 - End logits: Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true
@@ -235,19 +235,12 @@ class SpanHead(nn.Module):
         )
 
 
-class SpanModel(TaskModel):
-    """SQuAD model: an encoder with a `SpanHead`.
+class AnswerModel(TaskModel):
+    """Base class of models for SQuAD, which propose answer spans for rows of a question and a part of a passage.
 
     A training target has three int64 numbers per row: start position, end position, and 1 if the question has no
     answer. Both positions are 0, the [CLS], in a row that does not contain the answer.
     """
-
-    head: SpanHead
-
-    def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
-        """Add a new SQuAD head to an encoder of hidden size `width`; `seed` determines the head's initial weights."""
-        super().__init__(backbone, SpanHead(width, settings, seed))
-        self.answerable_weight = settings.answerable_weight
 
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which positions may be the start or the end of an answer, bool [B, S].
@@ -261,6 +254,30 @@ class SpanModel(TaskModel):
         allowed_BS = derive(ids_BS, self.backbone.special).token_type_BS == 1
         allowed_BS[:, 0] = True
         return allowed_BS
+
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the candidate answer spans of each row, and its logit of "no answer".
+
+        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
+
+        Args:
+            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
+        """
+        raise NotImplementedError
+
+
+class SpanModel(AnswerModel):
+    """SQuAD model of google-research/electra: an encoder with a `SpanHead`.
+
+    The targets are those of `AnswerModel`.
+    """
+
+    head: SpanHead
+
+    def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
+        """Add a new SQuAD head to an encoder of hidden size `width`; `seed` determines the head's initial weights."""
+        super().__init__(backbone, SpanHead(width, settings, seed))
+        self.answerable_weight = settings.answerable_weight
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean loss of a batch, as an fp32 scalar: (start + end) / 2 + answerable_weight * answerability.
@@ -288,13 +305,7 @@ class SpanModel(TaskModel):
         return span_loss + self.answerable_weight * answerable_loss
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the candidate answer spans of each row, and its logit of "no answer".
-
-        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
-
-        Args:
-            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
-        """
+        """Return the candidate answer spans of each row, and its logit of "no answer"; see `AnswerModel.search`."""
         state_BSH = self.backbone(ids_BS)
         return self.head.search(state_BSH, self.allowed(ids_BS))
 

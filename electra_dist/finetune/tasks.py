@@ -26,6 +26,9 @@ import torch
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
+from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
+from electra_dist.finetune.output.test_sets import UnlabelledSet, predictions_file, read_test_sets
+from electra_dist.finetune.output.text_files import TextFile, tsv_file
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.task_metrics import (
     classification_metrics,
@@ -33,12 +36,13 @@ from electra_dist.finetune.task_metrics import (
     metric_standard_error,
     regression_metrics,
 )
-from electra_dist.finetune.training_loop import Examples, Progress, predict
+from electra_dist.finetune.training_loop import Examples, Ids, Progress, predict
+from electra_dist.pretrained.hf_conversion import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """Metrics of a model on the development data, and the reason if the result counts as failed.
+    """Metrics and predictions of a model on the development data, and the reason if the result counts as failed.
 
     Metrics are fractions, those of SQuAD per cent. `failure` is empty for a good result; a failed one keeps its
     metrics unless the loss diverged.
@@ -46,6 +50,7 @@ class TaskOutcome(NamedTuple):
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD
     failure: str  # why the result counts as failed, in one line; empty for a good one
+    predictions: tuple[TextFile, ...] = ()  # files with the predictions for the development data
 
 
 class Task(abc.ABC):
@@ -82,6 +87,28 @@ class Task(abc.ABC):
             settings: the settings of the training; the limits of lengths and the batch size are used.
             progress: called after each batch with ("predict", rows done, rows in total).
         """
+
+    @abc.abstractmethod
+    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
+        """Return the head of a trained model under Hugging Face's names; None if they have no such head.
+
+        Args:
+            model: a model of this task (see `model`), on any device.
+            settings: the settings of the training.
+        """
+
+    def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
+        """Return in one line why models of this task cannot be saved and what to do; empty if they can."""
+        return ""
+
+    def predict_test_sets(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> tuple[TextFile, ...]:
+        """Return files with predictions for the task's test sets, which have no labels; none for most tasks.
+
+        The arguments are those of `evaluate`.
+        """
+        return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +181,7 @@ GLUE = {
 class TextTask(Task):
     """Classification or regression task on single texts or pairs, read from files as its `TextSpec` describes."""
 
-    def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None) -> None:
+    def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None, with_test: bool = False) -> None:
         """Read the training and development files of the task.
 
         Args:
@@ -162,6 +189,7 @@ class TextTask(Task):
             data: for a GLUE task, the folder of the download, which has the task's folder (such as MRPC/) in it or in
                 its folder glue/. For a custom task, the folder of the files train and dev, as .tsv or .jsonl.
             max_train: number of training examples to use, drawn with a fixed seed; None for all.
+            with_test: also read the test sets that exist, for `predict_test_sets`.
 
         Raises:
             UserError: a file or a column is missing, or a label is unknown or not a number.
@@ -171,6 +199,9 @@ class TextTask(Task):
         self.metric = spec.metric
         self.train = self._read(data, "train")
         self.dev = {prefix: self._read(data, stem) for prefix, stem in spec.dev_files}
+        self.test_sets: list[UnlabelledSet] = []
+        if with_test:
+            self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b)
         files = [self.train, *self.dev.values()]
 
         # The digest covers the bytes of the files and the way in which they are read.
@@ -178,6 +209,8 @@ class TextTask(Task):
         if max_train is not None:
             self.train = self.train.sample(max_train)
             digested += f", {max_train} training examples"
+        if self.test_sets:
+            digested += ", test sets " + "".join(test_set.texts.sha256 for test_set in self.test_sets)
         self.digest = hashlib.sha256(digested.encode()).hexdigest()
 
         self.notes = []
@@ -189,6 +222,9 @@ class TextTask(Task):
         if spec.kind == "classification":
             labels_in_training_data = tuple(sorted(set(self.train.label)))
             self.labels = spec.labels or labels_in_training_data
+            self.label_span = (0.0, 1.0)  # not used
+        else:
+            self.label_span = spec.span or _label_range(_label_values(self.train))
         self.train_target = self._targets(self.train)
         self.dev_target = {prefix: self._targets(texts) for prefix, texts in self.dev.items()}
 
@@ -238,17 +274,82 @@ class TextTask(Task):
             progress: called after each batch with ("predict", rows done, rows in total). The count starts again with
                 each development file.
         """
-        assert isinstance(model, Classifier)
-        device = next(model.parameters()).device
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
-            output_NL = np.zeros((len(ids), self._num_outputs), np.float32)
-            # Batches come in order of length; the row numbers put their outputs back in the order of the file.
-            for rows, output_BL in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
-                output_NL[rows] = output_BL.cpu().numpy()
-            outputs[prefix] = output_NL
-        return self.score(outputs)
+            outputs[prefix] = self._outputs(model, ids, encoder, settings, progress)
+        return self.score(outputs)._replace(predictions=self._dev_predictions(outputs))
+
+    def predict_test_sets(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> tuple[TextFile, ...]:
+        """Return one file with predictions for each test set of the task; those of GLUE have the benchmark's format.
+
+        The arguments are those of `evaluate`.
+        """
+        files = []
+        for test_set in self.test_sets:
+            texts = test_set.texts
+            ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
+            output_NL = self._outputs(model, ids, encoder, settings, progress)
+            files.append(predictions_file(test_set, self._answers(output_NL)))
+        return tuple(files)
+
+    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
+        """Return the head of a trained `Classifier` under Hugging Face's names.
+
+        A regression then predicts labels as they are in the files, not scaled to [0, 1].
+        """
+        assert isinstance(model.head, torch.nn.Sequential)
+        return classifier_head(model.head, self.labels, self.label_span, settings.head_dropout)
+
+    def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
+        """Return a line if the task has too many labels to write a linear head in Hugging Face's format."""
+        width = encoder.tower.hidden_size
+        if not has_too_many_labels(self._num_outputs, width, settings):
+            return ""
+        return (
+            f"--task {self.name}: a linear head for {self._num_outputs} labels on states of width {width} cannot be "
+            f"saved in Hugging Face's format; pass --set head=dense, or --no-save for scores only"
+        )
+
+    def _outputs(
+        self, model: TaskModel, ids: Ids, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> np.ndarray:
+        """Return a model's outputs for rows of token ids, fp32 [N, L] in the order of the rows."""
+        assert isinstance(model, Classifier)
+        device = next(model.parameters()).device
+        output_NL = np.zeros((len(ids), self._num_outputs), np.float32)
+        # Batches come in order of length; the row numbers put their outputs back in the order of the file.
+        for rows, output_BL in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
+            output_NL[rows] = output_BL.cpu().numpy()
+        return output_NL
+
+    def _answers(self, output_NL: np.ndarray) -> list[str]:
+        """Return the predicted label of each example as it would be written in a file.
+
+        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
+        """
+        if self.labels:
+            return [self.labels[number] for number in output_NL.argmax(1)]
+        low, high = self.label_span
+        value_N = low + (high - low) * output_NL[:, 0].astype(np.float64)
+        if self.spec.span is not None:
+            value_N = value_N.clip(low, high)
+        return [f"{value:.6g}" for value in value_N]
+
+    def _dev_predictions(self, outputs: dict[str, np.ndarray]) -> tuple[TextFile, ...]:
+        """Return a table of predictions and labels for each development file, such as dev_predictions.tsv.
+
+        `outputs` are the model's outputs by the prefix of a file, as for `score`.
+        """
+        files = []
+        for prefix, stem in self.spec.dev_files:
+            answers = self._answers(outputs[prefix])
+            numbers = map(str, range(len(answers)))
+            rows = zip(numbers, answers, self.dev[prefix].label, strict=True)
+            files.append(tsv_file(f"{stem}_predictions.tsv", ("index", "prediction", "label"), rows))
+        return tuple(files)
 
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
         """Compute the metrics of a model's outputs on the development files.
@@ -333,10 +434,7 @@ class TextTask(Task):
             number_N = torch.tensor(_label_numbers(texts, self.labels))
             return number_N[:, None]
         value_N = torch.tensor(_label_values(texts))
-        if self.spec.span is not None:
-            low, high = self.spec.span
-        else:
-            low, high = _label_range(_label_values(self.train))
+        low, high = self.label_span
         scaled_N = (value_N - low) / (high - low)
         return scaled_N[:, None]
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ from tokenizers import BertWordPieceTokenizer
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.tokenizer import VOCAB_FILE
 
 State = Mapping[str, torch.Tensor]  # parameter name -> value
 
@@ -212,6 +214,42 @@ def export_generator(
     tensors = to_hf_generator(state, model)
     config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
+
+
+class TaskHead(NamedTuple):
+    """Head of a fine-tuned model under Hugging Face's names: model class, weights, and entries of config.json."""
+
+    architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
+    weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
+    config: dict[str, Any]  # entries that config.json has besides those of the encoder, such as "id2label"
+
+
+def export_task_model(
+    encoder: State,
+    head: TaskHead,
+    model: ModelConfig,
+    special: SpecialIds,
+    vocabulary_text: str,
+    lowercase: bool,
+    out_dir: Path,
+) -> None:
+    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder.
+
+    Args:
+        encoder: weights of the encoder: `embeddings.` and, for its layers, `discriminator.`.
+        head: the head under Hugging Face's names.
+        model: section `model` of a config whose discriminator has the encoder's shape.
+        special: ids of the special tokens.
+        vocabulary_text: content of vocab.txt.
+        lowercase: whether the tokenizer lower-cases.
+        out_dir: created if missing; files of the same names are replaced.
+    """
+    tensors = to_hf_discriminator(encoder, model) | head.weights
+    config = _hf_config(model, "discriminator", special, head.architecture) | head.config
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_file = Path(folder) / VOCAB_FILE
+        vocab_file.write_text(vocabulary_text, "utf-8")
+        _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:

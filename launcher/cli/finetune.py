@@ -23,7 +23,6 @@ from electra_dist.errors import UserError
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.seed_results import SeedSummary
-    from electra_dist.finetune.tasks import Task
     from electra_dist.finetune.training_loop import Progress as Report
     from electra_dist.pretrained.load_encoder import Pretrained
 
@@ -65,23 +64,34 @@ def finetune(
     task: Annotated[
         str,
         typer.Option(
-            help="cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2 or custom; several are separated "
-            "by commas"
+            help="cola, sst2, mrpc, stsb, rte, qnli, qqp, mnli, wnli, squad1, squad2, ner (named entities), tagging "
+            "(any label per word) or custom; several are separated by commas"
         ),
     ],
     model: Model,
     data: Annotated[
         Path,
         typer.Option(
-            help="folder with CoLA/train.tsv and so on, and squad/*.json; for custom, with train and dev files"
+            help="folder with CoLA/train.tsv and so on, and squad/*.json; for custom, ner and tagging, with train and "
+            "dev files"
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds per task: seeds 0 to N - 1")] = 1,
     probe: Annotated[bool, typer.Option(help="freeze the encoder and fit a linear model to its states")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="folder of the results, where an interrupted command resumes; default: MODEL/finetune"),
+        typer.Option(
+            help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
+            "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK"
+        ),
     ] = None,
+    save: Annotated[
+        bool, typer.Option("--save/--no-save", help="write the tuned models and their predictions, or scores only")
+    ] = True,
+    parallel: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="seeds that are computed at the same time, each in a process (and GPU)"),
+    ] = 1,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a setting, as in --set lr=3e-4")
     ] = None,
@@ -94,26 +104,51 @@ def finetune(
 ) -> None:
     """Fine-tune a pretrained model on GLUE, SQuAD or your own files, or fit a linear probe to its frozen states.
 
-    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. A seed whose
-    result is in the output folder already is not run again.
+    Each task is run with several seeds, and the scores are printed and written to OUTPUT/results.json. The tuned model
+    of each seed, and of the best one, is written for transformers. A seed whose result is in the output folder already
+    is not run again.
     """
-    from electra_dist.finetune.finetune_and_probe import run_all
     from electra_dist.finetune.finetune_config import settings_for
     from electra_dist.finetune.seed_results import results_table, summarize
+    from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
+    from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses
+    from electra_dist.finetune.seeds.run_seeds import run_all
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
+    if probe and parallel > 1:
+        raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
     task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
-    tasks = {name: _open_task(name, data, text_a, text_b, label, kind) for name in task_names}
+    requests = {
+        name: TaskRequest(
+            name=name,
+            data=data,
+            text_a=text_a,
+            text_b=text_b,
+            label=label,
+            kind=kind.value,
+            with_test=save and not probe,
+        )
+        for name in task_names
+    }
+    tasks = {name: open_task(request) for name, request in requests.items()}
     encoder = load_pretrained(model, tower.value, vocab)
     settings = {
         name: settings_for(name, encoder.tower.hidden_size, encoder.model.max_positions, overrides or ())
         for name in task_names
     }
     folder = output or _default_output(model)
+    has_one_task_folder = output is not None and len(task_names) == 1
+    model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
     device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     with progress_bar(out) as progress:
+        processes = SeedProcesses(
+            parallel,
+            ModelRequest(spec=model, tower=tower.value, vocab=vocab),
+            {name: (requests[name], settings[name]) for name in task_names},
+            progress,
+        )
         results = run_all(
             encoder,
             work=[(tasks[name], settings[name]) for name in task_names],
@@ -123,6 +158,8 @@ def finetune(
             probe=probe,
             progress=progress,
             note=out.print,
+            save_to=model_dirs if save else None,
+            compute_jobs=processes if parallel > 1 else None,
         )
     summaries = []
     for name in task_names:
@@ -194,40 +231,6 @@ def minimal_pairs(
     out.print(table)
     if output:
         _write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
-
-
-def _open_task(name: str, data: Path, text_a: str | None, text_b: str | None, label: str | None, kind: Kind) -> Task:
-    """Open a fine-tuning task that was named with `--task`, and read its data.
-
-    Args:
-        name: name of a GLUE task, for example "cola"; or squad1, squad2 or custom.
-        data: folder of the data.
-        text_a: name of the column with the text; `text_a` to `kind` are used by the task custom only.
-        text_b: name of the column with the second text; None if the task has single texts.
-        label: name of the column with the label.
-        kind: whether the label is a class or a number.
-
-    Raises:
-        UserError: an unknown task, a custom task without its columns, or data that are missing or not valid.
-    """
-    from electra_dist.finetune.squad.squad_task import SquadTask
-    from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
-
-    squad_versions = {"squad1": 1, "squad2": 2}
-    if name in GLUE:
-        return TextTask(GLUE[name], data)
-    if name in squad_versions:
-        return SquadTask(squad_versions[name], data)
-    if name != "custom":
-        known_names = ", ".join([*GLUE, *squad_versions, "custom"])
-        raise UserError(f"--task {name}: unknown; choose one of {known_names}")
-    if text_a is None or label is None:
-        raise UserError(
-            "--task custom: the columns are missing; add --text-a COLUMN and --label COLUMN (and --text-b for pairs)"
-        )
-    metric = "accuracy" if kind is Kind.classification else "spearman"
-    spec = TextSpec(name="custom", text_a=text_a, text_b=text_b, label=label, kind=kind.value, metric=metric)
-    return TextTask(spec, data)
 
 
 def _default_output(model: str) -> Path:

@@ -5,30 +5,46 @@ from __future__ import annotations
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import settings_for
+from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
 
 SMALL, BASE, LARGE = 256, 768, 1024  # widths of the released models
 POSITIONS = 512
 
 
-def test_settings_are_those_of_the_reference_for_task_and_model_and_overrides_come_last() -> None:
-    """The values are those of google-research/electra, configure_finetuning.py."""
-    rte_small = settings_for("rte", SMALL, POSITIONS)
-    assert rte_small.lr == 1e-4
-    assert rte_small.layer_decay == 0.8
-    assert rte_small.epochs == 10.0
-    assert rte_small.max_length == 128
-    assert rte_small.batch == 32
+@pytest.mark.parametrize(("width", "lr", "layer_decay"), [(SMALL, 3e-4, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)])
+@pytest.mark.parametrize(
+    ("task", "epochs", "max_length"),
+    [("rte", 10, 128), ("stsb", 10, 128), ("squad1", 2, 512), ("squad2", 2, 512), ("cola", 3, 128), ("mnli", 3, 128),
+     ("ner", 3, 256)],
+)  # fmt: skip
+def test_the_defaults_are_those_of_the_papers_table_7(
+    width: int, lr: float, layer_decay: float, task: str, epochs: float, max_length: int
+) -> None:
+    settings = settings_for(task, width, POSITIONS)
 
-    squad_large = settings_for("squad2", LARGE, POSITIONS, ["epochs=3"])
-    assert squad_large.lr == 5e-5
-    assert squad_large.layer_decay == 0.9
-    assert squad_large.epochs == 3.0
-    assert squad_large.max_length == 512
+    assert (settings.lr, settings.layer_decay) == (lr, layer_decay)
+    assert settings.epochs == epochs
+    assert settings.batch == 32
+    assert settings.warmup_fraction == 0.1
+    assert settings.weight_decay == 0.0
+    assert settings.hidden_dropout == settings.attention_dropout == settings.head_dropout == 0.1
+    assert (settings.beta1, settings.beta2, settings.eps) == (0.9, 0.999, 1e-6)
+    assert settings.max_length == max_length  # not in the paper; that of google-research/electra
 
+
+def test_overrides_come_last_and_a_model_with_fewer_positions_lowers_the_length() -> None:
+    assert settings_for("squad2", LARGE, POSITIONS, ["epochs=3"]).epochs == 3.0
     assert settings_for("mnli", BASE, POSITIONS, ["lr=3e-4"]).lr == 3e-4
-    # A model with fewer positions than the task's max_length lowers it.
     assert settings_for("cola", 128, 64).max_length == 64
+
+
+def test_a_later_key_at_its_default_does_not_change_the_identity_of_older_results() -> None:
+    """Results were stored under these keys before `span_head` existed; its default is what was computed then."""
+    older_keys = set(FinetuneConfig.model_fields) - {"span_head"}
+
+    assert set(FinetuneConfig().identity()) == older_keys
+    assert FinetuneConfig(span_head="linear").identity()["span_head"] == "linear"
+    assert set(FinetuneConfig().identity({"max_length"})) == {"max_length"}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune import finetune_and_probe
-from electra_dist.finetune.finetune_and_probe import RESULTS_FILE, finetune_task, probe_task, run_all
+from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.seed_results import summarize
+from electra_dist.finetune.seeds.run_seeds import RESULTS_FILE, run_all
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tasks import TextSpec, TextTask
 from electra_dist.finetune.training_loop import Diverged, fit

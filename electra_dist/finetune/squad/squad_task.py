@@ -1,11 +1,13 @@
 """Makes SQuAD 1.1 and 2.0 a fine-tuning task: training on windows, prediction of answer spans, official metrics.
 
-Guarantee: the answer to a question is the span with the highest log p(start) + log p(end | start) over all windows of
-the question, among the candidates of the model's beam search that lie in the passage, do not end before they start and
-have at most `max_answer` tokens. A window may only give an answer that starts at a token for which it has more context
-than the other windows. The no-answer score of a question is the lowest no-answer logit of its windows; version 2 is
-scored at the official best threshold. In version 1 the no-answer output is trained, too, as in
-google-research/electra, and ignored in prediction.
+Guarantee: the answer to a question is the span with the highest log p(start) + log p(end) over all windows of the
+question (p(end) depends on the start with `span_head: reference`), among the model's candidates that lie in the
+passage, do not end before they start and have at most `max_answer` tokens. A window may only give an answer that
+starts at a token for which it has more context than the other windows. The no-answer score of a question is the lowest
+no-answer logit of its windows; version 2 is scored at the official best threshold. In version 1 the no-answer output
+of the reference's head is trained, too, as in google-research/electra, and ignored in prediction. The files with
+predictions are those that the official scripts read: the best answer to each question, and for version 2 the no-answer
+scores (`--na-prob-file`).
 
 Source: google-research/electra, finetune/qa/qa_metrics.py.
 """
@@ -13,14 +15,18 @@ Source: google-research/electra, finetune/qa/qa_metrics.py.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import find_file
+from electra_dist.finetune.output.hf_heads import span_head
+from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.squad.answer_spans import Span, best_spans
+from electra_dist.finetune.squad.linear_span_head import LinearSpanModel
 from electra_dist.finetune.squad.passage_windows import (
     AnswerWindow,
     Passage,
@@ -32,9 +38,10 @@ from electra_dist.finetune.squad.passage_windows import (
     window_target,
 )
 from electra_dist.finetune.squad.squad_metrics import squad1_metrics, squad2_metrics
-from electra_dist.finetune.task_heads import SpanModel, TaskModel
+from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, predict
+from electra_dist.pretrained.hf_conversion import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
 
 _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files
@@ -99,19 +106,26 @@ class SquadTask(Task):
             targets.append(target)
         return Examples(ids=ids, target_NK=torch.tensor(targets))
 
-    def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> SpanModel:
-        """Build a span model on the host: a copy of the encoder with a new SQuAD head.
+    def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> AnswerModel:
+        """Build a model on the host: a copy of the encoder with a new SQuAD head.
 
-        `seed` determines the initial weights of the head; `settings` give its width, its beam (candidates in
-        prediction) and the encoder's dropout.
+        `seed` determines the initial weights of the head; `settings` give its kind (`span_head`), its width, its beam
+        (candidates in prediction) and the encoder's dropout.
         """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
-        return SpanModel(backbone, encoder.tower.hidden_size, settings, seed)
+        model_class = LinearSpanModel if settings.span_head == "linear" else SpanModel
+        return model_class(backbone, encoder.tower.hidden_size, settings, seed)
+
+    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
+        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for the reference's."""
+        if isinstance(model, LinearSpanModel):
+            return span_head(model.head)
+        return None
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Predict an answer to every development question with a trained `SpanModel`, and score the answers.
+        """Predict an answer to every development question with a trained model, and score the answers.
 
         A question has one window (row) for each part of a long passage. Its answer is the span with the highest
         log-probability of all its windows; its no-answer logit is the lowest of all, because one window with an answer
@@ -123,7 +137,7 @@ class SquadTask(Task):
             settings: the limits of lengths, the window stride and the batch size are used.
             progress: called after each batch with ("predict", rows done, rows in total).
         """
-        assert isinstance(model, SpanModel)
+        assert isinstance(model, AnswerModel)
         passages, windows = _windows(self.dev, encoder, settings)
         device = next(model.parameters()).device
         best: dict[int, Span] = {}  # number of a question -> its best span so far
@@ -171,15 +185,22 @@ class SquadTask(Task):
         failure = ""
         if not any(predicted.values()):
             failure = "degenerate: no question has an answer"
+        files: tuple[TextFile, ...] = (TextFile("predictions.json", _json_text(predicted)),)
         if self.version == 1:
-            return TaskOutcome(metrics=squad1_metrics(predicted, gold), failure=failure)
+            return TaskOutcome(squad1_metrics(predicted, gold), failure, files)
 
         metrics = squad2_metrics(predicted, no_answer_scores, gold)
         num_unanswerable = sum(not answers for answers in gold.values())
         score_without_answers = 100.0 * num_unanswerable / len(gold)
         if metrics["best_f1"] <= score_without_answers:
             failure = "degenerate: no threshold beats `no answer` to every question"
-        return TaskOutcome(metrics=metrics, failure=failure)
+        files += (TextFile("null_odds.json", _json_text(no_answer_scores)),)
+        return TaskOutcome(metrics, failure, files)
+
+
+def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:
+    """Return a mapping from the ids of questions as JSON text, in the form that the official scripts read."""
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
 def _find(data: Path, *names: str) -> Path:

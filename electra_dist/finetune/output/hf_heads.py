@@ -1,0 +1,122 @@
+"""Translates task heads into the heads of Hugging Face's ELECTRA models, without a change of what they compute.
+
+Guarantee: the model that is written gives the logits of the model that was trained, to rounding. A regression gives
+its predictions in the units of the labels, although it is trained on labels that are scaled to [0, 1].
+
+How: Hugging Face's classifier is Dense(H -> H), GELU, Dense(H -> N). The paper's is Dense(H -> N) alone, z = W x + b.
+It has the form of the first one because GELU(z) - GELU(-z) = z for every z: the rows of the first Dense are W and -W,
+and the second one subtracts. The heads for tags and for spans are a single Dense in both.
+
+Limits: the identity needs two rows for each label, so a linear head with more than H / 2 labels cannot be translated.
+Hugging Face's models have no head that corresponds to google-research/electra's for SQuAD.
+
+Shapes: H hidden width, N labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.pretrained.hf_conversion import TaskHead
+
+_NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
+
+
+def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
+    """Return whether a linear head has more than H / 2 labels, so that it cannot be written in Hugging Face's format.
+
+    Args:
+        num_labels: number of the classifier's labels.
+        width: hidden size H of the encoder.
+        settings: `head` is used.
+    """
+    return settings.head == "reference" and 2 * num_labels > width
+
+
+def classifier_head(
+    layers: nn.Sequential, labels: Sequence[str], span: tuple[float, float], dropout: float
+) -> TaskHead:
+    """Return the head of a `Classifier` as that of an ElectraForSequenceClassification.
+
+    Args:
+        layers: one linear layer, or two with a GELU between them, with dropout before each.
+        labels: names of the labels; empty for a regression.
+        span: lowest and highest label of a regression, in the units of the labels; not used for a classification.
+        dropout: dropout probability before each linear layer.
+    """
+    linear_layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if len(linear_layers) == _NUM_LINEAR_LAYERS_OF_DENSE_HEAD:
+        dense_layer, out_layer = linear_layers
+        weights = {
+            "classifier.dense.weight": _host(dense_layer.weight),
+            "classifier.dense.bias": _host(dense_layer.bias),
+            "classifier.out_proj.weight": _host(out_layer.weight),
+            "classifier.out_proj.bias": _host(out_layer.bias),
+        }
+    else:
+        weights = _linear_as_two_layers(linear_layers[0])
+    config: dict[str, Any] = {"classifier_dropout": dropout}
+    if labels:
+        config |= {"problem_type": "single_label_classification", **label_names(labels)}
+    else:
+        low, high = span
+        weights["classifier.out_proj.weight"] *= high - low
+        weights["classifier.out_proj.bias"] = weights["classifier.out_proj.bias"] * (high - low) + low
+        config |= {"problem_type": "regression", **label_names(["LABEL_0"])}
+    return TaskHead("ElectraForSequenceClassification", weights, config)
+
+
+def tag_head(linear: nn.Linear, tags: Sequence[str]) -> TaskHead:
+    """Return the head of a tagging model, one linear layer, as that of an ElectraForTokenClassification."""
+    weights = {"classifier.weight": _host(linear.weight), "classifier.bias": _host(linear.bias)}
+    return TaskHead("ElectraForTokenClassification", weights, {"classifier_dropout": 0.0, **label_names(tags)})
+
+
+def span_head(linear: nn.Linear) -> TaskHead:
+    """Return the linear head for start and end of an answer as that of an ElectraForQuestionAnswering."""
+    weights = {"qa_outputs.weight": _host(linear.weight), "qa_outputs.bias": _host(linear.bias)}
+    return TaskHead("ElectraForQuestionAnswering", weights, {})
+
+
+def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the entries `id2label` and `label2id` of config.json for labels in the order of their numbers."""
+    return {
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+        "label2id": {label: number for number, label in enumerate(labels)},
+    }
+
+
+def _linear_as_two_layers(linear: nn.Linear) -> dict[str, torch.Tensor]:
+    """Return Hugging Face's two layers that compute what one linear layer [N, H] computes, for 2 N <= H.
+
+    Output n is GELU(z) - GELU(-z), where z is the output of the linear layer: rows n and N + n of the first layer hold
+    the weights and their negatives. The other rows are 0.
+    """
+    weight_NH = _host(linear.weight)
+    bias_N = _host(linear.bias)
+    num_labels, width = weight_NH.shape
+    dense_weight_HH = torch.zeros(width, width)
+    dense_weight_HH[:num_labels] = weight_NH
+    dense_weight_HH[num_labels : 2 * num_labels] = -weight_NH
+    dense_bias_H = torch.zeros(width)
+    dense_bias_H[:num_labels] = bias_N
+    dense_bias_H[num_labels : 2 * num_labels] = -bias_N
+    out_weight_NH = torch.zeros(num_labels, width)
+    out_weight_NH[:, :num_labels] = torch.eye(num_labels)
+    out_weight_NH[:, num_labels : 2 * num_labels] = -torch.eye(num_labels)
+    return {
+        "classifier.dense.weight": dense_weight_HH,
+        "classifier.dense.bias": dense_bias_H,
+        "classifier.out_proj.weight": out_weight_NH,
+        "classifier.out_proj.bias": torch.zeros(num_labels),
+    }
+
+
+def _host(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a parameter in fp32 on the host, without gradient."""
+    return parameter.detach().float().cpu().clone()

@@ -1,0 +1,202 @@
+"""Writes the folder of a fine-tuned seed: the model in Hugging Face's format, predictions, and a record of the result.
+
+Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
+its file finetune.json has the identity of the result, so a folder of another model, task or setting is recognised and
+never replaced. The bytes of a folder depend on the identity and the seed only.
+
+Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
+seed's own folder where the file system has hard links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from electra_dist.errors import StoreError, UserError
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.output.text_files import TextFile
+from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.task_heads import TaskModel
+from electra_dist.pretrained.hf_conversion import TaskHead, export_task_model
+from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.store.atomic_files import writable
+
+BEST_DIR = "best"  # folder of the seed with the best score
+RECORD_FILE = "finetune.json"  # result, settings and identity, in the folder of a seed
+_WEIGHTS_FILE = "model.safetensors"
+_READABLE = 0o644
+
+
+def seed_dir(seed: int) -> str:
+    """Return the name of the folder of a seed, such as "seed-0"."""
+    return f"seed-{seed}"
+
+
+def write_seed_folder(
+    folder: Path,
+    encoder: Pretrained,
+    model: TaskModel,
+    head: TaskHead | None,
+    settings: FinetuneConfig,
+    result: Result,
+    predictions: Sequence[TextFile],
+) -> None:
+    """Write a trained model with its tokenizer, its predictions and the record of its result; replace an older folder.
+
+    Args:
+        folder: the folder to write, such as OUTPUT/seed-0.
+        encoder: the pretrained encoder, for its shape, vocabulary and name.
+        model: the trained model, whose encoder is written.
+        head: the model's head under Hugging Face's names; None to write no model.
+        settings: the settings of the training.
+        result: the result of the seed.
+        predictions: files with predictions, relative to the folder.
+
+    Raises:
+        StoreError: the folder cannot be written, for example because the disk is full.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    record = {
+        "model": encoder.name,
+        "result": result.numbers(),
+        "settings": settings.model_dump(mode="json"),
+        "files": [file.name for file in predictions],
+    }
+    with writable(folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if head is not None:
+            _write_model(temporary, encoder, model, head, settings)
+        for file in predictions:
+            path = temporary / file.name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(file.text, "utf-8")
+        (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        _replace(folder, temporary)
+
+
+def _write_model(
+    folder: Path, encoder: Pretrained, model: TaskModel, head: TaskHead, settings: FinetuneConfig
+) -> None:
+    """Write a model as a Hugging Face folder.
+
+    Raises:
+        StoreError: safetensors cannot write the weights.
+    """
+    # An encoder has the names of a discriminator's layers, whichever tower of a run it was.
+    weights = {}
+    for name, tensor in model.backbone.state_dict().items():
+        is_layer = name.startswith("encoder.")
+        weights[f"discriminator.{name.removeprefix('encoder.')}" if is_layer else name] = tensor
+    shape = encoder.model.model_copy(
+        update={
+            "discriminator": encoder.tower,
+            "hidden_dropout": settings.hidden_dropout,
+            "attention_dropout": settings.attention_dropout,
+        }
+    )
+    try:
+        export_task_model(
+            encoder=weights,
+            head=head,
+            model=shape,
+            special=encoder.special,
+            vocabulary_text=encoder.vocabulary.text,
+            lowercase=encoder.tokenizer.lowercase,
+            out_dir=folder,
+        )
+    except SafetensorError as error:
+        raise StoreError(
+            f"{folder}: the weights cannot be written ({error}); free space there, or pass another --output"
+        ) from None
+    (folder / _WEIGHTS_FILE).chmod(_READABLE)  # safetensors writes files that only their owner may read
+
+
+def read_identity(folder: Path) -> str | None:
+    """Return the identity of the result that a folder holds; None if there is no such folder.
+
+    Raises:
+        UserError: the folder exists, but was not written by fine-tuning.
+    """
+    if not folder.exists():
+        return None
+    try:
+        record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text())
+        identity: str = record["result"]["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{folder}: exists, but is no folder of a fine-tuned model ({RECORD_FILE} is missing or damaged); pass "
+            f"another --output, or remove it"
+        ) from None
+    return identity
+
+
+def check_folder(folder: Path, identity: str, task: str) -> None:
+    """Raise an error if a folder has models of another task, encoder, data or settings, which would be mixed up.
+
+    Args:
+        folder: folder of the seeds' folders; it may be missing.
+        identity: identity of the results that are going to be written.
+        task: name of the task, for the message.
+
+    Raises:
+        UserError: a folder of a seed, or of the best one, has another identity, or was not written by fine-tuning.
+    """
+    for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
+        found = read_identity(path)
+        if found is not None and found != identity:
+            raise UserError(
+                f"{path}: holds a model of another task, encoder, data or settings than this command for {task}; pass "
+                f"another --output, remove {folder}, or add --no-save for scores only"
+            )
+
+
+def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
+    """Copy the folder of the seed with the best score to FOLDER/best, and return its path.
+
+    Of equally good seeds, the lowest is taken. If no seed has a score, nothing is copied, and the result is None.
+
+    Args:
+        folder: folder of the seeds' folders.
+        results: results of the seeds of one task, whose folders exist where they have a score.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    scored = [(result.score, -result.seed) for result in results if result.score is not None]
+    if not scored:
+        return None
+    _, negative_seed = max(scored)
+    source = folder / seed_dir(-negative_seed)
+    best = folder / BEST_DIR
+    temporary = folder / f".{BEST_DIR}.tmp"
+    with writable(best):
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(source, temporary, copy_function=_link_weights)
+        _replace(best, temporary)
+    return best
+
+
+def _link_weights(source: str, target: str) -> str:
+    """Copy a file; the weights, the only large one, become a second name of the same bytes where that is possible."""
+    if Path(source).name == _WEIGHTS_FILE:
+        try:
+            os.link(source, target)
+        except OSError:
+            return shutil.copyfile(source, target)  # another file system, or one without hard links
+        return target
+    return shutil.copyfile(source, target)
+
+
+def _replace(folder: Path, temporary: Path) -> None:
+    """Give a complete folder its final name; a folder that has the name is removed first."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)

@@ -1,0 +1,19 @@
+"""Defines the text files that fine-tuning writes beside a model, and makes tables of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class TextFile(NamedTuple):
+    """Name, relative to the folder of a model, and content of a file with predictions."""
+
+    name: str
+    text: str
+
+
+def tsv_file(name: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> TextFile:
+    """Return a file of tab-separated columns with a header; no cell may have a tab or a line feed."""
+    lines = ["\t".join(cells) for cells in (titles, *rows)]
+    return TextFile(name=name, text="\n".join(lines) + "\n")

@@ -1,0 +1,156 @@
+"""Computes several seeds of fine-tuning at the same time, each in a process of its own.
+
+Guarantee: the results, and the bytes of the models that are written, are those of seeds that run one after another,
+because each is a function of (encoder, data, settings, seed) and a process computes with as many threads as its
+parent. If this process ends, for whatever reason, its processes end, too.
+
+How: `concurrent.futures` with started (not forked) processes. Each loads the model and the data by itself, and
+compares the identity of its first result with that of its parent, so a checkpoint that was written in the meantime is
+noticed. With GPUs, process i computes on GPU i, counted round if there are more processes than GPUs.
+
+Cost: each process holds the model and the data in memory, and takes some seconds to start. On a CPU, N processes with
+T threads each need N x T cores: set OMP_NUM_THREADS to the number of cores divided by N. A command without --parallel
+gives the same bits with the same OMP_NUM_THREADS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+
+from electra_dist.errors import EXIT_CRASH, UserError
+from electra_dist.finetune.finetune_and_probe import finetune_task, identity
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
+from electra_dist.finetune.seeds.run_seeds import SeedJob
+from electra_dist.finetune.training_loop import Progress, quiet
+from electra_dist.pretrained.load_encoder import Pretrained, TowerName, device_of_choice, load_pretrained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What names a pretrained encoder: the arguments of `load_pretrained`; hashable, and can be sent to a process."""
+
+    spec: str
+    tower: TowerName
+    vocab: Path | None
+
+
+class SeedProcesses:
+    """Computes jobs in several processes; an instance is a `ComputeJobs` of `run_seeds.run_all`."""
+
+    def __init__(
+        self,
+        num_processes: int,
+        model: ModelRequest,
+        tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
+        progress: Progress = quiet,
+    ) -> None:
+        """Store what the processes need; none is started yet.
+
+        Args:
+            num_processes: largest number of processes that run at the same time.
+            model: the pretrained encoder.
+            tasks: name of a task -> its data and settings.
+            progress: called after each result with ("seeds", results done, results in total).
+        """
+        self._num_processes = num_processes
+        self._model = model
+        self._tasks = tasks
+        self._progress = progress
+
+    def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
+        """Compute jobs, and yield each with its result as soon as it is finished.
+
+        Raises:
+            UserError: a process was killed, or the model or the data have changed since this process read them.
+        """
+        if not jobs:
+            return
+        num_processes = min(self._num_processes, len(jobs))
+        other_children = set(multiprocessing.active_children())
+        context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
+        numbers: Queue[int] = context.Queue()
+        for number in range(num_processes):
+            numbers.put(number)
+        pool = ProcessPoolExecutor(
+            num_processes, context, initializer=_prepare_process, initargs=(numbers, torch.get_num_threads())
+        )
+        self._progress("seeds", 0, len(jobs))
+        try:
+            job_of = {pool.submit(_compute, self._model, *self._tasks[job.task], job): job for job in jobs}
+            for num_done, future in enumerate(as_completed(job_of), start=1):
+                result = future.result()
+                self._progress("seeds", num_done, len(jobs))
+                yield job_of[future], result
+        except BrokenProcessPool:
+            raise UserError(
+                "a process of --parallel was killed, perhaps for lack of memory; finished seeds are kept: run the "
+                "command again with a smaller --parallel"
+            ) from None
+        except BaseException:
+            # Without this, the end of this process would wait for the seeds that are being computed.
+            for process in set(multiprocessing.active_children()) - other_children:
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
+    """Prepare a new process: its number of threads, its GPU, and its end with the parent's.
+
+    Args:
+        numbers: has one number for each process; a process takes one, which selects its GPU.
+        num_threads: number of threads for operations on a CPU.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(num_threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(numbers.get() % torch.cuda.device_count())
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent process has ended, then end this one at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(EXIT_CRASH)
+
+
+def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Result:
+    """Compute one job in this process; the model and the newest task stay in memory for the next one.
+
+    Raises:
+        UserError: the model or the data are not those that the parent has read.
+    """
+    encoder = _load(model)
+    task = _open(task_request)
+    if identity(encoder, task, settings, "finetune") != job.identity:
+        raise UserError(
+            f"{model.spec} or {task_request.data} has changed since the command began, so its seeds would not be "
+            f"comparable; run the command again"
+        )
+    return finetune_task(encoder, task, settings, job.seed, device_of_choice(), folder=job.folder)
+
+
+_open = lru_cache(maxsize=1)(open_task)
+
+
+@lru_cache(maxsize=1)
+def _load(request: ModelRequest) -> Pretrained:
+    """Return the pretrained encoder of a request; the newest one is kept in memory."""
+    return load_pretrained(request.spec, request.tower, request.vocab)

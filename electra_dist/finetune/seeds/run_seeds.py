@@ -1,0 +1,190 @@
+"""Runs all tasks and seeds of a fine-tuning command, and resumes after an interrupt.
+
+Guarantee: every finished result is appended to results.jsonl, and the file is synced, before the next seed starts. If
+the file already has a result with the same task, seed and identity (a digest of weights, vocabulary, data and
+settings), and the folder of its model exists where models are saved, that result is used and not computed again. A
+seed that was interrupted starts again from its first step. Folders of other models are never replaced.
+
+How: seeds run one after another in this process, or in several processes (`parallel_seeds.py`), with the same results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.output.seed_folder import check_folder, copy_best, read_identity, seed_dir
+from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.tasks import Task
+from electra_dist.finetune.training_loop import Progress, quiet
+from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.run.jsonl import JsonlFile, read_records
+from electra_dist.store.atomic_files import make_folder, writable
+
+RESULTS_FILE = "results.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeedJob:
+    """One seed of one task that has to be computed, by the name of the task; it can be sent to another process."""
+
+    task: str
+    seed: int
+    identity: str  # of the result; a process that loads the model and the data again compares it with its own
+    folder: Path | None  # where the model is written; None to write none
+
+
+ComputeJobs = Callable[[Sequence[SeedJob]], Generator[tuple[SeedJob, Result]]]  # yields results in any order
+
+
+def run_all(
+    encoder: Pretrained,
+    work: Iterable[tuple[Task, FinetuneConfig]],
+    seeds: Sequence[int],
+    output: Path,
+    device: torch.device,
+    probe: bool = False,
+    progress: Progress = quiet,
+    note: Callable[[str], None] = print,
+    save_to: Mapping[str, Path] | None = None,
+    compute_jobs: ComputeJobs | None = None,
+) -> list[Result]:
+    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
+
+    After an interrupt, the same call resumes: the results of finished seeds are read from the file, the others are
+    computed. A seed that was interrupted starts again from its first step.
+
+    Args:
+        encoder: the pretrained weights to fine-tune or to probe.
+        work: tasks, each with its settings.
+        seeds: seeds of fine-tuning; a probe has one result per task, with seed 0.
+        output: folder of results.jsonl; created if missing.
+        device: where the models run.
+        probe: fit a linear model to frozen states instead of fine-tuning.
+        progress: called with (activity, parts done, parts in total) during training and prediction.
+        note: called with one line of text for each result, for each remark about a task's data, such as the number of
+            lines that were left out, and for the folder of the best model.
+        save_to: name of a task -> folder for its models: seed-0, seed-1, ... and best, the one with the best score.
+            Tasks that it lacks, and probes, have no models.
+        compute_jobs: computes the results of jobs in another way than one after another in this process.
+
+    Returns:
+        All results, new ones and earlier ones, by task and then by seed.
+
+    Raises:
+        UserError: the output folder cannot be written, or has models of another task, encoder or settings;
+            results.jsonl is damaged; or a task has no linear probe.
+    """
+    mode = "probe" if probe else "finetune"
+    task_seeds = [PROBE_SEED] if probe else seeds
+    work_of = {task.name: (task, settings) for task, settings in work}
+    model_dirs = {} if probe or save_to is None else save_to
+    finished = _finished_results(output / RESULTS_FILE)
+    results: dict[tuple[str, int], Result] = {}
+    jobs = []
+    for task, settings in work_of.values():
+        for remark in task.notes:
+            note(remark)
+        task_identity = identity(encoder, task, settings, mode)
+        model_dir = model_dirs.get(task.name)
+        if model_dir is not None:
+            obstacle = task.saving_obstacle(encoder, settings)
+            if obstacle:
+                raise UserError(obstacle)
+            check_folder(model_dir, task_identity, task.name)
+        for seed in task_seeds:
+            folder = None if model_dir is None else model_dir / seed_dir(seed)
+            earlier_result = finished.get((task.name, seed, task_identity))
+            if earlier_result is not None and _has_its_model(earlier_result, folder):
+                note(_result_line(earlier_result, "already there"))
+                results[task.name, seed] = earlier_result
+            else:
+                jobs.append(SeedJob(task=task.name, seed=seed, identity=task_identity, folder=folder))
+
+    def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
+        """Compute jobs one after another in this process."""
+        for job in jobs:
+            task, settings = work_of[job.task]
+            if probe:
+                yield job, probe_task(encoder, task, settings, device, progress)
+            else:
+                yield job, finetune_task(encoder, task, settings, job.seed, device, progress, job.folder)
+
+    with writable(output / RESULTS_FILE):
+        make_folder(output)
+    file = JsonlFile(output / RESULTS_FILE)
+    try:
+        with closing((compute_jobs or compute_here)(jobs)) as new_results:
+            for job, result in new_results:
+                # The result is on disk before the next seed starts, so an interrupt loses the seeds in progress only.
+                file.append(dataclasses.asdict(result))
+                file.sync()
+                note(_result_line(result, f"{result.seconds:.0f} s"))
+                results[job.task, job.seed] = result
+    finally:
+        file.close()
+    ordered_results = [results[name, seed] for name in work_of for seed in task_seeds]
+    for name, model_dir in model_dirs.items():
+        _note_best(model_dir, [result for result in ordered_results if result.task == name], note)
+    return ordered_results
+
+
+def _has_its_model(result: Result, folder: Path | None) -> bool:
+    """Return whether the model of a result is in its folder, or none is wanted: no folder, or a diverged seed."""
+    if folder is None or result.score is None:
+        return True
+    return read_identity(folder) == result.identity
+
+
+def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str], None]) -> None:
+    """Copy the folder of the best seed of one task to MODEL_DIR/best, and report where it is."""
+    best = copy_best(model_dir, results)
+    if best is None:
+        note(f"{model_dir}: no model, because every seed diverged")
+    elif (best / "config.json").exists():
+        note(f"{best}: the model of the best seed, for transformers")
+    else:
+        note(f"{best}: predictions only; add --set span_head=linear to get a model for transformers")
+
+
+def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
+    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file.
+
+    The identity is a digest of weights, data and settings. If two lines agree in task, seed and identity, the later
+    one is returned. A last line without newline, from an interrupted write, is ignored.
+
+    Raises:
+        UserError: a line is no result, for example because another program wrote the file.
+    """
+    results = []
+    for number, record in enumerate(read_records(file), start=1):
+        try:
+            results.append(Result.from_record(record))
+        except TypeError:
+            raise UserError(
+                f"{file}:{number}: not a result of this version of fine-tuning; pass another --output, or remove it"
+            ) from None
+    return {(result.task, result.seed, result.identity): result for result in results}
+
+
+def _result_line(result: Result, origin: str) -> str:
+    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)".
+
+    Args:
+        result: the result. The line of a probe shows no seed; the line of a failed result ends with the reason.
+        origin: how the result was obtained: the time that it took, or "already there" if it was read from
+            results.jsonl.
+    """
+    seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
+    score_text = "-" if result.score is None else f"{result.score:.4f}"
+    if result.layer is not None:
+        score_text += f" at layer {result.layer} of {len(result.layer_scores) - 1}"
+    failure_text = f"  FAILED: {result.failure}" if result.failure else ""
+    return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"

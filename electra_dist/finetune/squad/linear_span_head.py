@@ -1,0 +1,113 @@
+"""Defines a SQuAD model whose start and end do not depend on each other, as Hugging Face's models for SQuAD.
+
+How: one Dense(H -> 2) over the states gives the logits of start and end. In a window without the answer, both targets
+are [CLS], so the probability of [CLS] is that of "no answer". The loss is the mean of the two cross-entropies over all
+tokens of a row without its padding. In prediction, only tokens of the passage and [CLS] take part.
+
+The no-answer logit of a row compares [CLS] with the best span among the candidates: log p(start = CLS) + log p(end =
+CLS) - log p(start) - log p(end).
+
+Source: Devlin et al., "BERT", NAACL 2019, section 4.2 and 4.3; transformers' ElectraForQuestionAnswering.
+
+Shapes: B rows, S tokens, H hidden width, K beam.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.task_heads import OUTSIDE, AnswerModel, SpanScores, init_head
+from electra_dist.model.encoder import DropoutKeys
+from electra_dist.pretrained.load_encoder import Backbone
+
+
+class LinearSpanModel(AnswerModel):
+    """SQuAD model that `transformers` can load: an encoder with one linear layer for the answer's start and end.
+
+    The targets are those of `AnswerModel`; the third one, whether the question has no answer, is not used.
+    """
+
+    head: nn.Linear
+
+    def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
+        """Add a new linear head to an encoder of hidden size `width`.
+
+        Args:
+            backbone: the encoder; it is used, not copied.
+            width: hidden size of the encoder.
+            settings: `beam`, the number of candidate starts and ends in `search`, is used.
+            seed: seed of the head's initial weights.
+        """
+        super().__init__(backbone, nn.Linear(width, 2))
+        self.beam = settings.beam
+        init_head(self.head, seed)
+
+    def logits(
+        self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of the answer's start and of its end at every token, two fp32 tensors [B, S].
+
+        Args:
+            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
+                evaluation.
+        """
+        logit_BS2 = self.head(self.backbone(ids_BS, dropout_keys)).float()
+        start_logit_BS, end_logit_BS = logit_BS2.unbind(-1)
+        return start_logit_BS, end_logit_BS
+
+    def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean loss of a batch as an fp32 scalar: the mean of the cross-entropies of start and end.
+
+        Args:
+            ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64. Padding takes no part in the loss.
+            target_BK: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and a number
+                that is not used.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
+        """
+        start_logit_BS, end_logit_BS = self.logits(ids_BS, dropout_keys)
+        is_pad_BS = ids_BS == self.backbone.special.pad
+        start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_BK[:, 0])
+        end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_BK[:, 1])
+        return (start_loss + end_loss) / 2
+
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the K best starts and the K best ends of each row as candidates, and its logit of "no answer".
+
+        The ends are the same for each start. K is the setting `beam`, but at most S, the tokens of a row.
+
+        Args:
+            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
+        """
+        is_outside_BS = ~self.allowed(ids_BS)
+        start_logit_BS, end_logit_BS = self.logits(ids_BS)
+        start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
+        end_logp_BS = (end_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
+        beam = min(self.beam, ids_BS.shape[1])
+        start_logp_BK, start_BK = start_logp_BS.topk(beam)
+        end_logp_BK, end_BK = end_logp_BS.topk(beam)
+        shape_BKK = (-1, beam, -1)
+        scores = SpanScores(
+            start_logp_BK=start_logp_BK,
+            start_BK=start_BK,
+            end_logp_BKK=end_logp_BK[:, None].expand(shape_BKK),
+            end_BKK=end_BK[:, None].expand(shape_BKK),
+            no_answer_B=start_logp_BS[:, 0] + end_logp_BS[:, 0],
+        )
+        return scores._replace(no_answer_B=scores.no_answer_B - _best_span_logp(scores))
+
+
+def _best_span_logp(scores: SpanScores) -> torch.Tensor:
+    """Return log p(start) + log p(end) of the best candidate span of each row, fp32 [B].
+
+    Spans that start at [CLS], or end before they start, do not count. If a row has no other candidate, its result is
+    the lowest number of fp32, so "no answer" is certain there.
+    """
+    logp_BKK = scores.start_logp_BK[..., None] + scores.end_logp_BKK
+    start_BK1 = scores.start_BK[..., None]
+    is_span_BKK = (start_BK1 > 0) & (scores.end_BKK >= start_BK1)
+    lowest = torch.finfo(logp_BKK.dtype).min
+    return logp_BKK.masked_fill(~is_span_BKK, lowest).flatten(1).amax(1)
