@@ -86,6 +86,8 @@ def run_all(
     task_seeds = [PROBE_SEED] if probe else seeds
     work_of = {task.name: (task, settings) for task, settings in work}
     model_dirs = {} if probe or save_to is None else save_to
+    with writable(output / RESULTS_FILE):
+        make_folder(output)
     finished = _finished_results(output / RESULTS_FILE)
     results: dict[tuple[str, int], Result] = {}
     jobs = []
@@ -117,8 +119,6 @@ def run_all(
             else:
                 yield job, finetune_task(encoder, task, settings, job.seed, device, progress, job.folder)
 
-    with writable(output / RESULTS_FILE):
-        make_folder(output)
     file = JsonlFile(output / RESULTS_FILE)
     try:
         with closing((compute_jobs or compute_here)(jobs)) as new_results:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
@@ -13,9 +14,9 @@ from electra_dist.pretrained.load_encoder import Pretrained
 from launcher.cli.main import app
 
 
-def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
-    encoder: Pretrained, tmp_path: Path
-) -> None:
+@pytest.fixture
+def model_arguments(encoder: Pretrained, tmp_path: Path) -> list[str]:
+    """Options that name a tiny model with random weights and its vocabulary."""
     config, vocab = tmp_path / "tiny.yaml", tmp_path / "vocab.txt"
     vocab.write_text(encoder.vocabulary.text)
     tower = "{hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 64}"
@@ -24,13 +25,23 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
         f"max_positions: 64, discriminator: {tower}, generator: {tower}}}\ndata: {{corpus: none, seq_len: 64}}\n"
         f"train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}\n"
     )
-    (tmp_path / "RTE").mkdir()
+    return ["--model", f"random:{config}", "--vocab", str(vocab)]
+
+
+def write_rte(folder: Path) -> None:
+    (folder / "RTE").mkdir()
     text = "index\tsentence1\tsentence2\tlabel\n" + "".join(
         f"{i}\tthe dog saw\tthe bird\t{('entailment', 'not_entailment')[i % 2]}\n" for i in range(8)
     )
-    for stem in ("train", "dev"):
-        (tmp_path / "RTE" / f"{stem}.tsv").write_text(text)
-    arguments = ["finetune", "--task", "rte", "--model", f"random:{config}", "--vocab", str(vocab)]
+    for stem in ("train", "dev", "test"):
+        (folder / "RTE" / f"{stem}.tsv").write_text(text)
+
+
+def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
+    model_arguments: list[str], tmp_path: Path
+) -> None:
+    write_rte(tmp_path)
+    arguments = ["finetune", "--task", "rte", *model_arguments]
     arguments += ["--data", str(tmp_path), "--seeds", "2", "--set", "epochs=1", "--output", str(tmp_path / "out")]
     first = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert first.exit_code == 0, first.output
@@ -43,6 +54,36 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     assert again.output.count("already there") == 2
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
 
+    # The model for others: best in Hugging Face's format, with predictions for the benchmark.
+    best = tmp_path / "out" / "best"
+    loaded = AutoModelForSequenceClassification.from_pretrained(best)
+    assert loaded.config.id2label == {0: "entailment", 1: "not_entailment"}
+    assert (best / "submission" / "RTE.tsv").read_text().startswith("index\tprediction\n0\t")
+    refused = CliRunner().invoke(app, [*arguments, "--set", "lr=1e-3"])
+    assert isinstance(refused.exception, UserError)
+    assert "pass another --output" in str(refused.exception)
+
+
+def test_several_tasks_have_a_folder_each_and_no_save_writes_scores_only(
+    model_arguments: list[str], tmp_path: Path
+) -> None:
+    write_rte(tmp_path)
+    for stem in ("train", "dev"):
+        (tmp_path / f"{stem}.txt").write_text("the O\nking B-PER\nsaw O\n\nthe O\nhouse O\n")
+    arguments = ["finetune", "--task", "rte,ner", *model_arguments, "--data", str(tmp_path), "--set", "epochs=1"]
+
+    saved = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "a")], catch_exceptions=False)
+    scores = CliRunner().invoke(
+        app, [*arguments, "--output", str(tmp_path / "b"), "--no-save"], catch_exceptions=False
+    )
+
+    assert saved.exit_code == scores.exit_code == 0
+    for task in ("rte", "ner"):
+        assert (tmp_path / "a" / task / "best" / "model.safetensors").exists()
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"results.jsonl", "results.json"}
+    both = [json.loads((tmp_path / name / "results.json").read_text())["tasks"] for name in ("a", "b")]
+    assert [task["scores"] for task in both[0]] == [task["scores"] for task in both[1]]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -50,6 +91,8 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
         (["--task", "colla"], "--task colla: unknown; choose one of cola, sst2"),
         (["--task", "custom"], "add --text-a COLUMN and --label COLUMN"),
         (["--task", "squad2"], "train-v2.0.json: no such file"),
+        (["--task", "ner"], "no train file; put train.conllu, or train.txt"),
+        (["--task", "rte", "--probe", "--parallel", "2"], "--parallel: a probe has no seeds"),
     ],
 )
 def test_a_wrong_command_gives_an_error_of_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
