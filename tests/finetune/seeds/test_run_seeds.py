@@ -107,7 +107,7 @@ def test_an_output_folder_with_other_models_is_refused_before_anything_is_comput
     with pytest.raises(UserError, match=r"seed-0: exists, but is no folder of a fine-tuned model"):
         run(encoder, task, tmp_path / "mine")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file, not a folder"):
+    with pytest.raises(UserError, match="is not a folder; choose another path"):
         run(encoder, task, tmp_path / "file" / "out")
     (tmp_path / "results.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"results.jsonl:1: not a result of this version"):
