@@ -4,12 +4,11 @@ Guarantee: a result depends on (encoder, data of the task, settings, seed) and, 
 `identity` is a digest of the first three.
 
 How: `finetune_task` trains a copy of the encoder with a new head, and writes the model if it is given a folder.
-`probe_task` freezes the encoder: it computes [state
-of CLS ; mean of the states] of every example at every layer once, and fits a linear model (logistic regression or
-ridge) to the features of each layer. The strength of the model's L2 penalty, and the layer, are those with the best
-metric on a fixed tenth of the training data, which is held out for this choice. The development data decide nothing.
-The last layer of a discriminator is specialized for its objective, so it is often not the best one. A probe has
-nothing random in it, so a task has one result, not one per seed.
+`probe_task` freezes the encoder: it computes [state of CLS ; mean of the states] of every example at every layer once,
+and fits a linear model (logistic regression or ridge) to the features of each layer. The strength of the model's L2
+penalty, and the layer, are those with the best metric on a fixed tenth of the training data, which is held out for
+this choice. The development data decide nothing. The last layer of a discriminator is specialized for its objective,
+so it is often not the best one. A probe has nothing random in it, so a task has one result, not one per seed.
 
 Limits: SQuAD has no linear probe. A probe of MNLI keeps (L + 1) x 400,000 x 2H floats in memory, where L is the number
 of the encoder's layers and H its hidden size.

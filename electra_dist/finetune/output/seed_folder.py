@@ -2,7 +2,7 @@
 
 Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
 its file finetune.json has the identity of the result, so a folder of another model, task or setting is recognised and
-never replaced. The bytes of a folder depend on the identity and the seed only.
+never replaced. The bytes of a folder depend on the identity, the seed and the name of the pretrained model only.
 
 Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
 seed's own folder where the file system has hard links.
