@@ -27,8 +27,8 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
-from electra_dist.finetune.output.test_sets import UnlabelledSet, predictions_file, read_test_sets
 from electra_dist.finetune.output.text_files import TextFile, tsv_file
+from electra_dist.finetune.output.unlabelled_sets import UnlabelledSet, predictions_file, read_test_sets
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.task_metrics import (
     classification_metrics,

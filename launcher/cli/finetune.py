@@ -109,7 +109,7 @@ def finetune(
     is not run again.
     """
     from electra_dist.finetune.finetune_config import settings_for
-    from electra_dist.finetune.seed_results import results_table, summarize
+    from electra_dist.finetune.seed_results import summarize
     from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
     from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses
     from electra_dist.finetune.seeds.run_seeds import run_all
@@ -118,18 +118,11 @@ def finetune(
     if probe and parallel > 1:
         raise UserError("--parallel: a probe has no seeds to run at the same time; leave out --parallel or --probe")
     task_names = list(dict.fromkeys(task.split(",")))  # Each task once, in the order given.
-    requests = {
-        name: TaskRequest(
-            name=name,
-            data=data,
-            text_a=text_a,
-            text_b=text_b,
-            label=label,
-            kind=kind.value,
-            with_test=save and not probe,
-        )
-        for name in task_names
-    }
+    writes_models = save and not probe
+    request_of_any = TaskRequest(
+        name="", data=data, text_a=text_a, text_b=text_b, label=label, kind=kind.value, with_test=writes_models
+    )
+    requests = {name: dataclasses.replace(request_of_any, name=name) for name in task_names}
     tasks = {name: open_task(request) for name, request in requests.items()}
     encoder = load_pretrained(model, tower.value, vocab)
     settings = {
@@ -158,19 +151,12 @@ def finetune(
             probe=probe,
             progress=progress,
             note=out.print,
-            save_to=model_dirs if save else None,
+            save_to=model_dirs if writes_models else None,
             compute_jobs=processes if parallel > 1 else None,
         )
-    summaries = []
-    for name in task_names:
-        results_of_task = [result for result in results if result.task == name]
-        summaries.append(summarize(results_of_task))
+    summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
-    method = "linear probe" if probe else "fine-tuned"
-    out.print(results_table(f"{encoder.name}: {method}", summaries))
-    for summary in summaries:
-        for seed, reason in summary.failed.items():
-            out.print(f"failed: {summary.task} seed {seed}: {reason}")
+    _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
 
 
 def minimal_pairs(
@@ -231,6 +217,16 @@ def minimal_pairs(
     out.print(table)
     if output:
         _write_json(output, {"model": encoder.name, "scores": [score._asdict() for score in scores]})
+
+
+def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
+    """Print a table of the scores of all tasks, and one line for each seed that counts as failed."""
+    from electra_dist.finetune.seed_results import results_table
+
+    out.print(results_table(title, summaries))
+    for summary in summaries:
+        for seed, reason in summary.failed.items():
+            out.print(f"failed: {summary.task} seed {seed}: {reason}")
 
 
 def _default_output(model: str) -> Path:
