@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -108,10 +109,12 @@ def finetune(
     of each seed, and of the best one, is written for transformers. A seed whose result is in the output folder already
     is not run again.
     """
+    import torch
+
     from electra_dist.finetune.finetune_config import settings_for
     from electra_dist.finetune.seed_results import summarize
     from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
-    from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses
+    from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
     from electra_dist.finetune.seeds.run_seeds import run_all
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
@@ -135,6 +138,10 @@ def finetune(
     device = device_of_choice()
     out = Console(highlight=False, soft_wrap=True)
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
+    if device.type == "cpu":
+        advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if advice:
+            out.print(advice)
     with progress_bar(out) as progress:
         processes = SeedProcesses(
             parallel,

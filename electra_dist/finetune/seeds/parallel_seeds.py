@@ -109,6 +109,22 @@ class SeedProcesses:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> str:
+    """Return one line of advice if processes on a CPU would need more cores than there are; empty if they do not.
+
+    Args:
+        num_processes: processes that compute at the same time.
+        num_threads: threads of each process.
+        num_cores: cores that this process may use.
+    """
+    if num_processes == 1 or num_processes * num_threads <= num_cores:
+        return ""
+    return (
+        f"{num_processes} processes of {num_threads} threads on {num_cores} cores hinder each other; set "
+        f"OMP_NUM_THREADS={max(1, num_cores // num_processes)} to make the command faster"
+    )
+
+
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
     """Prepare a new process: its number of threads, its GPU, and its end with the parent's.
 

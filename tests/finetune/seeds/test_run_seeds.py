@@ -17,7 +17,7 @@ from electra_dist.finetune.output.seed_folder import copy_best
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.seeds import parallel_seeds, run_seeds
 from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
-from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses
+from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
 from electra_dist.finetune.seeds.run_seeds import SeedJob, run_all
 from electra_dist.finetune.tasks import Task
 from electra_dist.model.initial_weights import build_towers
@@ -175,6 +175,13 @@ def test_of_equally_good_seeds_the_lowest_is_the_best(tmp_path: Path) -> None:
     assert best == tmp_path / "best"
     assert (best / "model.safetensors").read_text() == "2"
     assert (best / "model.safetensors").samefile(tmp_path / "seed-2" / "model.safetensors")  # no second copy
+
+
+def test_more_threads_than_cores_are_reported_with_the_number_that_fits() -> None:
+    assert "OMP_NUM_THREADS=16 " in advice_on_threads(num_processes=4, num_threads=64, num_cores=64)
+    assert "OMP_NUM_THREADS=1 " in advice_on_threads(num_processes=8, num_threads=2, num_cores=4)
+    assert advice_on_threads(num_processes=4, num_threads=16, num_cores=64) == ""
+    assert advice_on_threads(num_processes=1, num_threads=128, num_cores=64) == ""
 
 
 def test_seeds_in_two_processes_give_the_bytes_of_seeds_one_after_another(
