@@ -28,7 +28,9 @@ class OutOfTime(Exception):
 class Training:
     """One start of `deepspeed launcher/pretrain.py` on one rank, in a process group of its own."""
 
-    def __init__(self, config: Path, run_dir: Path, overrides: Sequence[str], deadline: float) -> None:
+    def __init__(
+        self, config: Path, run_dir: Path, overrides: Sequence[str], deadline: float, *, to_console: bool = False
+    ) -> None:
         """Start the processes; their output is appended to RUN.log beside the run folder.
 
         Args:
@@ -36,6 +38,7 @@ class Training:
             run_dir: Run folder.
             overrides: KEY=VALUE settings.
             deadline: `time.monotonic()` at which waiting ends.
+            to_console: whether the output goes to this process's console, not into the file.
         """
         self.run_dir = run_dir
         self.deadline = deadline
@@ -47,7 +50,11 @@ class Training:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=REPOSITORY,
+                stdout=None if to_console else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def wait(self, *, until_step: int | None = None) -> int | None:

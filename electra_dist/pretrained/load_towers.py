@@ -5,10 +5,10 @@ source or is named in the notes, the lines of text that are returned for the run
 optimizer's moments, which no Hugging Face folder holds. A source of another shape or vocabulary size is refused, with
 the first difference in the message.
 
-How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors` or
-`pytorch_model.bin` (without unpickling objects). Position tables longer than `max_positions` are cut. With
-`model.sharing: gdes` the discriminator reads the generator's table plus a trainable difference; the difference is set
-so that the sum equals the table of the source's discriminator.
+How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors`, from
+several such files with an index, or from `pytorch_model.bin` (without unpickling objects). Position tables longer than
+`max_positions` are cut. With `model.sharing: gdes` the discriminator reads the generator's table plus a trainable
+difference; the difference is set so that the sum equals the table of the source's discriminator.
 
 Limits: the checkpoints that Google released hold no optimizer state, and some conversions of discriminators no head.
 """
@@ -29,6 +29,7 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
+_INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
@@ -150,6 +151,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """
     if (folder / "model.safetensors").exists():
         theirs = load_file(folder / "model.safetensors")
+    elif (folder / _INDEX_FILE).exists():
+        theirs = _read_indexed(folder)
     elif (folder / "pytorch_model.bin").exists():
         theirs = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     else:
@@ -160,6 +163,21 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     if not has_prefix:
         theirs = {f"electra.{name}": tensor for name, tensor in theirs.items()}
     return {name: tensor.float() for name, tensor in theirs.items() if tensor.is_floating_point()}
+
+
+def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists.
+
+    Raises:
+        UserError: a file that the index lists is missing.
+    """
+    file_of = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
+    theirs: dict[str, torch.Tensor] = {}
+    for name in sorted(set(file_of.values())):
+        if not (folder / name).exists():
+            raise UserError(f"{folder / name}: {_INDEX_FILE} lists this file; copy the model's whole folder there")
+        theirs |= load_file(folder / name)
+    return theirs
 
 
 def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTrainin
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.load_towers import load_pretrained
+from electra_dist.pretrained.load_towers import load_pretrained, read_weights
 
 MOMENTS_NOTE = "optimizer: a Hugging Face folder holds no moments; they start at zero"
 WORD_TABLE = "electra.embeddings.word_embeddings.weight"  # a parameter of Hugging Face's models
@@ -168,3 +168,19 @@ def test_a_folder_without_a_config_or_of_another_model_type_is_refused(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UserError, match="model_type is bert"):
         load_pretrained(towers, tmp_path, None)
+
+
+def test_weights_in_several_files_are_those_of_one_file_and_a_missing_file_is_named(
+    released: tuple[Path, Path], tmp_path: Path
+) -> None:
+    discriminator, _ = released
+    ElectraForPreTraining.from_pretrained(discriminator).save_pretrained(tmp_path / "cut", max_shard_size="20KB")
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    assert len(files) > 1
+    expected = read_weights(discriminator)
+    found = read_weights(tmp_path / "cut")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    files[0].unlink()
+    with pytest.raises(UserError, match=f"{files[0].name}: .* copy the model's whole folder"):
+        read_weights(tmp_path / "cut")

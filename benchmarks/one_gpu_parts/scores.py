@@ -1,0 +1,156 @@
+"""Scores a run's newest checkpoint: context AUC, minimal pairs, and probes on a treebank that was carried along.
+
+    python benchmarks/one_gpu_parts/scores.py RUN --data carried/one_gpu
+
+Guarantee: each score is in RUN/scores.json as soon as it is computed. A script that was interrupted computes the
+missing ones only. A score counts only for the checkpoint, the data and the settings from which it was computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from one_gpu_parts.experiment import PAIRS, TREEBANK
+
+from electra_dist.compare.checkpoint_scores import with_prefix
+from electra_dist.compare.comparison_config import TaskEntry
+from electra_dist.compare.context_auc import read_context_auc
+from electra_dist.compare.language_measures import BuiltInPairsMeasure, PairFilesMeasure, TreebankMeasure
+from electra_dist.compare.measure import Measure, Measured
+from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.store.atomic_files import replacing
+from launcher.cli.finetune import progress_bar
+
+SCORES_FILE = "scores.json"
+# As in configs/compare_tiny_rtd.yaml.
+_PAIRS_PER_KIND = 200
+_PROBE_SENTENCES = 2000
+Json = dict[str, Any]
+
+
+def open_measures(data: Path) -> list[Measure]:
+    """Return the ways to score: built-in minimal pairs, those in DATA/pairs, and probes on DATA/treebank.
+
+    Args:
+        data: folder of the carried data; what it lacks is not scored.
+
+    Raises:
+        UserError: a file is not valid.
+    """
+    measures: list[Measure] = [BuiltInPairsMeasure(_PAIRS_PER_KIND)]
+    if (data / PAIRS).exists():
+        measures += [PairFilesMeasure(path, _PAIRS_PER_KIND) for path in sorted((data / PAIRS).iterdir())]
+    treebank = data / TREEBANK
+    if treebank.exists():
+        tags = TaskEntry(how="tags", data=str(treebank), max_train=_PROBE_SENTENCES)
+        heads = TaskEntry(how="heads", data=str(treebank), max_train=_PROBE_SENTENCES)
+        measures += [
+            TreebankMeasure("tags", treebank, "tags", tags),
+            TreebankMeasure("heads", treebank, "heads", heads),
+        ]
+    return measures
+
+
+def read_scores(run_dir: Path) -> list[Json]:
+    """Return the scores in RUN/scores.json, in the order in which they were computed; [] if there is no file."""
+    path = run_dir / SCORES_FILE
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def score_run(run_dir: Path, data: Path, console: Console) -> list[Json]:
+    """Compute the scores that RUN/scores.json lacks, write each at once, and return all of them.
+
+    A measure that cannot score this model, because its vocabulary lacks the words, is recorded with the reason.
+
+    Args:
+        run_dir: folder of a run with a checkpoint.
+        data: folder of the carried data.
+        console: where progress is shown.
+
+    Raises:
+        UserError: the run has no checkpoint, or a data file is not valid.
+    """
+    step = load_run_weights(run_dir).state.step
+    known = {(score["name"], score["digest"]): score for score in read_scores(run_dir) if score["step"] == step}
+    scores = []
+    context = read_context_auc(run_dir, after=0, step=step)
+    if context is not None:
+        scores.append(_record("context-auc", "ROC-AUC", "", step, context, seconds=0.0))
+    encoder: Pretrained | None = None  # loaded when the first score is missing
+    for measure in open_measures(data):
+        score = known.get((measure.name, measure.digest))
+        if score is None:
+            encoder = encoder or load_pretrained(str(run_dir))
+            console.print(f"scoring: {measure.name}")
+            with progress_bar(console) as progress:
+                begin = time.monotonic()
+                try:
+                    measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+                except UserError as error:
+                    measured = Measured(value=None, failures=(str(error),))
+            seconds = time.monotonic() - begin
+            score = _record(measure.name, measure.metric, measure.digest, step, measured, seconds)
+        scores.append(score)
+        with replacing(run_dir / SCORES_FILE) as file:
+            file.write(json.dumps(scores, indent=1).encode() + b"\n")
+    return scores
+
+
+def _record(name: str, metric: str, digest: str, step: int, measured: Measured, seconds: float) -> Json:
+    """Return one entry of scores.json. The score and its standard error are fractions; None if they are not known."""
+    return {
+        "name": name,
+        "metric": metric,
+        "step": step,
+        "score": measured.value,
+        "standard_error": measured.standard_error,
+        "layer": measured.layer,
+        "failures": list(measured.failures),
+        "details": measured.details,
+        "seconds": seconds,
+        "digest": digest,
+    }
+
+
+def main() -> None:
+    """Score the run of the command line, and print a table; print a user's error as one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--data", type=Path, required=True, help="folder with pairs/ and treebank/, as far as carried")
+    arguments = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        scores = score_run(arguments.run, arguments.data, console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    table = Table("score", "metric", "%", "s.e.", "layer", title=f"{arguments.run} at step {scores[0]['step']:,}")
+    for score in scores:
+        table.add_row(
+            score["name"], score["metric"], _percent(score["score"]), _percent(score["standard_error"]),
+            "" if score["layer"] is None else str(score["layer"]),
+        )  # fmt: skip
+    console.print(table)
+    for score in scores:
+        for failure in score["failures"]:
+            console.print(f"{score['name']}: {failure}")
+
+
+def _percent(fraction: float | None) -> str:
+    """Format a fraction as a percentage with one decimal; "-" for None."""
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
+
+
+if __name__ == "__main__":
+    main()
