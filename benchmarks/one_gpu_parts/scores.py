@@ -21,21 +21,21 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from one_gpu_parts.experiment import PAIRS, TREEBANK
 
-from electra_dist.compare.checkpoint_scores import with_prefix
 from electra_dist.compare.comparison_config import TaskEntry
 from electra_dist.compare.context_auc import read_context_auc
 from electra_dist.compare.language_measures import BuiltInPairsMeasure, PairFilesMeasure, TreebankMeasure
 from electra_dist.compare.measure import Measure, Measured
 from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.store.atomic_files import replacing
-from launcher.cli.finetune import progress_bar
 
 SCORES_FILE = "scores.json"
 # As in configs/compare_tiny_rtd.yaml.
 _PAIRS_PER_KIND = 200
 _PROBE_SENTENCES = 2000
+_PROGRESS_S = 10.0  # between two lines about one measure
 Json = dict[str, Any]
 
 
@@ -93,18 +93,31 @@ def score_run(run_dir: Path, data: Path, console: Console) -> list[Json]:
         if score is None:
             encoder = encoder or load_pretrained(str(run_dir))
             console.print(f"scoring: {measure.name}")
-            with progress_bar(console) as progress:
-                begin = time.monotonic()
-                try:
-                    measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
-                except UserError as error:
-                    measured = Measured(value=None, failures=(str(error),))
+            begin = time.monotonic()
+            try:
+                measured = measure.score(encoder, _progress_lines(console))
+            except UserError as error:
+                measured = Measured(value=None, failures=(str(error),))
             seconds = time.monotonic() - begin
             score = _record(measure.name, measure.metric, measure.digest, step, measured, seconds)
         scores.append(score)
         with replacing(run_dir / SCORES_FILE) as file:
             file.write(json.dumps(scores, indent=1).encode() + b"\n")
     return scores
+
+
+def _progress_lines(console: Console) -> Progress:
+    """Return a progress callback that prints a line every 10 seconds; the output of a leg is not a terminal."""
+    last_line = time.monotonic()
+
+    def report(activity: str, done: int, total: int) -> None:
+        """Print how many parts of an activity are done, if the last line is old enough."""
+        nonlocal last_line
+        if time.monotonic() - last_line >= _PROGRESS_S:
+            last_line = time.monotonic()
+            console.print(f"  {activity}: {done:,} of {total:,}")
+
+    return report
 
 
 def _record(name: str, metric: str, digest: str, step: int, measured: Measured, seconds: float) -> Json:

@@ -29,7 +29,7 @@ from electra_dist.config import canonical_json
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
-from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.seed_results import Result, best_layer
 from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.tasks import Task, TaskOutcome, TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
@@ -176,20 +176,6 @@ def probe_task(
         held_out_scores=held_out_scores,
         standard_error=task.standard_error(outputs_of_layers[layer]),
     )
-
-
-def best_layer(held_out_scores: Sequence[float | None]) -> int:
-    """Return the number of the layer with the best held-out score, the lowest of equally good ones.
-
-    If a score is None, because nothing could be held out, the result is the last layer.
-
-    Args:
-        held_out_scores: scores at layers 0, 1, ... on data that were held out of the training data.
-    """
-    scores = [score for score in held_out_scores if score is not None]
-    if len(scores) < len(held_out_scores):
-        return len(held_out_scores) - 1
-    return scores.index(max(scores))
 
 
 def _probe_features(

@@ -1,4 +1,4 @@
-"""Defines the result of one seed of one task, and summarizes results over seeds.
+"""Defines the result of one seed of one task, summarizes results over seeds, and chooses the layer of a probe.
 
 Guarantee: fine-tuning with one seed counts as failed if its loss became NaN or infinite (diverged) or if all
 predictions of the trained model are equal (degenerate); results list such a seed with the reason. The score of a
@@ -169,3 +169,17 @@ def percent(summary: SeedSummary, value: float | None) -> str:
         return "-"
     is_per_cent = summary.task.startswith("squad")
     return f"{value:.1f}" if is_per_cent else f"{100 * value:.1f}"
+
+
+def best_layer(held_out_scores: Sequence[float | None]) -> int:
+    """Return the number of the layer with the best held-out score, the lowest of equally good ones.
+
+    If a score is None, because nothing could be held out, the result is the last layer.
+
+    Args:
+        held_out_scores: scores at layers 0, 1, ... on data that were held out of the training data.
+    """
+    scores = [score for score in held_out_scores if score is not None]
+    if len(scores) < len(held_out_scores):
+        return len(held_out_scores) - 1
+    return scores.index(max(scores))

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from gpu_parts.carried_packages import TO_TRAIN_WITHOUT_PLOTS
+from gpu_parts.carried_packages import TO_TRAIN
 from gpu_train_parts.training_process import OutOfTime, compare, metrics, read_lines
 from one_gpu_parts import leg, prepare, results, scores
 from one_gpu_parts.experiment import ARCHIVE, ARMS, CONFIG, SMOKE, config_of, settings_of
@@ -314,6 +314,24 @@ def _agreement_text() -> str:
     return "\n\n".join("\n".join(sentence() for _ in range(12)) for _ in range(80)) + "\n"
 
 
+def _write_treebank(folder: Path) -> None:
+    """Write a treebank with 30 training sentences and 6 test sentences such as "the boy is old"."""
+    folder.mkdir()
+    draw = random.Random(0)
+    for part, num_sentences in (("train", 30), ("test", 6)):
+        sentences = []
+        for _ in range(num_sentences):
+            number = draw.randrange(2)
+            words = ["the", draw.choice(NOUNS)[number], draw.choice(BE)[number], draw.choice(ADJECTIVES)]
+            tags_and_heads = zip(words, ("DET", "NOUN", "AUX", "ADJ"), (2, 4, 4, 0), strict=True)
+            lines = [
+                f"{index}\t{word}\t{word}\t{tag}\t_\t_\t{head}\t_\t_\t_"
+                for index, (word, tag, head) in enumerate(tags_and_heads, 1)
+            ]
+            sentences.append("\n".join(lines) + "\n")
+        (folder / f"xx-ud-{part}.conllu").write_text("\n".join(sentences) + "\n")
+
+
 @pytest.mark.drill
 @pytest.mark.multiproc  # four starts of DeepSpeed
 def test_two_legs_with_what_is_carried_are_a_run_without_a_stop(
@@ -324,13 +342,14 @@ def test_two_legs_with_what_is_carried_are_a_run_without_a_stop(
     (tmp_path / "pairs.jsonl").write_text(
         json.dumps({"sentence_good": "the boy is old", "sentence_bad": "the boy are old", "UID": "own"}) + "\n"
     )
+    _write_treebank(tmp_path / "treebank")
     script = ["bash", str(REPOSITORY / "benchmarks" / "one_gpu.sh")]
     prepared = ["prepare", "--smoke", "--corpus", str(tmp_path / "text"), "--pairs", str(tmp_path / "pairs.jsonl")]
-    prepared += ["--no-wheels", "--output", str(tmp_path)]
+    prepared += ["--treebank", str(tmp_path / "treebank"), "--no-wheels", "--output", str(tmp_path)]
     here = os.environ | {"PYTHON": os.environ.get("PYTHON", str(REPOSITORY / ".venv" / "bin" / "python"))}
     subprocess.run([*script, *prepared], env=here, check=True, timeout=240)
 
-    there = os.environ | {"PYTHON": str(bare_python((*TO_TRAIN_WITHOUT_PLOTS, "matplotlib")))}
+    there = os.environ | {"PYTHON": str(bare_python(TO_TRAIN))}
 
     def run_leg(name: str, minutes: float) -> tuple[int, dict]:
         options = ["--smoke", "--minutes", str(minutes), "--carried", str(tmp_path / "carried"), "--set"]
@@ -342,7 +361,7 @@ def test_two_legs_with_what_is_carried_are_a_run_without_a_stop(
     assert (code, record["step"], record["scores"]) == (75, 1, [])
     code, record = run_leg("cut", 5)
     assert (code, record["step"]) == (0, 20)
-    assert [score["name"] for score in record["scores"]] == ["context-auc", "minimal-pairs", "pairs"]
+    assert [score["name"] for score in record["scores"]] == ["context-auc", "minimal-pairs", "pairs", "tags", "heads"]
     assert all(score["score"] is not None for score in record["scores"])
     returned = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert max(file.stat().st_size for file in returned) <= 15_000_000

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from electra_dist.finetune.finetune_and_probe import best_layer
+from electra_dist.finetune.seed_results import best_layer
 from electra_dist.finetune.training_loop import Progress, quiet, row_sequence
 from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
