@@ -92,6 +92,9 @@ def train(run_dir: Path, settings: list[str], end_time: float) -> int:
         settings: KEY=VALUE changes of the configuration.
         end_time: when the leg's training must have ended, in Unix seconds.
     """
+    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if job_end.isdigit():
+        end_time = min(end_time, float(job_end))  # inside a Slurm job that ends earlier
     os.environ["SLURM_JOB_END_TIME"] = str(round(end_time))
     time_left_s = max(0.0, end_time - time.time())
     deadline = time.monotonic() + time_left_s + _HANG_S

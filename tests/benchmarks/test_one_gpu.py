@@ -175,6 +175,17 @@ def test_training_knows_the_end_of_the_leg(fake_training: type[_FakeTraining], t
     assert deadline - time.monotonic() == pytest.approx(100 + leg._HANG_S, abs=5)
 
 
+def test_a_slurm_job_that_ends_before_the_leg_ends_the_training(
+    fake_training: type[_FakeTraining], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_end = round(time.time()) + 50
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(job_end))
+    fake_training.answers = [75]
+    leg.train(tmp_path, [], time.time() + 100)
+    ((_, told_end, _),) = fake_training.started
+    assert told_end == job_end
+
+
 def test_ctrl_c_stops_training_with_a_checkpoint_and_a_hang_is_killed(
     fake_training: type[_FakeTraining], tmp_path: Path
 ) -> None:
