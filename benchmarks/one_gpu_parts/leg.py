@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -64,6 +65,9 @@ def unpack(carried: Path) -> Path | None:
 
     Returns:
         The folder with the corpus and the data for the scores; None if there is no archive and no such folder.
+
+    Raises:
+        UserError: the archive is damaged.
     """
     archive = carried / ARCHIVE
     folder = carried / UNPACKED
@@ -77,8 +81,11 @@ def unpack(carried: Path) -> Path | None:
     partial = folder.with_suffix(".partial")
     for stale in (partial, folder):
         shutil.rmtree(stale, ignore_errors=True)
-    with tarfile.open(archive) as tar:
-        tar.extractall(partial, filter="data")
+    try:
+        with tarfile.open(archive, "r:xz") as tar:
+            tar.extractall(partial, filter="data")
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{archive}: damaged ({error}); copy it again from where `prepare` made it") from None
     (partial / marker.name).write_text(sha256)
     partial.rename(folder)
     return folder
@@ -196,10 +203,10 @@ def run_leg(arguments: argparse.Namespace) -> int:
         )
     run_dir = Path(config.run_dir).absolute()
     exit_code = train(run_dir, settings, end_time)
+    if exit_code == EXIT_USER_ERROR:
+        return exit_code  # an input was refused: the folder, if it exists, may be that of another run
     if exit_code == EXIT_DONE:
         exit_code = score(run_dir, data or arguments.carried, end_time)
-    if exit_code == EXIT_USER_ERROR:
-        return exit_code
     output = arguments.output or Path(os.environ.get("OUT", run_dir / "returned"))
     num_steps = config.train.num_steps
     try:

@@ -28,6 +28,8 @@ from one_gpu_parts.experiment import ARCHIVE, CONFIG, CORPUS, PAIRS, REPOSITORY,
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.finetune.pair_files import read_pair_files
+from electra_dist.finetune.treebank.conllu_files import read_treebank
 from electra_dist.store.open_store import open_store
 
 _HELDOUT = "heldout"
@@ -118,12 +120,14 @@ def pack(corpus: Path, arguments: argparse.Namespace, config: Config, archive: P
         archive: file to write; its folder is made if it is missing.
 
     Raises:
-        UserError: the corpus cannot be used, or a file to carry does not exist.
+        UserError: the corpus, a file of minimal pairs or the treebank cannot be used.
     """
-    for path in [*arguments.pairs, *([arguments.treebank] if arguments.treebank else [])]:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; correct --pairs or --treebank")
+    # What the last leg could not read is refused here, where it can be corrected.
+    read_pair_files(arguments.pairs)
+    if arguments.treebank:
+        read_treebank(arguments.treebank)
     archive.parent.mkdir(parents=True, exist_ok=True)
+    partial = archive.with_suffix(".partial")
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / CORPUS
         sample = copy_sample(corpus, copied, arguments.tokens, config)
@@ -132,13 +136,14 @@ def pack(corpus: Path, arguments: argparse.Namespace, config: Config, archive: P
         print(
             f"compressing {sample.num_tokens:,} tokens of training rows, {heldout.num_tokens:,} held-out", flush=True
         )
-        with tarfile.open(archive, "w:xz") as tar:
+        with tarfile.open(partial, "w:xz") as tar:
             tar.add(copied, CORPUS)
             for path in arguments.pairs:
                 tar.add(path, f"{PAIRS}/{path.name}")
             if arguments.treebank:
                 for path in sorted(arguments.treebank.glob("*.conllu")):
                     tar.add(path, f"{TREEBANK}/{path.name}")
+    partial.rename(archive)
 
 
 def main() -> None:

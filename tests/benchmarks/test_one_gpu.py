@@ -127,6 +127,12 @@ def test_a_leg_unpacks_once_and_again_if_the_archive_has_changed(tmp_path: Path)
     leg.unpack(carried)
     assert file.read_text() == "two"
     assert not (folder / "rest").exists()
+    damaged = carried / ARCHIVE
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"one_gpu\.tar\.xz: damaged .* copy it again"):
+        leg.unpack(carried)
+    _write_archive(carried, "two")
+    leg.unpack(carried)
     # On a machine that keeps only what was unpacked, that is enough.
     (carried / ARCHIVE).unlink()
     assert leg.unpack(carried) == folder
@@ -199,7 +205,8 @@ def test_ctrl_c_stops_training_with_a_checkpoint_and_a_hang_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("trained", "scored", "expected"), [(0, 0, 0), (0, 75, 75), (75, None, 75), (1, None, 1), (78, None, 78)]
+    ("trained", "scored", "expected"),
+    [(0, 0, 0), (0, 75, 75), (0, 78, 78), (75, None, 75), (1, None, 1), (78, None, 78)],
 )
 def test_a_leg_ends_with_the_code_of_what_it_did(
     trained: int, scored: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +222,7 @@ def test_a_leg_ends_with_the_code_of_what_it_did(
         begun=time.time(), minutes=8, arm="rtd", smoke=True, carried=tmp_path, output=None, set=["run_dir=x"]
     )
     assert leg.run_leg(arguments) == expected
-    if expected == 78:
+    if trained == 78:
         assert written == []
         return
     ((output, record),) = written
