@@ -67,7 +67,7 @@ def write_bf16_weights(model: Path, folder: Path, most_file_bytes: int = MOST_FI
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
     files = cut_into_files(tensors, most_file_bytes - _HEADER_BYTES)
     folder.mkdir(parents=True)
-    file_of = {}
+    file_of: dict[str, str] = {}  # name of a weight -> its file
     for number, part in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         save_file(part, folder / name, metadata={"format": "pt"})
