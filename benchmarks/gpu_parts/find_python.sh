@@ -1,5 +1,5 @@
-# Sourced by gpu_run.sh and gpu_train.sh in the repository's root. Sets PYTHON and PYTHONPATH, and installs the wheels
-# of the folder wheels/, if there are any, into a new folder under /tmp, which only this run sees.
+# Sourced by gpu_run.sh, gpu_train.sh and one_gpu.sh in the repository's root. Sets PYTHON and PYTHONPATH, and
+# installs the wheels of the folder wheels/, if there are any, into a new folder under /tmp, which only this run sees.
 if [[ -z ${PYTHON:-} ]]; then
     if [[ -x .venv/bin/python ]]; then PYTHON=$PWD/.venv/bin/python; else PYTHON=$(command -v python3); fi
 fi
