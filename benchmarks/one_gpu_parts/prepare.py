@@ -2,7 +2,7 @@
 
 Guarantee: the script fails if both together exceed 60 MB. The archive has at most `--tokens` tokens of training rows:
 shards at equal distances over the whole corpus, with a corpus.json of their own. It is compressed, because a token
-takes 16 bits in a shard, and about half of that in the archive.
+takes 16 bits in a shard, and less than half of that in the archive.
 
 How: a folder of text is first built into corpora/small_one_gpu, with a vocabulary of its own; a build that was
 interrupted is resumed, and a finished one is used again. Minimal pairs and a treebank for the scores at the end are
