@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
