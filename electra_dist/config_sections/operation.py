@@ -97,6 +97,12 @@ class CorpusConfig(Section):
         description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
         "hash of each document's text decides. 0: none.",
     )
+    undecodable: Literal["skip", "replace"] = Field(
+        default="skip",
+        description="What happens to a document with bytes that are not UTF-8. skip: the whole document is left out. "
+        "replace: it is used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
+        "the build counts the documents and the bytes in both cases.",
+    )
 
 
 class KernelsConfig(Section):

@@ -9,7 +9,8 @@ How: the main process reads the documents and cuts their stream into chunks, whi
 worker processes turn chunks into rows of token ids (`chunk_processor.py`). The rows of the chunks, taken in order,
 fill a shard until it reaches its size. The shard is written first, then a record that it is finished
 (`finished_shards.py`). A build that resumes reads the inputs again, but does not tokenize what is in finished shards.
-Held-out documents become a corpus of their own in OUTPUT/heldout.
+Held-out documents become a corpus of their own in OUTPUT/heldout. build.json, the report of what was read and what
+was left out, is written before corpus.json (`report/build_report.py`).
 
 Cost: 0.6 to 1 million tokens per second and worker; 250 MB of memory per worker, 400 MB in the main process.
 """
@@ -28,9 +29,11 @@ import numpy as np
 from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.corpus.build_console import BuildConsole
-from electra_dist.corpus.build_request import BuildRequest, tokenizer_entry
+from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT, BuildRequest, tokenizer_entry
 from electra_dist.corpus.chunk_processor import Chunk, ChunkRows
 from electra_dist.corpus.finished_shards import BuildProgress, FinishedShard
+from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
+from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.sentence_pairs import MIN_SEQ_LEN
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument
@@ -52,12 +55,13 @@ _HELDOUT_STREAM = 1
 
 @dataclass(frozen=True)
 class BuildResult:
-    """Result of `build_corpus`: the manifests of a finished corpus, and how much of it existed before the call."""
+    """Result of `build_corpus`: manifests and report of a finished corpus, and what of it existed before the call."""
 
     manifest: CorpusManifest
     heldout: CorpusManifest | None  # None if no document was held out
     was_there: bool  # True if the corpus was finished before this call, which then built nothing
     resumed_shards: int  # shards that were finished before this call
+    report: BuildReport | None  # None if an earlier version built the corpus
 
 
 def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> BuildResult:
@@ -98,7 +102,8 @@ class _Build:
         self._store = open_store(request.output, request.endpoint_url)
         self._heldout_store = open_store(request.output.rstrip("/") + "/heldout", request.endpoint_url)
         parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
-        self._progress = BuildProgress(self._store, parameters, request.input_names())
+        self._progress = BuildProgress(self._store, parameters, request.input_names(), PARAMETERS_LEFT_OUT)
+        self._stream = DocumentStream(request.inputs, request.text_field)
 
     def run(self) -> BuildResult:
         """Build every shard that is not finished, then write corpus.json of the held-out and the training corpus.
@@ -113,6 +118,7 @@ class _Build:
                 heldout=self._read_heldout(manifest),
                 was_there=True,
                 resumed_shards=len(manifest.shards),
+                report=read_report(self._store),
             )
 
         resumed = self._progress.finished_shards()
@@ -127,9 +133,26 @@ class _Build:
             self._release_folder()
             raise self._nothing_usable(shards)
         heldout = self._commit_heldout(shards)
+        report = self._report(shards)
+        write_report(self._store, report)
         manifest = self._commit(self._store, entries, _totals(shards, "train"))
         self._progress.clear()
-        return BuildResult(manifest=manifest, heldout=heldout, was_there=False, resumed_shards=len(resumed))
+        return BuildResult(
+            manifest=manifest, heldout=heldout, was_there=False, resumed_shards=len(resumed), report=report
+        )
+
+    def _report(self, shards: Sequence[FinishedShard]) -> BuildReport:
+        """Return the report of the build: what was read, what was left out, and what became of the documents.
+
+        A resumed build reads all inputs again, so that its own counts of files are complete. The counts of documents
+        and tokens are those that were recorded with the shards.
+
+        Args:
+            shards: records of all shards of the build.
+        """
+        request = self._request
+        documents = add_sources(shard.sources for shard in shards if shard.sources is not None)
+        return make_report(request.skipped_inputs, self._stream.counts, documents, request.corpus.undecodable)
 
     def _build_remaining_shards(self, finished: Sequence[FinishedShard]) -> list[FinishedShard]:
         """Build the shards that are not finished; return the records of these new shards, in order.
@@ -157,7 +180,7 @@ class _Build:
             ManifestMismatch: the text from which finished shards were built has changed.
         """
         request = self._request
-        stream = DocumentStream(request.inputs, request.text_field)
+        stream = self._stream
         numbered_chunks = enumerate(cut_chunks(stream, request.chunk_bytes))
         if finished:
             self._skip_finished_chunks(numbered_chunks, finished[-1], stream)
@@ -257,6 +280,7 @@ class _Build:
             documents=_sum_counts(rows.documents for rows in results),
             train=train_counts,
             heldout=_sum_counts(rows.heldout.counts for rows in results),
+            sources=add_sources(rows.sources for rows in results),
         )
         self._progress.record(shard, heldout_rows)
         return shard

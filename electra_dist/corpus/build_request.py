@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.chunk_processor import Rules
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.text_readers import InputFile
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
+# Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
+PARAMETERS_LEFT_OUT = {"undecodable": "skip"}
 _MIN_CHUNK_BYTES = 1 << 16  # 64 KiB
 _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 
@@ -28,8 +31,8 @@ _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 class BuildRequest:
     """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
-    All fields except `num_workers`, `output` and `endpoint_url` decide the bytes of the corpus: a change of one of
-    them needs another output folder.
+    All fields except `num_workers`, `output`, `endpoint_url` and `skipped_inputs` decide the bytes of the corpus: a
+    change of one of them needs another output folder.
     """
 
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
@@ -41,6 +44,7 @@ class BuildRequest:
     text_field: str = "text"  # field of a JSON line, or parquet column, that holds the text
     num_workers: int = 1  # processes; 1: the calling process does the work
     endpoint_url: str | None = None  # S3 endpoint; None: AWS
+    skipped_inputs: SkippedInputs = field(default_factory=SkippedInputs)  # what the search for inputs left out
 
     @property
     def shard_bytes(self) -> int:
@@ -66,15 +70,16 @@ class BuildRequest:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
 
         They are stored in corpus.json and, while the build is not finished, in progress/build.json. A build with other
-        values in the same folder is refused.
+        values in the same folder is refused. Those of `PARAMETERS_LEFT_OUT` are stored at other values only.
         """
+        corpus = self.corpus.model_dump(mode="json")
         return {
             "version": BUILDER_VERSION,
             "seq_len": self.seq_len,
             "seed": self.seed,
             "text_field": self.text_field,
             "chunk_bytes": self.chunk_bytes,
-            **self.corpus.model_dump(mode="json"),
+            **{key: value for key, value in corpus.items() if (key, value) not in PARAMETERS_LEFT_OUT.items()},
         }
 
     def input_names(self) -> dict[str, Any]:
@@ -104,6 +109,7 @@ class BuildRequest:
             heldout_fraction=self.corpus.heldout_fraction,
             heldout_key=derive_seed(self.seed, Purpose.HELDOUT),
             text_field=self.text_field,
+            undecodable=self.corpus.undecodable,
         )
 
 

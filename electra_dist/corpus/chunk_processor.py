@@ -19,13 +19,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from electra_dist.corpus.report.document_counts import DocumentCounts, SourceCounts
 from electra_dist.corpus.row_packing import make_rows, row_dtype
 from electra_dist.corpus.sentence_pairs import ExampleBuilder
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument, SkippedDocument, decode
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument, SkippedDocument, Undecodable, decode_counted
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
@@ -48,6 +49,7 @@ class Rules:
     heldout_fraction: float  # of documents that go to the held-out corpus
     heldout_key: int  # 64-bit key of the hash that chooses held-out documents
     text_field: str  # field of a JSON line that holds the text
+    undecodable: Undecodable  # what happens to a document with bytes that are not UTF-8
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ class ChunkRows:
     train: Rows
     heldout: Rows
     documents: Counter[str]  # documents by outcome: in (all), used, heldout and each kind of SKIPPED_KINDS
+    sources: SourceCounts = field(default_factory=dict)  # counts of the documents of each source for the report
+
+
+class _Text(NamedTuple):
+    """Text of one decoded document, and the counter of its source."""
+
+    text: str
+    document_bytes: int  # before it was decoded
+    counts: DocumentCounts
 
 
 class ChunkProcessor:
@@ -105,6 +116,7 @@ class ChunkProcessor:
         self._rules = rules
         self._vocabulary = Vocabulary(rules.vocabulary_text, "vocab.txt")
         self._tokenizer = WordPieceTokenizer(self._vocabulary, rules.lowercase)
+        self._unk_id = self._vocabulary.special["[UNK]"]
         self._heldout_key = rules.heldout_key.to_bytes(8, "little")
 
     def process(self, chunk: Chunk) -> ChunkRows:
@@ -116,40 +128,55 @@ class ChunkProcessor:
             AssertionError: a document was not counted exactly once, or a token was lost; this is a bug.
         """
         outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
+        sources: SourceCounts = {}
         train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
         heldout = _RowCollector(self._rules, self._vocabulary, chunk.heldout_seed)
-        texts = self._decoded(chunk.documents, outcomes)
-        for text, sentences in self._tokenized(texts, outcomes):
-            if self._is_heldout(text):
-                outcomes["heldout"] += 1
-                heldout.add(text, sentences)
+        texts = self._decoded(chunk.documents, outcomes, sources)
+        for document, sentences in self._tokenized(texts, outcomes):
+            is_heldout = self._is_heldout(document.text)
+            outcome = "heldout" if is_heldout else "used"
+            outcomes[outcome] += 1
+            document.counts.add_kept(outcome, sentences, self._unk_id)
+            if is_heldout:
+                heldout.add(document.text, sentences)
             else:
-                outcomes["used"] += 1
-                train.add(text, sentences)
+                train.add(document.text, sentences)
         num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
         assert outcomes["in"] == len(chunk.documents), "a document was not read"
         num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped
         assert outcomes["in"] == num_counted, "a document was not counted once"
-        return ChunkRows(train=train.finish(), heldout=heldout.finish(), documents=outcomes)
+        return ChunkRows(train=train.finish(), heldout=heldout.finish(), documents=outcomes, sources=sources)
 
-    def _decoded(self, raw_documents: Iterable[RawDocument], outcomes: Counter[str]) -> Iterator[str]:
+    def _decoded(
+        self, raw_documents: Iterable[RawDocument], outcomes: Counter[str], sources: SourceCounts
+    ) -> Iterator[_Text]:
         """Decode documents, and yield the text of each one that can be used.
 
-        Documents without text, with undecodable bytes or with broken JSON are counted and left out.
+        Documents without text, with undecodable bytes (unless these are replaced) or with broken JSON are counted and
+        left out.
 
         Args:
             raw_documents: undecoded documents.
             outcomes: counter to increase: "in" for each document, and the reason (a key of `SKIPPED_KINDS`) for each
                 one that is left out.
+            sources: counts by source, to increase in the same way.
         """
         for document in raw_documents:
             outcomes["in"] += 1
+            document_bytes = len(document.data or b"")
+            counts = sources.setdefault(document.source, DocumentCounts())
+            counts.add_read(document_bytes)
             try:
-                yield decode(document, self._rules.text_field)
+                decoded = decode_counted(document, self._rules.text_field, self._rules.undecodable)
             except SkippedDocument as skipped:
                 outcomes[skipped.kind] += 1
+                counts.add_skipped(skipped.kind, document_bytes)
+                counts.add_undecodable(skipped.undecodable_bytes)
+                continue
+            counts.add_undecodable(decoded.replaced_bytes)
+            yield _Text(decoded.text, document_bytes, counts)
 
-    def _tokenized(self, texts: Iterable[str], outcomes: Counter[str]) -> Iterator[tuple[str, list[list[int]]]]:
+    def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
         """Tokenize texts, and yield each text with its sentences: a list of token ids for each line that has tokens.
 
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
@@ -159,18 +186,19 @@ class ChunkProcessor:
             outcomes: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
         """
         for batch in _batches(texts):
-            lines_of_texts = [text.splitlines() for text in batch]
+            lines_of_texts = [document.text.splitlines() for document in batch]
             all_lines = [line for lines in lines_of_texts for line in lines]
             ids_of_all_lines = self._tokenizer.encode(all_lines)
             start = 0  # index in `ids_of_all_lines` of the first line of the text
-            for text, lines in zip(batch, lines_of_texts):
+            for document, lines in zip(batch, lines_of_texts):
                 end = start + len(lines)
                 sentences = [ids for ids in ids_of_all_lines[start:end] if ids]
                 start = end
                 if sentences:
-                    yield text, sentences
+                    yield document, sentences
                 else:
                     outcomes["no_tokens"] += 1
+                    document.counts.add_skipped("no_tokens", document.document_bytes)
 
     def _is_heldout(self, text: str) -> bool:
         """Return whether a document goes to the held-out corpus instead of the training corpus.
@@ -247,16 +275,16 @@ class _RowCollector:
         return Rows(block=block, counts=counts)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
     """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last.
 
     One call of the tokenizer encodes one group: larger groups need fewer calls, smaller ones less memory.
     """
-    batch: list[str] = []
+    batch: list[_Text] = []
     num_lines = 0
-    for text in texts:
-        batch.append(text)
-        num_lines += text.count("\n") + 1
+    for document in texts:
+        batch.append(document)
+        num_lines += document.text.count("\n") + 1
         if num_lines >= _LINES_PER_CALL:
             yield batch
             batch = []

@@ -48,6 +48,11 @@ class FinishedShard(Section):
     )
     train: dict[str, int] = Field(description="counts of the shard: text_bytes, text_tokens, examples, rows, tokens")
     heldout: dict[str, int] = Field(description="the same counts of the held-out rows")
+    sources: dict[str, dict[str, int]] | None = Field(
+        default=None,
+        description="counts of the documents of each source for build.json (document_counts.py); null in a record of "
+        "an earlier version",
+    )
 
 
 class BuildProgress:
@@ -57,7 +62,9 @@ class BuildProgress:
     rows of the shard's documents. One build at a time may write to a store.
     """
 
-    def __init__(self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any]) -> None:
+    def __init__(
+        self, store: Store, parameters: dict[str, Any], inputs: dict[str, Any], left_out: dict[str, Any]
+    ) -> None:
         """Prepare to read and write the records of a build; the store is not touched yet.
 
         Args:
@@ -66,10 +73,12 @@ class BuildProgress:
                 of other parameters, the methods that read it raise ManifestMismatch.
             inputs: JSON values that identify the inputs of a finished corpus without reading them: their number, and a
                 digest of their names and sizes.
+            left_out: values of the parameters that a build does not record at these values.
         """
         self._store = store
         self._parameters = json.loads(canonical_json(parameters))
         self._inputs = json.loads(canonical_json(inputs))
+        self._left_out = left_out
 
     def finished_corpus(self) -> CorpusManifest | None:
         """Return the manifest of the corpus if it is finished, otherwise None.
@@ -98,7 +107,8 @@ class BuildProgress:
         """Return the records of the finished shards, in order from shard 0; an empty list for a new build.
 
         The list ends before the first shard that has no record, whose file is missing, or whose file has another size
-        than its record: the build continues with that shard.
+        than its record: the build continues with that shard. A record of an earlier version lacks the counts for
+        build.json; its shard is built again, with the same bytes.
 
         Raises:
             ManifestMismatch: the store holds an unfinished build with other parameters.
@@ -115,6 +125,8 @@ class BuildProgress:
             if not self._store.exists(key):
                 return finished
             shard = FinishedShard.model_validate_json(self._store.read(key))
+            if shard.sources is None:
+                return finished
             if shard.entry is not None and not self._has_shard(shard.entry):
                 return finished
             finished.append(shard)
@@ -179,7 +191,8 @@ class BuildProgress:
     def _refuse_other_parameters(self, stored: dict[str, Any], description: str) -> None:
         """Raise an error if the parameters in the store differ from those of this build.
 
-        Parameters that only the store has are ignored.
+        A parameter of `left_out` that is not given counts with its value there. Other parameters that only the store
+        has are ignored.
 
         Args:
             stored: parameters in the store.
@@ -188,10 +201,12 @@ class BuildProgress:
         Raises:
             ManifestMismatch: a parameter differs; the message names the first one.
         """
-        for key, value in self._parameters.items():
-            if stored.get(key) != value:
+        all_stored = {**self._left_out, **stored}
+        for key, value in {**self._left_out, **self._parameters}.items():
+            stored_value = all_stored.get(key)
+            if stored_value != value:
                 raise ManifestMismatch(
-                    f"{self._store.url}: holds {description} with {key} = {stored.get(key)}, but this build has "
+                    f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
                     f"{key} = {value}; delete that corpus or choose another --output"
                 )
 

@@ -1,7 +1,8 @@
 """Decode the bytes of a document to text, or skip the document for one of a fixed list of reasons.
 
 Guarantee: every document becomes text, or raises `SkippedDocument` with one reason (a key of `SKIPPED_KINDS`); nothing
-is repaired or guessed. The text can be encoded as UTF-8: it contains no half of a surrogate pair.
+is guessed, and bytes that are not UTF-8 are replaced only if the caller asks for it. The text can be encoded as UTF-8:
+it contains no half of a surrogate pair.
 
 Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module imports nothing heavy; `text_readers.py` reads the
 bytes.
@@ -10,7 +11,10 @@ bytes.
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+import re
+from typing import Literal, NamedTuple
+
+Undecodable = Literal["skip", "replace"]  # values of corpus.undecodable
 
 # Kind of skipped document -> explanation for the user. corpus.json counts the kinds under these keys.
 SKIPPED_KINDS = {
@@ -20,13 +24,16 @@ SKIPPED_KINDS = {
     "empty": "nothing but white space",
     "no_tokens": "text of which the tokenizer keeps nothing",
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
 
 
 class RawDocument(NamedTuple):
-    """One document as undecoded bytes: a JSON line, or plain text; the bytes are None where a parquet cell is null."""
+    """One document as undecoded bytes: a JSON line, or plain text; the bytes are None where a table has no text."""
 
-    data: bytes | None  # None where a parquet cell is null
+    data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
+    source: str = ""  # the input that it comes from; only the report of a build uses it
 
 
 class SkippedDocument(Exception):
@@ -35,11 +42,12 @@ class SkippedDocument(Exception):
     It is not an error of the corpus build: the caller counts the document under its kind and continues.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
         """Store the reason for which the document is left out.
 
         Args:
             kind: a key of `SKIPPED_KINDS`, such as "empty".
+            undecodable_bytes: how many of its bytes are not UTF-8, if that is the reason.
 
         Raises:
             AssertionError: `kind` is not one of these keys.
@@ -47,14 +55,30 @@ class SkippedDocument(Exception):
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
+        self.undecodable_bytes = undecodable_bytes
 
 
-def decode(document: RawDocument, text_field: str = "text") -> str:
+class DecodedText(NamedTuple):
+    """Text of a document, and how many of its bytes were replaced because they are not UTF-8."""
+
+    text: str
+    replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
+
+
+def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
+    """Return the text of a document, as `decode_counted` does, without the count of replaced bytes."""
+    return decode_counted(document, text_field, undecodable).text
+
+
+def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
     """Return the text of a document; a byte order mark at its start is removed.
 
     Args:
         document: the bytes, as a reader yields them.
         text_field: field of a JSON line that holds the text; ignored for plain text.
+        undecodable: what happens to bytes that are not UTF-8, and to half a surrogate pair in JSON. skip: the document
+            is left out. replace: U+FFFD takes their place, which the tokenizer drops. Half a pair counts as the six
+            bytes of its escape.
 
     Raises:
         SkippedDocument: the document has no usable text; its `kind` is the reason. The kind "no_tokens" is not raised
@@ -62,23 +86,47 @@ def decode(document: RawDocument, text_field: str = "text") -> str:
     """
     if document.data is None:
         raise SkippedDocument("no_text")
+    replaced_bytes = 0
     try:
         text = document.data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise SkippedDocument("undecodable") from None
+        replaced_bytes = _num_undecodable_bytes(document.data)
+        if undecodable == "skip":
+            raise SkippedDocument("undecodable", replaced_bytes) from None
+        text = document.data.decode("utf-8-sig", "replace")
     if not text.strip():
         raise SkippedDocument("empty")
     if document.is_json:
         text = _text_of_json(text, text_field)
-    return text
+        num_halves = _num_half_pairs(text)
+        if num_halves:
+            replaced_bytes += num_halves * _BYTES_OF_ESCAPE
+            if undecodable == "skip":
+                raise SkippedDocument("undecodable", replaced_bytes)
+            text = _SURROGATE.sub("\ufffd", text)
+    return DecodedText(text, replaced_bytes)
+
+
+def _num_undecodable_bytes(data: bytes) -> int:
+    """Return how many bytes of `data` are not part of a valid UTF-8 character."""
+    # "surrogateescape" makes one lone surrogate of each such byte, and valid UTF-8 holds no surrogate.
+    return _num_half_pairs(data.decode("utf-8", "surrogateescape"))
+
+
+def _num_half_pairs(text: str) -> int:
+    """Return how many surrogates a text holds; Python keeps whole pairs as one character, so each is half a pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return len(_SURROGATE.findall(text))
+    return 0
 
 
 def _text_of_json(line: str, text_field: str) -> str:
-    """Return the field `text_field` of a JSON line, which must be a string that can be encoded as UTF-8.
+    """Return the field `text_field` of a JSON line, which must be a string with something else than white space.
 
     Raises:
-        SkippedDocument: the line is not a JSON object, the field is missing, not a string or white space, or the
-            string holds half of a surrogate pair.
+        SkippedDocument: the line is not a JSON object, the field is missing, not a string or white space.
     """
     try:
         record = json.loads(line)
@@ -91,8 +139,4 @@ def _text_of_json(line: str, text_field: str) -> str:
         raise SkippedDocument("no_text")
     if not text.strip():
         raise SkippedDocument("empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, written as \ud83d
-        raise SkippedDocument("undecodable") from None
     return text

@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `vocab`, `index` and `python-docs`.
+"""Commands `electra-dist corpus build`, `info`, `vocab`, `index` and `python-docs`.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
 torch are imported only in the command that uses them, because every worker process of a build imports this file.
@@ -18,8 +18,10 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
-from electra_dist.corpus.text_decoding import SkippedDocument, decode
-from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
+from electra_dist.corpus.report.build_report import BuildReport, read_report
+from electra_dist.corpus.report.report_tables import input_table, remarks, source_table
+from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
+from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs, search_inputs
 from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
@@ -37,7 +39,8 @@ Inputs = Annotated[
     list[str],
     typer.Option(
         "--input",
-        help="file or folder with text; may be repeated: .txt .jsonl .ndjson .wet (also with .gz .zst .xz), .parquet",
+        help="file, folder, s3:// URL or brace pattern (shard-{000..099}.tar) of text; may be repeated: .txt .md "
+        ".json .jsonl .csv .tsv .wet .tar (also with .gz .bz2 .xz .zst), .parquet, .zip",
     ),
 ]
 ConfigFile = Annotated[
@@ -46,7 +49,11 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="override a key of the config, for example corpus.packing=none")
 ]
-TextField = Annotated[str, typer.Option(help="field of a JSON line, or parquet column, that holds the text")]
+TextField = Annotated[
+    str,
+    typer.Option(help="JSON field, column of a table, or ending of members of a tar or zip, that holds the text"),
+]
+EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")]
 
 
 @app.command()
@@ -70,8 +77,8 @@ def build(
     from electra_dist.corpus.build_request import BuildRequest
 
     settings = load_config(config, overrides or ())
-    files = find_inputs(inputs)
     _refuse_output_among_inputs(inputs, output)
+    files, skipped = search_inputs(inputs, settings.data.endpoint_url)
     console = Console(highlight=False)
     vocabulary = _find_vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
@@ -89,12 +96,14 @@ def build(
         text_field=text_field,
         num_workers=workers or len(os.sched_getaffinity(0)),
         endpoint_url=settings.data.endpoint_url,
+        skipped_inputs=skipped,
     )
     total_bytes = sum(file.size for file in files)
     result = build_corpus(request, BuildConsole(total_bytes, console))
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
     console.print(summary(manifest.totals, heldout_totals, request.seq_len))
+    _print_report(result.report, console)
     console.print(f"{output}: {_outcome(result)}; {len(manifest.shards)} shards", soft_wrap=True)
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
@@ -108,6 +117,47 @@ def _outcome(result: BuildResult) -> str:
     return "built"
 
 
+def _print_report(report: BuildReport | None, console: Console) -> None:
+    """Print what a build has read and left out, each source, and what a user may want to change.
+
+    Args:
+        report: the report of the build; None if an earlier version built the corpus, for which one line is printed.
+        console: where to print.
+    """
+    if report is None:
+        console.print("no report of the inputs: the corpus was indexed, or built before builds wrote build.json")
+        return
+    console.print(input_table(report))
+    console.print(source_table(report))
+    for line in remarks(report):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+@app.command()
+def info(
+    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    endpoint_url: EndpointUrl = None,
+) -> None:
+    """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
+    from electra_dist.data.corpus_manifest import read_manifest
+
+    store = open_store(corpus, endpoint_url)
+    manifest = read_manifest(store)
+    console = Console(highlight=False)
+    if "documents_in" in manifest.totals:  # an indexed corpus has no counts of documents
+        heldout_totals = None
+        if manifest.totals["documents_heldout"]:
+            heldout_totals = read_manifest(open_store(corpus.rstrip("/") + "/heldout", endpoint_url)).totals
+        console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
+    _print_report(read_report(store), console)
+    console.print(
+        f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
+        f"{manifest.num_tokens:,} tokens, vocabulary of {manifest.tokenizer.vocab_size}\n"
+        f"fingerprint {manifest.fingerprint}",
+        soft_wrap=True,
+    )
+
+
 @app.command("vocab")
 def train_vocab(
     inputs: Inputs,
@@ -115,9 +165,10 @@ def train_vocab(
     size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
     cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
     text_field: TextField = "text",
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Train a WordPiece vocabulary on text files; the same input always gives the same vocabulary."""
-    vocabulary = _train(find_inputs(inputs), size, not cased, text_field)
+    vocabulary = _train(find_inputs(inputs, endpoint_url), size, not cased, text_field, "skip")
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
     Console(highlight=False).print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
@@ -130,7 +181,7 @@ def index(
     cased: Annotated[
         bool, typer.Option("--cased", help="the text of the rows kept its upper case and accents")
     ] = False,
-    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Make a corpus of shards that another WebDataset writer made: check them, and write corpus.json and vocab.txt.
 
@@ -161,19 +212,21 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
     """Raise an error if the output folder is inside an input folder.
 
-    A second build would then read the vocab.txt of the first one as input text.
+    A second build would then read the vocab.txt and the shards of the first one as input text.
 
     Args:
-        inputs: files and folders with text, local paths.
+        inputs: files and folders with text, local paths or s3:// URLs.
         output: local path or s3:// URL of the corpus.
 
     Raises:
         UserError: the output is an input, or below one.
     """
-    if "://" in output:
-        return
     for path in inputs:
-        if Path(output).resolve().is_relative_to(Path(path).resolve()):
+        if "://" in output:
+            is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")
+        else:
+            is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
+        if is_inside:
             raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
 
 
@@ -202,10 +255,13 @@ def _find_vocabulary(
     if store.exists(VOCAB_FILE):
         return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
-    return _train(files, settings.model.vocab_size, settings.corpus.lowercase, text_field)
+    corpus = settings.corpus
+    return _train(files, settings.model.vocab_size, corpus.lowercase, text_field, corpus.undecodable)
 
 
-def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) -> Vocabulary:
+def _train(
+    files: list[InputFile], size: int, lowercase: bool, text_field: str, undecodable: Undecodable
+) -> Vocabulary:
     """Train a WordPiece vocabulary on text files; the same text and the same arguments give the same vocabulary.
 
     Args:
@@ -213,6 +269,7 @@ def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) 
         size: number of entries wanted; a small text may give fewer.
         lowercase: convert the text to lower case and remove accents first.
         text_field: field of a JSON line, or parquet column, that holds the text.
+        undecodable: whether a document with bytes that are not UTF-8 is left out ("skip") or used without them.
     """
 
     def texts() -> Iterator[str]:
@@ -222,7 +279,7 @@ def _train(files: list[InputFile], size: int, lowercase: bool, text_field: str) 
         """
         for document in DocumentStream(files, text_field):
             try:
-                yield decode(document, text_field)
+                yield decode(document, text_field, undecodable)
             except SkippedDocument:
                 continue
 

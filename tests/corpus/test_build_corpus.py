@@ -160,7 +160,7 @@ def test_the_manifest_records_the_size_and_sha256_of_every_file(
     assert manifest.tokenizer.special == vocabulary.special
     assert manifest.tokenizer.sha256 == hashlib.sha256((folder / "vocab.txt").read_bytes()).hexdigest()
     shard_names = [entry.name for entry in manifest.shards]
-    assert set(file_contents(folder)) == {"corpus.json", "vocab.txt", *shard_names}
+    assert set(file_contents(folder)) == {"build.json", "corpus.json", "vocab.txt", *shard_names}
 
 
 def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory, inputs: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -16,7 +17,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from electra_dist.corpus import text_readers
+from electra_dist.corpus.inputs import formats
 from electra_dist.corpus.text_decoding import RawDocument, SkippedDocument, decode
 from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.errors import UserError
@@ -25,6 +26,7 @@ TEXTS = ["One line.", "Two lines,\nthe second one.", "na\u00efve \u4e2d\u6587 \U
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {  # by the ending of the file name
     "": bytes,
     ".gz": gzip.compress,
+    ".bz2": bz2.compress,
     ".xz": lzma.compress,
     ".zst": zstandard.ZstdCompressor().compress,
 }
@@ -98,8 +100,8 @@ def test_documents_of_a_txt_file_end_at_blank_lines_whatever_the_size_of_the_blo
             lines_of_document = []
 
     for block_bytes in (1, 3, 1 << 20):
-        monkeypatch.setattr(text_readers, "_READ_BYTES", block_bytes)
-        documents = text_readers._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
+        monkeypatch.setattr(formats, "READ_BYTES", block_bytes)
+        documents = formats._read_txt(io.BytesIO(content))  # type: ignore[arg-type]
         assert [document.data for document in documents] == expected_documents
 
 
@@ -118,14 +120,14 @@ def test_parquet_gives_the_documents_of_a_text_column_and_refuses_other_columns(
 
     *text_documents, null_document = documents
     assert [decode(document) for document in text_documents] == TEXTS
-    assert null_document == RawDocument(None, False)
+    assert (null_document.data, null_document.is_json) == (None, False)
     with pytest.raises(UserError, match=r"no column `text` of text; set --text-field to .*: id, body"):
         texts_of_file(path)
     with pytest.raises(UserError, match="no column `id` of text"):
         texts_of_file(path, "id")
 
 
-@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
 def test_all_compressed_streams_of_a_file_are_read(tmp_path: Path, ending: str) -> None:
     """Common Crawl and pigz write several streams one after another; one of them is empty in this test."""
     compress = COMPRESSORS[ending]
@@ -137,7 +139,7 @@ def test_all_compressed_streams_of_a_file_are_read(tmp_path: Path, ending: str) 
     assert texts_of_file(path) == TEXTS
 
 
-@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("kept_share", [0.3, 0.95])
 def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, ending: str, kept_share: float) -> None:
     """A truncated file must never give a smaller corpus silently. The reader of zstandard would not notice it."""
@@ -203,10 +205,10 @@ def test_a_byte_order_mark_at_the_start_of_a_document_is_dropped() -> None:
 
 
 def test_inputs_are_found_in_the_order_of_their_names_and_each_file_once(tmp_path: Path) -> None:
-    """Hidden files, and files with an unknown ending, are left out of a folder."""
+    """Hidden files, and files with an unknown ending, are left out of a folder, and counted."""
     folder = tmp_path / "in"
     content = b"12"
-    for name in ["b.txt", "a/z.jsonl.gz", "a/b/c.parquet", ".hidden.txt", ".git/x.txt", "notes.md", "d.parquet.gz"]:
+    for name in ["b.txt", "a/z.jsonl.gz", "a/b/c.parquet", ".hidden.txt", ".git/x.txt", "notes.html", "d.parquet.gz"]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -226,7 +228,7 @@ def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_the
         (tmp_path / "missing", "no such file or folder"),
         (tmp_path / "page.html", r"unknown kind of file; known: \.txt, \.jsonl"),
         (tmp_path, "no file with a known ending"),
-        ("s3://bucket/x.txt", "inputs are local"),
+        ("gs://bucket/x.txt", "unknown kind of storage"),
     ]
 
     for path, message in cases:

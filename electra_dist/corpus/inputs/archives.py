@@ -1,0 +1,258 @@
+"""Read the texts in tar and zip archives, among them WebDataset shards that others wrote.
+
+Guarantee: each member of known kind is read once, in the order of the archive; every other one is counted with its
+reason. A tar that was cut off or has a damaged header is an error, even where Python's tarfile takes the damage for
+the end of the archive.
+
+How: consecutive members whose names differ in their ending only are one sample, by the `webdataset` package. The
+ending is everything after the first dot of the file name, as in WebDataset.
+
+    .txt, .md, .TEXT_FIELD     each is one document, blank lines or not (TEXT_FIELD is --text-field)
+    .json                      a document, or several; left out as metadata beside one of the above
+    .jsonl .csv .parquet ...   read as the same file outside of an archive
+    all others (.cls, .jpg)    left out
+
+Cost: about 20,000 small members a second.
+
+Limits: a member is held in memory as a whole. Archives within archives are not read.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from electra_dist.corpus.inputs.decompression import decompressed
+from electra_dist.corpus.inputs.file_kinds import FileKind, ending_of, kind_of
+from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
+from electra_dist.corpus.inputs.table_files import NoTextColumn
+from electra_dist.corpus.text_decoding import RawDocument
+
+ARCHIVES = ("tar", "zip")
+_ONE_TEXT = FileKind("md", "")  # a member that is one document as a whole
+_READ_BYTES = 1 << 20
+
+
+class _Member(NamedTuple):
+    """One regular file in an archive, whose content is read only if it is asked for."""
+
+    name: str
+    read: Callable[[], bytes]
+
+
+class ArchiveReader:
+    """Reader of the documents in one tar or zip archive, which counts the members that it reads and leaves out."""
+
+    def __init__(self, name: str, text_field: str, members_read: Counter[str], skipped: SkippedInputs) -> None:
+        """Prepare to read an archive.
+
+        Args:
+            name: name of the archive, for the names of members that are left out.
+            text_field: field of a JSON line or column that holds the text; also an ending whose members are texts.
+            members_read: counter of the members that are read, by ending; increased.
+            skipped: counter of the members that are left out; increased.
+        """
+        self._name = name
+        self._text_field = text_field
+        self._members_read = members_read
+        self._skipped = skipped
+
+    def documents(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
+        """Yield the documents of the archive, undecoded.
+
+        Args:
+            stream: the archive, decompressed. A zip archive must be seekable.
+            file_format: "tar" or "zip".
+
+        Raises:
+            OSError, EOFError, tarfile.TarError, zipfile.BadZipFile: the archive is damaged, cut off or encrypted.
+        """
+        from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
+
+        members = self._tar_members(stream) if file_format == "tar" else self._zip_members(stream)
+        samples = group_by_keys(self._known_members(members))
+        while True:
+            try:
+                sample = next(samples, None)
+            except ValueError as error:  # two members of one name
+                raise OSError(str(error.args[0])) from None
+            if sample is None:
+                return
+            yield from self._documents_of_sample(sample)
+
+    def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
+        """Yield the members of known kind with their content, as `group_by_keys` takes them; count the others.
+
+        Args:
+            members: all regular files of the archive.
+        """
+        from webdataset.tariterators import base_plus_ext
+
+        for member in members:
+            name = member.name.removeprefix("./")
+            parts = name.split("/")
+            _, ending = base_plus_ext(name)
+            if parts[0] == "__MACOSX" or any(part.startswith(".") for part in parts):
+                self._skip("hidden", name)
+            elif ending is None or self._kind_of_member(ending.lower()) is None:
+                self._skip("unknown_kind", name)
+            else:
+                yield {"fname": name, "data": member.read(), "__url__": self._name}
+
+    def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
+        """Yield the documents of members with one key.
+
+        Args:
+            sample: content of the members by ending in lower case, and `__key__`, the common part of their names.
+        """
+        key = sample["__key__"]
+        kinds = {ending: self._kind_of_member(ending) for ending in sample if not ending.startswith("__")}
+        has_text = any(kind is not None and kind.format == _ONE_TEXT.format for kind in kinds.values())
+        for ending, kind in kinds.items():
+            assert kind is not None
+            name = f"{key}.{ending}"
+            if kind.format == "json" and has_text:
+                self._skip("metadata", name)
+                continue
+            try:
+                yield from self._documents_of_member(sample[ending], kind, name)
+            except NoTextColumn:
+                self._skip("no_text_column", name)
+                continue
+            except DAMAGED_FILE_ERRORS as error:
+                raise OSError(f"member {name}: {error}") from None
+            self._members_read[ending_of(name)] += 1
+
+    def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
+        """Yield the documents of one member; a broken .json gives one document, which is then counted as broken.
+
+        Args:
+            data: the member as it is in the archive.
+            kind: its format and compression.
+            name: its name, for errors.
+        """
+        stream = decompressed(io.BytesIO(data), kind.compression)
+        if kind.format != "json":
+            yield from read_format(kind.format, stream, self._text_field)
+            return
+        text = stream.read()
+        try:
+            values = list(read_format("json", io.BytesIO(text), self._text_field))
+        except (EOFError, OSError):
+            values = [RawDocument(text, is_json=True)]
+        yield from values
+
+    def _kind_of_member(self, ending: str) -> FileKind | None:
+        """Return the kind of a member by its ending without the first dot; None for one that is left out.
+
+        Args:
+            ending: everything after the first dot of the file name, in lower case, such as "txt" or "2.json.gz".
+        """
+        kind = kind_of(f"member.{ending}")
+        plain_ending, _, compression = ending.rpartition(".")
+        if ending == self._text_field.lower():
+            return _ONE_TEXT
+        if plain_ending == self._text_field.lower() and kind_of(f"member.txt.{compression}") is not None:
+            return FileKind(_ONE_TEXT.format, f".{compression}")
+        if kind is None or kind.format in ARCHIVES:
+            return None
+        if kind.format == "txt":
+            return FileKind(_ONE_TEXT.format, kind.compression)
+        return kind
+
+    def _skip(self, reason: str, member_name: str) -> None:
+        """Count a member that is left out; `reason` is a key of `SKIP_REASONS`."""
+        self._skipped.add(reason, f"{self._name}: {member_name}")
+
+    def _tar_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
+        """Yield the regular files of a tar archive; links and devices in it are counted as left out.
+
+        Raises:
+            tarfile.TarError: the archive is damaged or cut off.
+            EOFError: the end-of-archive mark is missing, so the archive was cut off.
+            OSError: there is data where the archive ends.
+        """
+        watched = _WatchedStream(stream)
+        # Mode "r|" reads forwards only, and no file is kept: the archive may be larger than memory.
+        with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
+            for member in tar:
+                tar.members = []  # tarfile keeps the headers of all members otherwise
+                if member.isreg():
+                    content = tar.extractfile(member)
+                    assert content is not None
+                    yield _Member(member.name, content.read)
+                elif not member.isdir():
+                    self._skip("not_a_file", member.name)
+            watched.check_end(tar.offset)
+
+    def _zip_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
+        """Yield the regular files of a zip archive, in the order of its directory.
+
+        Raises:
+            zipfile.BadZipFile: the archive is damaged or cut off; found when a member is read, too.
+            OSError: a member is encrypted or compressed in a way that Python cannot read.
+        """
+        with zipfile.ZipFile(stream) as archive:
+            for info in archive.infolist():
+                if not info.is_dir():
+                    yield _Member(info.filename, lambda info=info: _read_zip_member(archive, info))  # type: ignore[misc]
+
+
+def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Return the content of a member of a zip archive, whose checksum is verified.
+
+    Raises:
+        zipfile.BadZipFile: the content is damaged.
+        OSError: it is encrypted, compressed in a way that Python cannot read, or damaged.
+    """
+    try:
+        return archive.read(info)
+    except (RuntimeError, zlib.error) as error:  # RuntimeError: encrypted; NotImplementedError is one, too
+        raise OSError(f"member {info.filename}: {error}") from None
+
+
+class _WatchedStream:
+    """Stream of a tar archive that remembers the newest bytes, to check how the archive ends."""
+
+    _KEPT_BYTES = 1 << 16  # more than tarfile reads ahead
+
+    def __init__(self, stream: BinaryIO | io.BufferedIOBase) -> None:
+        """Begin at the current position of `stream`, which is the start of the archive."""
+        self._stream = stream
+        self._position = 0
+        self._newest = b""
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most `size`; b"" at the end."""
+        data = self._stream.read(size)
+        self._position += len(data)
+        self._newest = (self._newest + data)[-self._KEPT_BYTES :] if len(data) < self._KEPT_BYTES else data
+        return data
+
+    def check_end(self, offset: int) -> None:
+        """Check that the archive holds zeros only from its last member to its end, and one block of them at least.
+
+        A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
+        end of a file that was cut off between two members.
+
+        Args:
+            offset: position after the last member, a multiple of 512.
+
+        Raises:
+            EOFError: there is no block of zeros.
+            OSError: there is something else than zeros.
+        """
+        num_bytes = self._position - offset
+        rest = self._newest[len(self._newest) - num_bytes :]
+        while rest:
+            if rest.strip(b"\0"):
+                raise OSError(f"a damaged header, or data behind the end of the archive, after {offset} bytes")
+            rest = self.read(_READ_BYTES)
+        if self._position - offset < tarfile.BLOCKSIZE:
+            raise EOFError("the archive is cut off: it has no end-of-archive mark")

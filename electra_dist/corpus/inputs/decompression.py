@@ -1,0 +1,99 @@
+"""Decompress an input file while it is read; a file that was cut off is an error, never a shorter file.
+
+Several compressed streams one after another in one file, as Common Crawl and pigz write them, are all read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+from typing import BinaryIO, cast
+
+import zstandard
+
+READ_BYTES = 1 << 20
+
+
+def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
+    """Return a stream of the decompressed bytes of a file.
+
+    Args:
+        raw: the file as it is on disk, opened to read bytes.
+        compression: one of COMPRESSIONS; for "" the result is `raw`.
+    """
+    if compression == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)
+    if compression == ".bz2":
+        return io.BufferedReader(bz2.BZ2File(raw), READ_BYTES)
+    if compression == ".xz":
+        return io.BufferedReader(lzma.LZMAFile(raw), READ_BYTES)
+    if compression == ".zst":
+        return io.BufferedReader(_ZstdFile(raw), READ_BYTES)
+    return cast(io.BufferedReader, raw)
+
+
+class _ZstdFile(io.RawIOBase):
+    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
+
+    The reader of the zstandard package is not used: it treats a file that was cut off as complete.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        """Prepare to decompress from the current position of `raw`, which must be the beginning of a frame.
+
+        `raw` stays open when this object is closed.
+        """
+        self._raw = raw
+        self._frame = self._new_frame()
+        self._inside_frame = False  # bytes of an unfinished frame were read
+        self._ready = b""  # decompressed bytes that were not handed out yet
+
+    def readable(self) -> bool:
+        """Return True, because `io.BufferedReader` accepts readable streams only."""
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        """Fill `buffer` with decompressed bytes and return their number; 0 at the end of the file.
+
+        Raises:
+            EOFError: the file ends within a frame.
+            zstandard.ZstdError: the bytes are not zstd.
+        """
+        while not self._ready:  # a block of compressed bytes may give no output
+            compressed = self._raw.read(READ_BYTES)
+            if not compressed and self._inside_frame:
+                raise EOFError("the compressed data is cut off within a zstd frame")
+            if not compressed:
+                return 0
+            self._ready = self._decompress(compressed)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        """Return the decompressed form of `compressed`, the next bytes of the zstd file; it may be empty.
+
+        These bytes may end in the middle of a frame, and may hold several frames. Each frame gets a new decompressor,
+        because a decompressor of zstandard stops at the end of its frame.
+        """
+        decompressed = []
+        rest = compressed
+        while rest:
+            decompressed.append(self._frame.decompress(rest))
+            self._inside_frame = not self._frame.eof
+            if self._inside_frame:
+                break  # the frame continues in the next bytes of the file
+            rest = self._frame.unused_data
+            self._frame = self._new_frame()
+        return b"".join(decompressed)
+
+    @staticmethod
+    def _new_frame() -> zstandard.ZstdDecompressionObj:
+        """Return a decompressor for one frame.
+
+        It accepts frames with a compression window of up to 2 GiB, as `zstd --long=31` writes them.
+        """
+        return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

@@ -1,0 +1,85 @@
+"""Recognize the format and the compression of an input file by the endings of its name.
+
+The content is not looked at: `a.txt` and `a.txt.gz` are both text, and a file without a known ending is of no known
+kind. Other parts of a name do not matter, so `c4-train.00000-of-01024.json.gz` is JSON in gzip.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+FORMATS = {
+    ".txt": "txt",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".wet": "wet",
+    ".md": "md",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tar": "tar",
+    ".zip": "zip",
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+NO_ENDING = "(none)"  # stands for the ending of a name that has none, in counts by ending
+_COMPRESSED_WITHIN = (".parquet", ".zip")  # a compressed file of these kinds is of no known kind
+_SHORT_ENDINGS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+_USUAL_ENDING = re.compile(r"\.\w{1,10}", re.ASCII)
+
+
+class FileKind(NamedTuple):
+    """Kind of an input file: its format and its compression."""
+
+    format: str  # a value of FORMATS
+    compression: str  # one of COMPRESSIONS; "" if the file is not compressed
+
+
+def kind_of(name: str) -> FileKind | None:
+    """Return the kind of a file by the endings of its name, in any case of letters; None if it is unknown.
+
+    `a.parquet.gz` is unknown, because parquet is compressed within the file.
+
+    Args:
+        name: name or path of the file, with `/` between the parts.
+    """
+    endings = _endings(name)
+    compression = ""
+    if endings and endings[-1] in COMPRESSIONS:
+        compression = endings.pop()
+    if not endings:
+        return None
+    file_format = FORMATS.get(endings[-1])
+    if file_format is None or (compression and endings[-1] in _COMPRESSED_WITHIN):
+        return None
+    return FileKind(file_format, compression)
+
+
+def ending_of(name: str) -> str:
+    """Return the ending by which reports count a file: ".txt", ".json.gz", or `NO_ENDING` if there is none.
+
+    An ending of more than ten characters, or of others than letters, digits and `_`, counts as none.
+
+    Args:
+        name: name or path of the file, with `/` between the parts.
+    """
+    endings = _endings(name)
+    num_parts = 2 if endings and endings[-1] in COMPRESSIONS else 1
+    usual_endings = [ending for ending in endings[-num_parts:] if _USUAL_ENDING.fullmatch(ending)]
+    return "".join(usual_endings) or NO_ENDING
+
+
+def known_endings() -> str:
+    """Return the file endings that can be read, as text for error messages: ".txt, .jsonl, ..."."""
+    return f"{', '.join(FORMATS)}, each but .parquet and .zip also with {', '.join(COMPRESSIONS)}"
+
+
+def _endings(name: str) -> list[str]:
+    """Return the endings of a file's name in lower case: [".tar", ".gz"] for a.TAR.GZ and for a.tgz."""
+    lower_case_name = PurePosixPath(name).name.lower()
+    for short_ending, long_ending in _SHORT_ENDINGS.items():
+        if lower_case_name.endswith(short_ending):
+            lower_case_name = lower_case_name.removesuffix(short_ending) + long_ending
+    return PurePosixPath(lower_case_name).suffixes

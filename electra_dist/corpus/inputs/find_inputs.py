@@ -1,0 +1,332 @@
+"""Find the input files of a corpus build, in a fixed order, and count everything that is left out.
+
+Guarantee: the order is that of the files' names below the input path, wherever the files are. Each file is read once,
+also if links or several paths lead to it. Whatever is found and not read is counted with its reason (`SkippedInputs`);
+a folder or file that may not be read is an error.
+
+How: real folders are searched first, then folders that a link leads to, so that a link never takes the name of what it
+leads to. A folder that was searched before is not searched again, which also ends cycles of links.
+
+Limits: objects on S3 are listed once; their sizes cost one request each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import braceexpand
+
+from electra_dist.corpus.inputs.file_kinds import kind_of, known_endings
+from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS, SkippedInputs, encodable
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+
+
+class InputFile(NamedTuple):
+    """One input file of a corpus: its name below the input path, its path, its format and its size in bytes on disk.
+
+    The name decides the order in which files are read. A corpus records names and sizes, not paths, so the files may
+    be moved together.
+    """
+
+    name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
+    path: Path  # on a local disk; for a file on S3 its key in `store`
+    format: str  # a value of FORMATS
+    size: int  # bytes on disk
+    source: str = ""  # the input that was given, with the first folder below it; the report counts tokens by it
+    is_given: bool = False  # the user named the file itself or by a pattern, not a folder with it
+    store: Store | None = None  # the S3 prefix that holds the file; None for a local file
+
+    @property
+    def location(self) -> str:
+        """Return the path or the s3:// URL of the file, for messages."""
+        if self.store is None:
+            return str(self.path)
+        return f"{self.store.url}/{self.path.as_posix()}"
+
+
+class FoundInputs(NamedTuple):
+    """Result of a search for inputs: the files to read, in reading order, and what is left out."""
+
+    files: list[InputFile]
+    skipped: SkippedInputs
+
+
+def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:
+    """Return the files behind `paths`, in reading order; `search_inputs` also returns what is left out."""
+    return search_inputs(paths, endpoint_url).files
+
+
+def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> FoundInputs:
+    """Find the files behind `paths`, and count what is left out of the folders among them.
+
+    Files are ordered by their name, which is the path below the given folder, then by their path. A file that two
+    paths lead to, for example through a link, is listed once, with the name from the first of them.
+
+    Args:
+        paths: files with a known ending, folders, s3:// URLs of both, or brace patterns of files and URLs, such as
+            `shard-{000000..000099}.tar`.
+        endpoint_url: S3 endpoint; None for AWS.
+
+    Raises:
+        UserError: a path is missing or a file of unknown kind, a folder or file may not be read, or no file was found.
+        StoreError: S3 refuses access, or an object is missing.
+    """
+    search = _Search(endpoint_url)
+    for path in paths:
+        search.add(str(path))
+    if not search.file_of_identity:
+        all_paths = " ".join(str(path) for path in paths)
+        raise UserError(
+            f"--input {all_paths}: no file with a known ending{_left_out(search.skipped)}; give files or folders with "
+            f"{known_endings()}"
+        )
+    files = sorted(search.file_of_identity.values(), key=lambda file: (file.name, file.location))
+    return FoundInputs(files, search.skipped)
+
+
+def _left_out(skipped: SkippedInputs) -> str:
+    """Return the counts of skipped inputs for an error message, such as " (left out: .html 3)"; "" if all are 0."""
+    counts = [
+        f"{ending} {number} ({SKIP_REASONS[reason]})"
+        for reason, numbers in skipped.by_reason().items()
+        for ending, number in numbers.items()
+    ]
+    return f" (left out: {', '.join(counts)})" if counts else ""
+
+
+class _Search:
+    """State of one search: the files found so far, by their identity, and what is left out."""
+
+    def __init__(self, endpoint_url: str | None) -> None:
+        """Start without files.
+
+        Args:
+            endpoint_url: S3 endpoint; None for AWS.
+        """
+        self.file_of_identity: dict[str, InputFile] = {}  # resolved path or s3:// URL -> the file
+        self.skipped = SkippedInputs()
+        self._endpoint_url = endpoint_url
+        self._store_of_url: dict[str, Store] = {}  # one client for all files of a brace pattern
+
+    def add(self, given: str) -> None:
+        """Add the file, the folder or the files of the brace pattern that the user gave as --input.
+
+        Raises:
+            UserError: a path is missing, a file of unknown kind, or may not be read.
+        """
+        is_remote = given.startswith("s3://")
+        source = encodable(given.rstrip("/") if is_remote else os.path.normpath(given))
+        is_pattern = "{" in given and (is_remote or not Path(given).exists())
+        for path in _expand_braces(given) if is_pattern else [given]:
+            if is_remote:
+                self._add_remote(path, source)
+            else:
+                self._add_local(path, source, is_pattern)
+
+    def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
+        """Add a local file, or the files below a local folder.
+
+        Args:
+            path: the path; one of a brace pattern's paths if `is_pattern`.
+            source: the input that was given, for the report.
+            is_pattern: whether the user gave a brace pattern, for the error message.
+
+        Raises:
+            UserError: the path is missing, a file of unknown kind, or may not be read.
+        """
+        root = Path(path)
+        if "://" in path:
+            raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
+        if not root.exists():
+            whole = f" (one of the pattern {source})" if is_pattern else ""
+            raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
+        if root.is_dir():
+            for name, file in _files_in_folder(root, self.skipped):
+                self._add_file(name, file, _source_of(source, name), is_given=False)
+            return
+        if kind_of(root.name) is None:
+            raise UserError(f"--input {path}: unknown kind of file; known: {known_endings()}; convert or rename it")
+        if root.is_file():
+            self._add_file(root.name, root, source, is_given=True)
+        else:
+            self.skipped.add("not_a_file", root.name)
+
+    def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
+        """Add a local file of known kind, unless it was added before through another path.
+
+        Raises:
+            UserError: the file may not be read.
+        """
+        kind = kind_of(name)
+        assert kind is not None
+        identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
+        if identity in self.file_of_identity:
+            self.skipped.add("read_before", name)
+            return
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path}: the file may not be read; give read permission, or move it out of the input")
+        size = path.stat().st_size
+        self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)
+
+    def _add_remote(self, url: str, source: str) -> None:
+        """Add an object on S3 if the URL has a known ending, otherwise all objects below the URL.
+
+        Raises:
+            StoreError: the object is missing, or S3 refuses access.
+        """
+        url = url.rstrip("/")
+        if kind_of(url) is not None:
+            parent, _, name = url.rpartition("/")
+            self._add_object(self._open(parent), name, source, is_given=True)
+            return
+        store = self._open(url)
+        for key in store.list():
+            if _is_hidden(key):
+                self.skipped.add("hidden", key)
+            elif kind_of(key) is None:
+                self.skipped.add("unknown_kind", key)
+            else:
+                self._add_object(store, key, _source_of(source, key), is_given=False)
+
+    def _add_object(self, store: Store, key: str, source: str, *, is_given: bool) -> None:
+        """Add an object of known kind, unless it was added before; its size costs one request."""
+        kind = kind_of(key)
+        assert kind is not None
+        identity = f"{store.url}/{key}"
+        if identity in self.file_of_identity:
+            self.skipped.add("read_before", key)
+            return
+        size = store.size(key)
+        self.file_of_identity[identity] = InputFile(key, Path(key), kind.format, size, source, is_given, store)
+
+    def _open(self, url: str) -> Store:
+        """Return the store at an s3:// URL; the same one for equal URLs."""
+        if url not in self._store_of_url:
+            self._store_of_url[url] = open_store(url, self._endpoint_url)
+        return self._store_of_url[url]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Return the paths of a brace pattern, as bash expands it: `a-{00..02}.tar` gives a-00.tar, a-01.tar, a-02.tar.
+
+    Raises:
+        UserError: the braces are not balanced.
+    """
+    try:
+        return list(braceexpand.braceexpand(pattern))
+    except ValueError:  # UnbalancedBracesError, which is one
+        raise UserError(
+            f"--input {pattern}: the braces are not balanced; write a pattern like shard-{{000..099}}.tar"
+        ) from None
+
+
+def _source_of(given: str, name: str) -> str:
+    """Return the source under which a file's documents are counted: the given input and the first folder below it.
+
+    Args:
+        given: the input folder that the user gave.
+        name: path of the file below it.
+    """
+    first_folder, separator, _ = name.partition("/")
+    return f"{given}/{encodable(first_folder)}" if separator else given
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file, or a folder on its path, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def _files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the path of each file of known kind below a folder; count everything else.
+
+    Files below real folders come first, sorted by path, then those of each folder that a link leads to.
+
+    Raises:
+        UserError: a folder may not be listed.
+    """
+    searched: set[tuple[int, int]] = set()  # device and inode of the folders
+    waiting = deque([folder])
+    while waiting:
+        for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
+            name = path.relative_to(folder).as_posix()
+            reason = _reason_to_skip(path)
+            if reason is None:
+                yield name, path
+            else:
+                skipped.add(reason, name)
+
+
+def _reason_to_skip(path: Path) -> str | None:
+    """Return why something in an input folder is not read, a key of `SKIP_REASONS`; None for a file to read.
+
+    Raises:
+        UserError: it is a link through a folder that may not be entered.
+    """
+    try:
+        if not path.exists():  # nor does what a link in a circle leads to
+            return "broken_link"
+        if not path.is_file():
+            return "not_a_file"
+    except OSError as error:
+        raise UserError(
+            f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
+        ) from None
+    return "unknown_kind" if kind_of(path.name) is None else None
+
+
+def _walk(
+    start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
+) -> Iterator[Path]:
+    """Yield everything in a folder and in the real folders below it that is no folder and not hidden.
+
+    Args:
+        start: the folder to search; it may be a link to one.
+        root: the input folder that was given, for names.
+        searched: device and inode of the folders that were searched; this function adds to it.
+        linked: receives the links to folders, which are not followed.
+        skipped: counts what is hidden and folders that were searched before.
+
+    Raises:
+        UserError: a folder may not be listed.
+    """
+    waiting = [start]
+    while waiting:
+        folder = waiting.pop()
+        status = folder.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in searched:
+            skipped.add("read_before", folder.relative_to(root).as_posix())
+            continue
+        searched.add(identity)
+        for entry in _entries(folder):
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                skipped.add("hidden", path.relative_to(root).as_posix())
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(path)
+            elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
+                linked.append(path)
+            else:
+                yield path
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, sorted by name.
+
+    Raises:
+        UserError: the folder may not be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the folder cannot be listed ({error.strerror}); give read permission, or move it out of the "
+            "input"
+        ) from None

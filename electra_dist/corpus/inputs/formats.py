@@ -1,0 +1,146 @@
+"""Read the documents of one file by its format, undecoded.
+
+| format | a document is |
+| --- | --- |
+| txt | the lines up to a blank line |
+| md | the whole file |
+| jsonl, json | a JSON object |
+| csv, tsv, parquet | the cell of a row in the column of the texts |
+| wet | a `conversion` record of a WARC file (Common Crawl text) |
+
+Archives are read by `archives.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+
+import pyarrow
+import zstandard
+
+from electra_dist.corpus.inputs.decompression import READ_BYTES
+from electra_dist.corpus.inputs.json_values import read_json
+from electra_dist.corpus.inputs.table_files import read_csv, read_parquet
+from electra_dist.corpus.text_decoding import RawDocument
+
+# Errors that the readers of the formats raise for a file that is damaged or cut off.
+DAMAGED_FILE_ERRORS = (
+    EOFError,
+    OSError,
+    zlib.error,
+    lzma.LZMAError,
+    zstandard.ZstdError,
+    pyarrow.ArrowException,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+_BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
+
+
+def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) -> Iterator[RawDocument]:
+    """Yield the documents of one file, undecoded.
+
+    Args:
+        file_format: a value of `FORMATS`, no archive.
+        stream: the file, decompressed. It is closed at the end if it is a table.
+        text_field: name of the column of a table that holds the text. A JSON record is yielded whole, and
+            `text_decoding.decode` finds its text.
+
+    Raises:
+        NoTextColumn: a table has no such column.
+        Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
+    """
+    if file_format == "jsonl":
+        for line in stream:
+            yield RawDocument(line, is_json=True)
+    elif file_format == "json":
+        for value in read_json(stream):
+            yield RawDocument(value, is_json=True)
+    elif file_format in ("csv", "tsv"):
+        for cell in read_csv(stream, text_field, is_tsv=file_format == "tsv"):
+            yield RawDocument(cell, is_json=False)
+    elif file_format == "parquet":
+        for cell in read_parquet(stream, text_field):  # type: ignore[arg-type]
+            yield RawDocument(cell, is_json=False)
+    elif file_format == "wet":
+        yield from _read_wet(stream)
+    elif file_format == "md":
+        yield from _read_whole(stream)
+    else:
+        yield from _read_txt(stream)
+
+
+def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+    """Yield the whole file as one document, stripped of white space; nothing if it is empty."""
+    text = stream.read().strip()
+    if text:
+        yield RawDocument(text, is_json=False)
+
+
+def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+    """Yield the documents of a plain-text file: the blocks of text between blank lines, stripped of white space.
+
+    The stream is read in large blocks of bytes. The text after the last blank line of a block is an unfinished
+    document: it is joined to the next block and searched again. Each read is at least as large as that text, so that
+    the time stays linear even for a huge document.
+    """
+    unfinished = b""
+    while block := stream.read(max(READ_BYTES, len(unfinished))):
+        *documents, unfinished = _BLANK_LINE.split(unfinished + block)
+        for document in documents:
+            text = document.strip()
+            if text:
+                yield RawDocument(text, is_json=False)
+    text = unfinished.strip()
+    if text:
+        yield RawDocument(text, is_json=False)
+
+
+def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages.
+
+    Source: ISO 28500. A record is a version line such as `WARC/1.0`, headers, an empty line and a body of
+    Content-Length bytes. Two empty lines follow it.
+
+    Raises:
+        EOFError: the last record is cut off.
+        OSError: the stream is not WARC.
+    """
+    while version_line := stream.readline():
+        if not version_line.strip():
+            continue  # an empty line after the record before
+        if not version_line.startswith(b"WARC/"):
+            raise OSError(f"expected the line `WARC/...` at the start of a record, found {version_line[:40]!r}")
+        headers = _read_warc_headers(stream)
+        length_header = headers.get(b"content-length", b"")
+        if not length_header.isdigit():
+            raise OSError(f"a WARC record has Content-Length {length_header!r} where a number of bytes is expected")
+        body_length = int(length_header)
+        body = stream.read(body_length)
+        if len(body) < body_length:
+            raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
+        if headers.get(b"warc-type") == b"conversion":
+            yield RawDocument(body, is_json=False)
+
+
+def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
+    """Read the headers of a WARC record and the empty line after them; return the values by name in lower case.
+
+    For example, {b"warc-type": b"conversion", b"content-length": b"1234"}.
+
+    Raises:
+        EOFError: the stream ends before the empty line.
+    """
+    headers: dict[bytes, bytes] = {}
+    while line := stream.readline():
+        if not line.strip():
+            return headers
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    raise EOFError("the last WARC record is cut off within its headers")

@@ -1,0 +1,154 @@
+"""Divide a JSON file into its records: an array, one value a line, or values one after another.
+
+Guarantee: every record is yielded once, as the bytes that it has in the file. A file that is cut off within a record,
+or that is no JSON, is an error.
+
+How: if the first line is a whole object, the file is read line by line (such a `.json` file is JSON lines under
+another name, as in C4). Otherwise Python's JSON parser finds the end of each value in a window of the text, which
+grows until it holds a whole value.
+
+Cost: files of lines as fast as .jsonl; others are parsed twice, about 100 MB/s.
+
+Limits: a value of more than 1 GiB of text is an error, because a broken one would be searched to the end of the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterator
+
+from electra_dist.corpus.inputs.decompression import READ_BYTES
+
+_MAX_VALUE_CHARS = 1 << 30
+_WHITE_SPACE = " \t\r\n"
+# Control characters within strings are left to the reader of the record, which skips that record alone.
+_PARSER = json.JSONDecoder(strict=False)
+
+
+def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
+    """Yield the records of a JSON file, undecoded: the elements of an array, the lines, or the values in a row.
+
+    Raises:
+        EOFError: the file is cut off within an array.
+        OSError: the file is not JSON.
+    """
+    first_line = stream.readline()
+    while first_line and not first_line.strip():
+        first_line = stream.readline()
+    if _is_object(first_line):
+        yield first_line
+        yield from stream
+    elif first_line:
+        yield from _values(_Window(first_line, stream))
+
+
+def _is_object(line: bytes) -> bool:
+    """Return whether a line of bytes is one whole JSON object, so that the file is JSON lines."""
+    try:
+        return isinstance(json.loads(line.decode("utf-8-sig", "replace"), strict=False), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _values(window: _Window) -> Iterator[bytes]:
+    """Yield the elements of an array, or values that follow one another.
+
+    Args:
+        window: the text of the file.
+
+    Raises:
+        EOFError: the array is not closed.
+        OSError: there is something else than values.
+    """
+    in_array = window.next_character() == "["
+    if in_array:
+        window.skip_character()
+    while character := window.next_character():
+        if in_array and character == "]":
+            window.skip_character()
+            if window.next_character():
+                raise OSError("there is text after the end of the JSON array")
+            return
+        if in_array and character == ",":
+            window.skip_character()
+        else:
+            yield window.next_value().encode("utf-8", "surrogateescape")
+    if in_array:
+        raise EOFError("the JSON array is cut off")
+
+
+class _Window:
+    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed.
+
+    Bytes that are not UTF-8 become surrogates, from which the same bytes are made again.
+    """
+
+    def __init__(self, first_line: bytes, stream: io.BufferedIOBase) -> None:
+        """Begin at the first line of a file.
+
+        Args:
+            first_line: the line, which was read already.
+            stream: the rest of the file.
+        """
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._text = self._decoder.decode(first_line)
+        self._position = 0
+
+    def next_character(self) -> str:
+        """Move to the next character that is not white space and return it; "" at the end of the file."""
+        while True:
+            while self._position < len(self._text):
+                character = self._text[self._position]
+                if character not in _WHITE_SPACE:
+                    return character
+                self._position += 1
+            if not self._read_more():
+                return ""
+
+    def skip_character(self) -> None:
+        """Move past the character that `next_character` has returned."""
+        self._position += 1
+
+    def next_value(self) -> str:
+        """Return the text of the JSON value at the position, and move past it.
+
+        Raises:
+            OSError: there is no JSON value, or it is longer than 1 GiB.
+        """
+        while True:
+            try:
+                _, end = _PARSER.raw_decode(self._text, self._position)
+            except json.JSONDecodeError as error:
+                if not self._read_more():
+                    raise OSError(
+                        f"no complete JSON value: {error.msg}; a file of one JSON object a line is read line by line "
+                        "if its name ends in .jsonl"
+                    ) from None
+                continue
+            except RecursionError:
+                raise OSError("a JSON value is nested too deeply") from None
+            may_go_on = end == len(self._text) and self._text[end - 1] not in '}]"'  # a number at the window's end
+            if may_go_on and self._read_more():
+                continue
+            value = self._text[self._position : end]
+            self._position = end
+            return value
+
+    def _read_more(self) -> bool:
+        """Read at least as much text again as the window holds; return False at the end of the file.
+
+        Text before the position is forgotten. Doubling the window keeps the time linear in the size of a value.
+
+        Raises:
+            OSError: the window holds 1 GiB already.
+        """
+        self._text = self._text[self._position :]
+        self._position = 0
+        if len(self._text) > _MAX_VALUE_CHARS:
+            raise OSError("no complete JSON value within 1 GiB")
+        data = self._stream.read(max(READ_BYTES, len(self._text)))
+        self._text += self._decoder.decode(data, final=not data)
+        return bool(data)

@@ -1,0 +1,66 @@
+"""Count the inputs that a corpus build leaves out, by reason and by ending, and keep their names."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from electra_dist.corpus.inputs.file_kinds import ending_of
+
+# Reason for which a file, a folder or a member of an archive is not read -> explanation for the user.
+SKIP_REASONS = {
+    "unknown_kind": "no known ending",
+    "hidden": "hidden: the name begins with a dot",
+    "broken_link": "a link to nothing",
+    "read_before": "a link or a second path to a file or folder that is read under another name",
+    "not_a_file": "no regular file, such as a pipe, or a link within an archive",
+    "no_text_column": "a table without the column of --text-field",
+    "metadata": "JSON beside the text of a WebDataset sample",
+}
+MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
+
+
+def encodable(name: str) -> str:
+    """Return the name of a file with bytes that are not UTF-8 as escapes (`\\udcff`), so that JSON can hold it."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+class SkippedInputs:
+    """Counter of inputs that are left out: files, links, folders, and members of archives.
+
+    A hidden folder, or one that was read before, counts once, whatever is in it.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.counts: Counter[tuple[str, str]] = Counter()  # (reason, ending) -> number
+        self.names: dict[str, list[str]] = defaultdict(list)  # reason -> the first MAX_NAMES names
+
+    def add(self, reason: str, name: str) -> None:
+        """Count one input that is left out.
+
+        Args:
+            reason: a key of `SKIP_REASONS`.
+            name: name of the file below the input path; for a member of an archive `ARCHIVE: MEMBER`.
+        """
+        assert reason in SKIP_REASONS
+        self.counts[reason, ending_of(name)] += 1
+        if len(self.names[reason]) < MAX_NAMES:
+            self.names[reason].append(encodable(name))
+
+    def by_reason(self) -> dict[str, dict[str, int]]:
+        """Return the numbers by reason, then by ending, in the order of `SKIP_REASONS` and of the endings."""
+        return {
+            reason: {ending: number for (key, ending), number in sorted(self.counts.items()) if key == reason}
+            for reason in SKIP_REASONS
+            if self.names.get(reason)
+        }
+
+    def joined(self, other: SkippedInputs) -> SkippedInputs:
+        """Return a new counter of the inputs of both; the names of this one come first."""
+        both = SkippedInputs()
+        both.counts = self.counts + other.counts
+        for reason in SKIP_REASONS:
+            names = self.names.get(reason, []) + other.names.get(reason, [])
+            if names:
+                both.names[reason] = names[:MAX_NAMES]
+        return both

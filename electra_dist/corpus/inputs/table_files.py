@@ -1,0 +1,91 @@
+"""Read the texts of one column of a table: a CSV, TSV or parquet file.
+
+CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two quotes within it stand for one. TSV
+has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
+the columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow
+import pyarrow.parquet
+
+_PARQUET_BATCH_ROWS = 1024
+_MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
+
+
+class NoTextColumn(Exception):
+    """Exception for a table without the column that holds the text; `columns` are the names of those it has."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        """Store the names of the columns."""
+        super().__init__(", ".join(columns))
+        self.columns = tuple(columns)
+
+
+def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[bytes | None]:
+    """Yield the cells of one column, undecoded; None for a row that has another number of cells than the first row.
+
+    Args:
+        stream: the file, decompressed; it is closed at the end.
+        text_field: name of the column.
+        is_tsv: tab between the cells and no quotes, instead of a comma.
+
+    Raises:
+        NoTextColumn: the first row does not name the column.
+        OSError: a quote is not closed, or stands within a cell without quotes.
+    """
+    csv.field_size_limit(_MAX_CELL_CHARS)
+    # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
+    text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")  # type: ignore[type-var]
+    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
+    rows = csv.reader(text, **dialect)
+    try:
+        columns = next(rows, None)
+        if columns is None:
+            return  # an empty file
+        if text_field not in columns:
+            raise NoTextColumn(columns)
+        index = columns.index(text_field)
+        for row in rows:
+            if len(row) == len(columns):
+                yield row[index].encode("utf-8", "surrogateescape")
+            elif row:  # an empty row is an empty line
+                yield None
+    except csv.Error as error:
+        raise OSError(f"line {rows.line_num} is not CSV: {error}") from None
+
+
+def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
+    """Yield the cells of one column of a parquet file, undecoded; None for a null cell.
+
+    Args:
+        stream: the file, opened to read bytes.
+        text_field: name of the column.
+
+    Raises:
+        NoTextColumn: there is no column of that name with strings or bytes.
+    """
+    table = pyarrow.parquet.ParquetFile(stream)
+    schema = table.schema_arrow
+    if text_field not in schema.names or not _is_text(schema.field(text_field).type):
+        raise NoTextColumn(schema.names)
+    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_field]):
+        cells = batch.column(0).cast(pyarrow.large_binary())  # strings become their UTF-8 bytes
+        for cell in cells:
+            yield cell.as_py()
+
+
+def _is_text(column_type: pyarrow.DataType) -> bool:
+    """Return whether a parquet column holds strings or bytes, with 32-bit or 64-bit ("large") offsets."""
+    return (
+        pyarrow.types.is_string(column_type)
+        or pyarrow.types.is_large_string(column_type)
+        or pyarrow.types.is_binary(column_type)
+        or pyarrow.types.is_large_binary(column_type)
+    )

@@ -1,0 +1,195 @@
+"""Write and read build.json, the report of a corpus build: what was read, what was left out, and what came of it.
+
+Guarantee: the report is the same for any number of workers and of interruptions of the build. It lies beside
+corpus.json, is written before it, and is no part of the corpus: neither the fingerprint nor a run depends on it.
+
+How: files are counted by the stream that reads them. A resumed build reads all of them again, so these counts are
+always complete. Documents and tokens are counted with each shard, in its record of progress.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from electra_dist.config import Section
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
+from electra_dist.corpus.report.document_counts import LENGTH, SKIPPED, SKIPPED_BYTES
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
+from electra_dist.corpus.text_readers import StreamCounts
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+
+REPORT_KEY = "build.json"
+
+
+class FileCounts(Section):
+    """Number and size of some input files."""
+
+    files: int = Field(description="number of files; an archive is one file")
+    bytes: int = Field(description="their size on disk")
+
+
+class SkippedDocuments(Section):
+    """Number and size of the documents that were left out for one reason."""
+
+    documents: int = Field(description="number of documents")
+    bytes: int = Field(description="their size before decoding")
+
+
+class UndecodableText(Section):
+    """Bytes that are not UTF-8, and what was done about them."""
+
+    policy: Undecodable = Field(description="corpus.undecodable of the build")
+    documents: int = Field(description="documents with such bytes: left out (skip) or used without them (replace)")
+    bytes: int = Field(description="such bytes in all documents")
+
+
+class TokenCounts(Section):
+    """Documents that are in the corpus, held out or not, and their tokens of text."""
+
+    documents: int = Field(description="documents that were used or held out")
+    tokens: int = Field(description="their tokens, without [CLS], [SEP] and [PAD]")
+    unk_tokens: int = Field(description="tokens that are [UNK]")
+    unk_rate: float = Field(description="unk_tokens / tokens; 0 without tokens")
+    tokens_per_document: float = Field(description="tokens / documents; 0 without documents")
+
+
+class SourceReport(TokenCounts):
+    """Share of one source in a corpus; a source is an input as it was given, with the first folder below it."""
+
+    files: int = Field(description="files read")
+    bytes: int = Field(description="their size on disk")
+    documents_in: int = Field(description="documents read")
+    documents_skipped: int = Field(description="documents left out, for any reason")
+
+
+class BuildReport(Section):
+    """Content of build.json: everything that a build has read and left out, in numbers."""
+
+    format: Literal[1] = Field(default=1, description="version of the file's format")
+    files_read: dict[str, FileCounts] = Field(description="files read, by the ending of their names")
+    members_read: dict[str, int] = Field(description="members of archives that were read, by ending")
+    inputs_skipped: dict[str, dict[str, int]] = Field(
+        description="files, links, folders and members of archives that were left out: reason -> ending -> number"
+    )
+    skipped_names: dict[str, list[str]] = Field(description="names of the first 1,000 of these, by reason")
+    bytes_in: int = Field(description="size of all files read, on disk")
+    document_bytes_in: int = Field(description="size of all documents read, decompressed, before decoding")
+    documents_in: int = Field(description="documents read: used, held out or skipped")
+    documents_used: int = Field(description="documents in the training corpus")
+    documents_heldout: int = Field(description="documents in the held-out corpus")
+    documents_skipped: dict[str, SkippedDocuments] = Field(description="documents left out, by reason")
+    undecodable: UndecodableText = Field(description="bytes that are not UTF-8")
+    text: TokenCounts = Field(description="the documents in the corpus and their tokens, over all sources")
+    document_lengths: dict[str, int] = Field(
+        description="documents in the corpus by their tokens: N -> documents of N up to 2N - 1 tokens"
+    )
+    sources: dict[str, SourceReport] = Field(description="the same by source")
+
+
+def make_report(
+    skipped: SkippedInputs, stream: StreamCounts, sources: Mapping[str, Mapping[str, int]], undecodable: Undecodable
+) -> BuildReport:
+    """Return the report of a build.
+
+    Args:
+        skipped: what the search for inputs has left out.
+        stream: counts of the stream of documents, read to its end.
+        sources: counts of documents by source (`document_counts.py`), over all shards.
+        undecodable: `corpus.undecodable` of the build.
+    """
+    all_skipped = skipped.joined(stream.skipped)
+    totals: Counter[str] = Counter()
+    for counts in sources.values():
+        totals.update(counts)
+    return BuildReport(
+        files_read={
+            ending: FileCounts(files=number, bytes=stream.file_bytes[ending])
+            for ending, number in sorted(stream.files.items())
+        },
+        members_read=dict(sorted(stream.members.items())),
+        inputs_skipped=all_skipped.by_reason(),
+        skipped_names=dict(all_skipped.names),
+        bytes_in=stream.file_bytes.total(),
+        document_bytes_in=totals["bytes"],
+        documents_in=totals["documents"],
+        documents_used=totals["used"],
+        documents_heldout=totals["heldout"],
+        documents_skipped={
+            kind: SkippedDocuments(documents=totals[SKIPPED + kind], bytes=totals[SKIPPED_BYTES + kind])
+            for kind in SKIPPED_KINDS
+        },
+        undecodable=UndecodableText(
+            policy=undecodable, documents=totals["undecodable_documents"], bytes=totals["undecodable_bytes"]
+        ),
+        text=TokenCounts(**_token_counts(totals)),
+        document_lengths=_lengths(totals),
+        sources={
+            source: _source_report(source, Counter(sources.get(source, {})), stream)
+            for source in sorted({*sources, *stream.source_files})
+        },
+    )
+
+
+def _token_counts(counts: Counter[str]) -> dict[str, Any]:
+    """Return the fields of `TokenCounts` from counts of documents."""
+    documents = counts["used"] + counts["heldout"]
+    tokens = counts["tokens"]
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "unk_tokens": counts["unk_tokens"],
+        "unk_rate": counts["unk_tokens"] / tokens if tokens else 0.0,
+        "tokens_per_document": tokens / documents if documents else 0.0,
+    }
+
+
+def _lengths(counts: Counter[str]) -> dict[str, int]:
+    """Return how many documents have N up to 2N - 1 tokens, by N in rising order."""
+    powers = sorted(int(key.removeprefix(LENGTH)) for key in counts if key.startswith(LENGTH))
+    return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
+
+
+def _source_report(source: str, counts: Counter[str], stream: StreamCounts) -> SourceReport:
+    """Return the report of one source.
+
+    Args:
+        source: its name.
+        counts: counts of its documents.
+        stream: counts of the files read, by source.
+    """
+    return SourceReport(
+        **_token_counts(counts),
+        files=stream.source_files[source],
+        bytes=stream.source_bytes[source],
+        documents_in=counts["documents"],
+        documents_skipped=sum(number for key, number in counts.items() if key.startswith(SKIPPED)),
+    )
+
+
+def write_report(store: Store, report: BuildReport) -> None:
+    """Write build.json beside corpus.json, indented for people to read."""
+    text = json.dumps(report.model_dump(mode="json"), indent=2)
+    store.write(REPORT_KEY, (text + "\n").encode())
+
+
+def read_report(store: Store) -> BuildReport | None:
+    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version.
+
+    Raises:
+        UserError: build.json is damaged or of another version of the format.
+    """
+    if not store.exists(REPORT_KEY):
+        return None
+    try:
+        return BuildReport.model_validate_json(store.read(REPORT_KEY))
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise UserError(
+            f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
+        ) from None

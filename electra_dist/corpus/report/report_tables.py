@@ -1,0 +1,98 @@
+"""Show the report of a corpus build: tables of inputs and sources, and lines about what a user may want to change."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS
+from electra_dist.corpus.report.build_report import BuildReport
+
+_NAMES_SHOWN = 10
+_NAMED_REASONS = ("broken_link", "no_text_column")  # reasons whose names are printed: each may be a mistake
+
+
+def input_table(report: BuildReport) -> Table:
+    """Return a table of the input files that were read and of everything that was left out, by ending."""
+    table = Table(title="Inputs", title_justify="left", show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for ending, counts in report.files_read.items():
+        table.add_row(f"read: {ending}", _plural(counts.files, "file"), f"{counts.bytes / 1e6:,.1f} MB")
+    for ending, number in report.members_read.items():
+        table.add_row(f"read in archives: {ending}", _plural(number, "file"), "")
+    table.add_section()
+    for reason, numbers in report.inputs_skipped.items():
+        for ending, number in numbers.items():
+            table.add_row(f"left out: {ending} ({SKIP_REASONS[reason]})", f"{number:,}", "")
+    return table
+
+
+def source_table(report: BuildReport) -> Table:
+    """Return a table of the documents and tokens of each source, and of all together."""
+    table = Table(title="Sources", title_justify="left")
+    table.add_column("source", overflow="fold")
+    for heading in ("documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
+        table.add_column(heading, justify="right")
+    all_tokens = max(report.text.tokens, 1)
+    for source, counts in report.sources.items():
+        table.add_row(
+            source,
+            f"{counts.documents:,}",
+            f"{counts.documents_skipped:,}",
+            f"{counts.tokens:,}",
+            f"{100 * counts.tokens / all_tokens:.1f} %",
+            f"{counts.tokens_per_document:,.0f}",
+            f"{100 * counts.unk_rate:.2f} %",
+        )
+    table.add_section()
+    text = report.text
+    num_skipped = sum(skipped.documents for skipped in report.documents_skipped.values())
+    table.add_row(
+        "all",
+        f"{text.documents:,}",
+        f"{num_skipped:,}",
+        f"{text.tokens:,}",
+        "100.0 %",
+        f"{text.tokens_per_document:,.0f}",
+        f"{100 * text.unk_rate:.2f} %",
+    )
+    return table
+
+
+def remarks(report: BuildReport) -> list[str]:
+    """Return one line for each thing in a report that a user may want to change, with the next step.
+
+    These are links to nothing and tables without text, by name, and bytes that are not UTF-8.
+    """
+    lines = []
+    for reason in _NAMED_REASONS:
+        names = report.skipped_names.get(reason, [])
+        if names:
+            number = sum(report.inputs_skipped[reason].values())
+            shown = ", ".join(_printable(name) for name in names[:_NAMES_SHOWN])
+            more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
+            lines.append(f"left out, {SKIP_REASONS[reason]}: {shown}{more}")
+    undecodable = report.undecodable
+    if undecodable.documents and undecodable.policy == "skip":
+        lost_bytes = report.documents_skipped["undecodable"].bytes
+        lines.append(
+            f"left out {_plural(undecodable.documents, 'document')} of {lost_bytes:,} bytes for "
+            f"{_plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them"
+        )
+    elif undecodable.documents:
+        lines.append(
+            f"replaced {_plural(undecodable.bytes, 'byte')} that are not UTF-8 in "
+            f"{_plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
+        )
+    return lines
+
+
+def _plural(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 file", "1,024 files"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _printable(name: str) -> str:
+    """Return the name of a file on one line; control characters and bytes that are not UTF-8 appear as escapes."""
+    return name if name.isprintable() else ascii(name)
