@@ -7,8 +7,9 @@ the end of the archive.
 How: consecutive members whose names differ in their ending only are one sample, by the `webdataset` package. The
 ending is everything after the first dot of the file name, as in WebDataset.
 
-    .txt, .md, .TEXT_FIELD     each is one document, blank lines or not (TEXT_FIELD is --text-field)
-    .json                      a document, or several; left out as metadata beside one of the above
+    .TEXT_FIELD                one document, whatever the ending is (TEXT_FIELD is --text-field)
+    .txt, .md                  each is one document, blank lines or not; left out beside .TEXT_FIELD
+    .json                      a document, or several; left out beside one of the above
     .jsonl .csv .parquet ...   read as the same file outside of an archive
     all others (.cls, .jpg)    left out
 
@@ -111,13 +112,15 @@ class ArchiveReader:
         Args:
             sample: content of the members by ending in lower case, and `__key__`, the common part of their names.
         """
-        key = sample["__key__"]
-        kinds = {ending: self._kind_of_member(ending) for ending in sample if not ending.startswith("__")}
-        has_text = any(kind is not None and kind.format == _ONE_TEXT.format for kind in kinds.values())
-        for ending, kind in kinds.items():
+        endings = [ending for ending in sample if not ending.startswith("__")]
+        named_endings = [ending for ending in endings if self._is_named(ending)]
+        text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
+        chosen_endings = named_endings or text_endings
+        for ending in endings:
+            kind = self._kind_of_member(ending)
             assert kind is not None
-            name = f"{key}.{ending}"
-            if kind.format == "json" and has_text:
+            name = f"{sample['__key__']}.{ending}"
+            if chosen_endings and ending not in chosen_endings and kind.format in (_ONE_TEXT.format, "json"):
                 self._skip("metadata", name)
                 continue
             try:
@@ -154,17 +157,23 @@ class ArchiveReader:
         Args:
             ending: everything after the first dot of the file name, in lower case, such as "txt" or "2.json.gz".
         """
-        kind = kind_of(f"member.{ending}")
-        plain_ending, _, compression = ending.rpartition(".")
-        if ending == self._text_field.lower():
+        if self._is_named(ending):
             return _ONE_TEXT
-        if plain_ending == self._text_field.lower() and kind_of(f"member.txt.{compression}") is not None:
-            return FileKind(_ONE_TEXT.format, f".{compression}")
+        kind = kind_of(f"member.{ending}")
         if kind is None or kind.format in ARCHIVES:
             return None
         if kind.format == "txt":
             return FileKind(_ONE_TEXT.format, kind.compression)
         return kind
+
+    def _format_of_member(self, ending: str) -> str | None:
+        """Return the format of a member by its ending without the first dot; None for one that is left out."""
+        kind = self._kind_of_member(ending)
+        return None if kind is None else kind.format
+
+    def _is_named(self, ending: str) -> bool:
+        """Return whether --text-field names the members with this ending (without the first dot, in lower case)."""
+        return ending == self._text_field.lower()
 
     def _skip(self, reason: str, member_name: str) -> None:
         """Count a member that is left out; `reason` is a key of `SKIP_REASONS`."""

@@ -4,8 +4,7 @@ Guarantee: the order is that of the files' names below the input path, wherever 
 also if links or several paths lead to it. Whatever is found and not read is counted with its reason (`SkippedInputs`);
 a folder or file that may not be read is an error.
 
-How: real folders are searched first, then folders that a link leads to, so that a link never takes the name of what it
-leads to. A folder that was searched before is not searched again, which also ends cycles of links.
+How: `folder_files.py` searches local folders; S3 prefixes are listed by their store.
 
 Limits: objects on S3 are listed once; their sizes cost one request each.
 """
@@ -13,14 +12,14 @@ Limits: objects on S3 are listed once; their sizes cost one request each.
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import braceexpand
 
 from electra_dist.corpus.inputs.file_kinds import kind_of, known_endings
+from electra_dist.corpus.inputs.folder_files import files_in_folder
 from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS, SkippedInputs, encodable
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
@@ -147,7 +146,7 @@ class _Search:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
-            for name, file in _files_in_folder(root, self.skipped):
+            for name, file in files_in_folder(root, self.skipped):
                 self._add_file(name, file, _source_of(source, name), is_given=False)
             return
         if kind_of(root.name) is None:
@@ -240,93 +239,3 @@ def _source_of(given: str, name: str) -> str:
 def _is_hidden(name: str) -> bool:
     """Return whether a file, or a folder on its path, has a name that begins with a dot."""
     return any(part.startswith(".") for part in PurePosixPath(name).parts)
-
-
-def _files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the path of each file of known kind below a folder; count everything else.
-
-    Files below real folders come first, sorted by path, then those of each folder that a link leads to.
-
-    Raises:
-        UserError: a folder may not be listed.
-    """
-    searched: set[tuple[int, int]] = set()  # device and inode of the folders
-    waiting = deque([folder])
-    while waiting:
-        for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
-            name = path.relative_to(folder).as_posix()
-            reason = _reason_to_skip(path)
-            if reason is None:
-                yield name, path
-            else:
-                skipped.add(reason, name)
-
-
-def _reason_to_skip(path: Path) -> str | None:
-    """Return why something in an input folder is not read, a key of `SKIP_REASONS`; None for a file to read.
-
-    Raises:
-        UserError: it is a link through a folder that may not be entered.
-    """
-    try:
-        if not path.exists():  # nor does what a link in a circle leads to
-            return "broken_link"
-        if not path.is_file():
-            return "not_a_file"
-    except OSError as error:
-        raise UserError(
-            f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
-        ) from None
-    return "unknown_kind" if kind_of(path.name) is None else None
-
-
-def _walk(
-    start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
-) -> Iterator[Path]:
-    """Yield everything in a folder and in the real folders below it that is no folder and not hidden.
-
-    Args:
-        start: the folder to search; it may be a link to one.
-        root: the input folder that was given, for names.
-        searched: device and inode of the folders that were searched; this function adds to it.
-        linked: receives the links to folders, which are not followed.
-        skipped: counts what is hidden and folders that were searched before.
-
-    Raises:
-        UserError: a folder may not be listed.
-    """
-    waiting = [start]
-    while waiting:
-        folder = waiting.pop()
-        status = folder.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in searched:
-            skipped.add("read_before", folder.relative_to(root).as_posix())
-            continue
-        searched.add(identity)
-        for entry in _entries(folder):
-            path = folder / entry.name
-            if entry.name.startswith("."):
-                skipped.add("hidden", path.relative_to(root).as_posix())
-            elif entry.is_dir(follow_symlinks=False):
-                waiting.append(path)
-            elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
-                linked.append(path)
-            else:
-                yield path
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, sorted by name.
-
-    Raises:
-        UserError: the folder may not be listed.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: the folder cannot be listed ({error.strerror}); give read permission, or move it out of the "
-            "input"
-        ) from None

@@ -14,7 +14,7 @@ SKIP_REASONS = {
     "read_before": "a link or a second path to a file or folder that is read under another name",
     "not_a_file": "no regular file, such as a pipe, or a link within an archive",
     "no_text_column": "a table without the column of --text-field",
-    "metadata": "JSON beside the text of a WebDataset sample",
+    "metadata": "JSON or another text beside the text of a WebDataset sample",
 }
 MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
 

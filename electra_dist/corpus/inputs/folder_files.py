@@ -1,0 +1,107 @@
+"""Search a local folder for files of known kinds; count everything else that is in it.
+
+Guarantee: each file and link below the folder is yielded or counted. Real folders are searched first, sorted by path,
+then folders that a link leads to, so that a link never takes the name of what it leads to. A folder that was searched
+before is not searched again, which also ends cycles of links. A folder that may not be listed is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from electra_dist.corpus.inputs.file_kinds import kind_of
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
+from electra_dist.errors import UserError
+
+
+def files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the path of each file of known kind below a folder; count everything else.
+
+    Files below real folders come first, sorted by path, then those of each folder that a link leads to.
+
+    Raises:
+        UserError: a folder may not be listed.
+    """
+    searched: set[tuple[int, int]] = set()  # device and inode of the folders
+    waiting = deque([folder])
+    while waiting:
+        for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
+            name = path.relative_to(folder).as_posix()
+            reason = _reason_to_skip(path)
+            if reason is None:
+                yield name, path
+            else:
+                skipped.add(reason, name)
+
+
+def _reason_to_skip(path: Path) -> str | None:
+    """Return why something in an input folder is not read, a key of `SKIP_REASONS`; None for a file to read.
+
+    Raises:
+        UserError: it is a link through a folder that may not be entered.
+    """
+    try:
+        if not path.exists():  # nor does what a link in a circle leads to
+            return "broken_link"
+        if not path.is_file():
+            return "not_a_file"
+    except OSError as error:
+        raise UserError(
+            f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
+        ) from None
+    return "unknown_kind" if kind_of(path.name) is None else None
+
+
+def _walk(
+    start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
+) -> Iterator[Path]:
+    """Yield everything in a folder and in the real folders below it that is no folder and not hidden.
+
+    Args:
+        start: the folder to search; it may be a link to one.
+        root: the input folder that was given, for names.
+        searched: device and inode of the folders that were searched; this function adds to it.
+        linked: receives the links to folders, which are not followed.
+        skipped: counts what is hidden and folders that were searched before.
+
+    Raises:
+        UserError: a folder may not be listed.
+    """
+    waiting = [start]
+    while waiting:
+        folder = waiting.pop()
+        status = folder.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in searched:
+            skipped.add("read_before", folder.relative_to(root).as_posix())
+            continue
+        searched.add(identity)
+        for entry in _entries(folder):
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                skipped.add("hidden", path.relative_to(root).as_posix())
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(path)
+            elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
+                linked.append(path)
+            else:
+                yield path
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, sorted by name.
+
+    Raises:
+        UserError: the folder may not be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the folder cannot be listed ({error.strerror}); give read permission, or move it out of the "
+            "input"
+        ) from None

@@ -1,0 +1,162 @@
+"""Search for inputs: everything in a folder is read or counted with its reason, and links never make a difference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from electra_dist.corpus.inputs.file_kinds import ending_of, kind_of
+from electra_dist.corpus.inputs.find_inputs import find_inputs, search_inputs
+from electra_dist.errors import UserError
+
+
+def write_files(folder: Path, names: list[str]) -> None:
+    """Write files of two bytes, with the folders that they are in."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"12")
+
+
+@pytest.mark.parametrize(
+    ("name", "file_format", "compression"),
+    [
+        ("c4-train.00000-of-01024.json.gz", "json", ".gz"),
+        ("folder.d/train-00000-of-00010.parquet", "parquet", ""),
+        ("A.TXT.BZ2", "txt", ".bz2"),
+        ("notes.v2.md", "md", ""),
+        ("table.csv.zst", "csv", ".zst"),
+        ("table.tsv", "tsv", ""),
+        ("shard-000000.tar", "tar", ""),
+        ("texts.tar.xz", "tar", ".xz"),
+        ("texts.tgz", "tar", ".gz"),
+        ("texts.zip", "zip", ""),
+    ],
+)
+def test_the_endings_of_a_name_give_the_kind_of_the_file(name: str, file_format: str, compression: str) -> None:
+    assert kind_of(name) == (file_format, compression)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("a.parquet.gz", ".parquet.gz"),
+        ("a.zip.gz", ".zip.gz"),
+        ("page.html", ".html"),
+        ("wiki_00", "(none)"),
+        ("news.en-00001-of-00100", "(none)"),
+        ("data.gz", ".gz"),
+        (".txt", "(none)"),
+        ("folder.txt/README", "(none)"),
+    ],
+)
+def test_other_names_are_of_no_known_kind_and_are_counted_by_their_ending(name: str, ending: str) -> None:
+    assert kind_of(name) is None
+    assert ending_of(name) == ending
+
+
+def test_everything_in_a_folder_is_read_or_counted_with_its_reason_and_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    write_files(folder, ["b.txt", "wiki/a.jsonl", "page.html", "wiki/page.html", "x/blob", ".git/c.txt", ".x.txt"])
+    os.link(folder / "b.txt", folder / "b_hard.txt")  # another file for the search, as a copy would be
+    (folder / "c.txt").symlink_to(folder / "b.txt")
+    (folder / "gone.txt").symlink_to(folder / "missing.txt")
+    (folder / "ring.txt").symlink_to(folder / "ring.txt")
+    os.mkfifo(folder / "pipe.txt")
+
+    files, skipped = search_inputs([folder])
+
+    assert [file.name for file in files] == ["b.txt", "b_hard.txt", "wiki/a.jsonl"]
+    assert skipped.by_reason() == {
+        "unknown_kind": {"(none)": 1, ".html": 2},
+        "hidden": {"(none)": 1, ".txt": 1},
+        "broken_link": {".txt": 2},
+        "read_before": {".txt": 1},
+        "not_a_file": {".txt": 1},
+    }
+    assert skipped.names["broken_link"] == ["gone.txt", "ring.txt"]
+    assert skipped.names["read_before"] == ["c.txt"]
+
+
+def test_linked_folders_are_searched_once_each_and_cycles_of_links_end(tmp_path: Path) -> None:
+    """`a_link` sorts before the real folder that it leads to, whose files keep their names all the same."""
+    folder = tmp_path / "in"
+    elsewhere = tmp_path / "elsewhere"
+    write_files(folder, ["real/one.txt"])
+    write_files(elsewhere, ["deep/two.txt"])
+    (folder / "a_link").symlink_to(folder / "real")
+    (folder / "out").symlink_to(elsewhere)
+    (folder / "again").symlink_to(elsewhere / "deep")
+    (elsewhere / "up").symlink_to(folder)
+    (elsewhere / "deep/self").symlink_to(elsewhere)
+
+    files, skipped = search_inputs([folder])
+
+    assert {file.path.resolve() for file in files} == {folder / "real/one.txt", elsewhere / "deep/two.txt"}
+    assert [file.name for file in files] == ["again/two.txt", "real/one.txt"]
+    # Links to the folder itself and to folders that were searched; `elsewhere/deep` under the name out/deep.
+    assert len(skipped.names["read_before"]) == 4
+
+
+def test_a_folder_that_cannot_be_listed_and_a_file_that_may_not_be_read_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusals are injected, because root may read everything."""
+    write_files(tmp_path, ["open/a.txt", "closed/b.txt"])
+    scandir = os.scandir
+    access = os.access
+
+    def scandir_but_closed(path: Path) -> object:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir_but_closed)
+        with pytest.raises(UserError, match=r"closed: the folder cannot be listed \(Permission denied\)"):
+            find_inputs([tmp_path])
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt" and access(path, mode))
+    with pytest.raises(UserError, match=r"b\.txt: the file may not be read"):
+        find_inputs([tmp_path])
+
+
+def test_a_brace_pattern_gives_its_files_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    write_files(tmp_path, [f"shard-{number:03d}.tar" for number in range(12)])
+
+    files = find_inputs([f"{tmp_path}/shard-{{002..010}}.tar"])
+
+    assert [file.name for file in files] == [f"shard-{number:03d}.tar" for number in range(2, 11)]
+    with pytest.raises(UserError, match=r"shard-012\.tar: no such file or folder \(one of the pattern"):
+        find_inputs([f"{tmp_path}/shard-{{000..020}}.tar"])
+    with pytest.raises(UserError, match="the braces are not balanced"):
+        find_inputs([f"{tmp_path}/shard-{{000..020.tar"])
+
+
+def test_a_file_whose_name_has_braces_is_no_pattern(tmp_path: Path) -> None:
+    write_files(tmp_path, ["a{1,2}.txt"])
+
+    assert [file.name for file in find_inputs([tmp_path / "a{1,2}.txt"])] == ["a{1,2}.txt"]
+
+
+def test_the_source_of_a_file_is_the_given_input_and_the_first_folder_below_it(tmp_path: Path) -> None:
+    write_files(tmp_path, ["in/wiki/a/1.txt", "in/wiki/2.txt", "in/books/3.txt", "in/4.txt", "5.txt"])
+
+    files = find_inputs([f"{tmp_path}/in/", tmp_path / "5.txt"])
+
+    sources = {file.name: file.source.removeprefix(str(tmp_path)) for file in files}
+    assert sources == {
+        "wiki/a/1.txt": "/in/wiki",
+        "wiki/2.txt": "/in/wiki",
+        "books/3.txt": "/in/books",
+        "4.txt": "/in",
+        "5.txt": "/5.txt",
+    }
+
+
+def test_an_error_without_a_file_to_read_counts_what_is_there(tmp_path: Path) -> None:
+    write_files(tmp_path, ["a.html", "b.html"])
+
+    with pytest.raises(UserError, match=r"no file with a known ending \(left out: \.html 2 \(no known ending\)\)"):
+        find_inputs([tmp_path])

@@ -1,0 +1,159 @@
+"""JSON files in all their shapes, CSV, TSV and Markdown: the same texts as the writers were given."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from electra_dist.corpus.inputs import json_values
+from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.text_decoding import SkippedDocument, decode
+from electra_dist.corpus.text_readers import DocumentStream
+from electra_dist.errors import UserError
+
+TEXTS = ['a "quoted" text', "two\nlines, with a comma", "na\u00efve \u4e2d\u6587 \U0001f600", "x " * 70_000, "[1, 2]"]
+
+
+def texts_of(path: Path, text_field: str = "text") -> list[str]:
+    """Return the text of every document of a file or folder."""
+    return [decode(document, text_field) for document in DocumentStream(find_inputs([path]), text_field)]
+
+
+def records(texts: list[str]) -> list[dict[str, Any]]:
+    """Return a JSON object for each text, with other fields beside it."""
+    return [{"id": number, "meta": {"tags": ["}", "]"]}, "text": text} for number, text in enumerate(texts)]
+
+
+JSON_WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "lines": lambda values: "\n".join(map(json.dumps, values)),
+    "array": json.dumps,
+    "indented_array": lambda values: json.dumps(values, indent=2),
+    "array_of_one_value_a_line": lambda values: "[\n" + ",\n".join(map(json.dumps, values)) + "\n]\n",
+    "indented_values": lambda values: "\n\n".join(json.dumps(value, indent=2) for value in values),
+    "utf8_array": lambda values: "\ufeff" + json.dumps(values, ensure_ascii=False),
+}
+
+
+@pytest.mark.parametrize("shape", JSON_WRITERS)
+def test_json_files_of_every_shape_give_the_same_texts(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "c4-train.00000-of-01024.json"
+    path.write_text(JSON_WRITERS[shape](records(TEXTS)), encoding="utf-8")
+
+    assert texts_of(path) == TEXTS
+
+
+VALUES = st.lists(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8)),
+        lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+        max_leaves=8,
+    ),
+    max_size=6,
+)
+
+
+@given(values=VALUES, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_elements_of_an_array_are_found_whatever_the_size_of_the_blocks_read(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any], indent: int | None, ascii_only: bool
+) -> None:
+    """The independent truth is json.loads of the whole file."""
+    data = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode()
+
+    for block_bytes in (1, 3, 1 << 20):
+        monkeypatch.setattr(json_values, "READ_BYTES", block_bytes)
+        found = [json.loads(value) for value in json_values.read_json(io.BytesIO(data))]  # type: ignore[arg-type]
+        assert found == values
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'[{"text": "a"}, {"text": "b',
+        b'[{"text": "a"}, ',
+        b'[{"text": "a"}] {"text": "b"}',
+        b'[{"text": "a"} x]',
+        b'{\n"text": "a",\n',
+        b"no json",
+        b"\xff\xfe[\x001\x00]\x00",
+    ],
+)
+def test_a_json_file_that_is_cut_off_or_no_json_is_an_error_with_its_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+
+    with pytest.raises(UserError, match=r"a\.json: cannot be read to its end") as error:
+        texts_of(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bad_byte_in_an_array_belongs_to_its_record_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "one"}, {"text": "caf\xe9"}, {"text": "three\n"}, {"text": "four"}]')
+
+    documents = list(DocumentStream(find_inputs([path])))
+
+    assert [document.data for document in documents][1] == b'{"text": "caf\xe9"}'
+    assert decode(documents[0]) == "one"
+    assert decode(documents[3]) == "four"
+    for number, kind in [(1, "undecodable"), (2, "broken_json")]:
+        with pytest.raises(SkippedDocument) as skipped:
+            decode(documents[number])
+        assert skipped.value.kind == kind
+
+
+def test_csv_gives_the_cells_of_its_column_with_quotes_and_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "body"])
+        writer.writerows(enumerate(TEXTS))
+
+    assert texts_of(path, "body") == TEXTS
+
+
+def test_tsv_has_no_quotes_and_a_row_of_another_number_of_cells_has_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b'label\ttext\r\n1\t"An open quote\r\n\r\n0\n0\tlong "enough"\n0\ta\tb\n1\tcaf\xe9\n')
+
+    documents = [document.data for document in DocumentStream(find_inputs([path]))]
+
+    assert documents == [b'"An open quote', None, b'long "enough"', None, b"caf\xe9"]
+
+
+def test_csv_with_a_quote_that_is_not_closed_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\nfine\n"never closed\nand so on\n')
+
+    with pytest.raises(UserError, match=r"a\.csv: cannot be read to its end \(line 4 is not CSV"):
+        texts_of(path)
+
+
+def test_a_table_without_the_column_is_refused_if_it_was_given_and_counted_if_it_was_found(tmp_path: Path) -> None:
+    table = tmp_path / "about.csv"
+    table.write_text("file,size\na.txt,3\n")
+    (tmp_path / "a.txt").write_text("one")
+
+    stream = DocumentStream(find_inputs([tmp_path]))
+    documents = [document.data for document in stream]
+
+    assert documents == [b"one"]
+    assert stream.counts.skipped.names == {"no_text_column": ["about.csv"]}
+    assert stream.counts.files == {".txt": 1}
+    with pytest.raises(UserError, match=r"about\.csv: no column `text` of text; set --text-field .*: file, size"):
+        texts_of(table)
+
+
+def test_a_markdown_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n\nA paragraph.\n\nAnother.\n")
+
+    assert texts_of(path) == ["# Title\n\nA paragraph.\n\nAnother."]
