@@ -99,6 +99,9 @@ def build(
         skipped_inputs=skipped,
     )
     total_bytes = sum(file.size for file in files)
+    size_text = f"input: {len(files):,} files, {total_bytes / 1e6:,.1f} MB"
+    left_out = skipped.summary()
+    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
     result = build_corpus(request, BuildConsole(total_bytes, console))
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None

@@ -174,6 +174,26 @@ def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory,
     assert file_contents(Path(request_of_one.output)) == file_contents(Path(request_of_four.output))
 
 
+def test_inputs_that_could_always_be_read_give_the_corpus_that_they_always_gave(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path
+) -> None:
+    """The fingerprints are those that the builder gave before it had a report and read more formats."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}).encode() for text in prose(60, 1)]
+    lines.insert(7, b'{"text": "caf\xe9"}')
+    (folder / "b.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "a.txt").write_text("\n\n".join(prose(40, 2)))
+    (folder / "linked.txt").symlink_to(folder / "a.txt")
+    (folder / "page.html").write_text("left out")
+
+    result = build_corpus(build_request(folder, heldout_fraction=0.1))
+
+    assert result.heldout is not None
+    assert result.manifest.fingerprint == "fe67498013c581bdcfed50bbb27a7cc719fc39dbdc26b5999eb04bb903b066c8"
+    assert result.heldout.fingerprint == "efe5c1ea2ae03b92770b7f944e3726462c617b63d8395de5aaf3ea1b080bfed9"
+
+
 def test_inputs_in_another_folder_give_the_same_manifest(
     build_request: RequestFactory, inputs: list[Path], tmp_path: Path
 ) -> None:
@@ -186,6 +206,24 @@ def test_inputs_in_another_folder_give_the_same_manifest(
     manifest_of_copies = build_corpus(build_request(other_folder, "second")).manifest
 
     assert manifest_of_copies == manifest
+
+
+def test_webdataset_streams_the_same_rows_as_a_user_would(build_request: RequestFactory, inputs: list[Path]) -> None:
+    """A brace pattern of pipes, which cannot seek, and two workers of a DataLoader that share the shards."""
+    request = build_request(inputs)
+    folder = Path(request.output)
+    manifest = build_corpus(request).manifest
+    last_number = len(manifest.shards) - 1
+    assert last_number >= 2
+
+    url = f"pipe:cat {folder}/shard-{{000000..{last_number:06d}}}.tar"
+    dataset = webdataset.WebDataset(url, shardshuffle=False).decode().to_tuple("rows.npy")
+    loader = webdataset.WebLoader(dataset, batch_size=None, num_workers=2)
+    streamed_rows = np.concatenate([rows for (rows,) in loader])
+
+    # Each worker reads every second shard, so the blocks come in another order.
+    expected_rows = all_rows(folder, manifest)
+    assert sorted(map(bytes, streamed_rows)) == sorted(map(bytes, expected_rows))
 
 
 def test_webdataset_reads_the_same_rows_from_the_shards(build_request: RequestFactory, inputs: list[Path]) -> None:

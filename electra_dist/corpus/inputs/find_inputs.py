@@ -20,7 +20,7 @@ import braceexpand
 
 from electra_dist.corpus.inputs.file_kinds import kind_of, known_endings
 from electra_dist.corpus.inputs.folder_files import files_in_folder
-from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS, SkippedInputs, encodable
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs, encodable
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -81,22 +81,13 @@ def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) 
         search.add(str(path))
     if not search.file_of_identity:
         all_paths = " ".join(str(path) for path in paths)
+        left_out = search.skipped.summary()
+        found = f" (left out: {left_out})" if left_out else ""
         raise UserError(
-            f"--input {all_paths}: no file with a known ending{_left_out(search.skipped)}; give files or folders with "
-            f"{known_endings()}"
+            f"--input {all_paths}: no file with a known ending{found}; give files or folders with {known_endings()}"
         )
     files = sorted(search.file_of_identity.values(), key=lambda file: (file.name, file.location))
     return FoundInputs(files, search.skipped)
-
-
-def _left_out(skipped: SkippedInputs) -> str:
-    """Return the counts of skipped inputs for an error message, such as " (left out: .html 3)"; "" if all are 0."""
-    counts = [
-        f"{ending} {number} ({SKIP_REASONS[reason]})"
-        for reason, numbers in skipped.by_reason().items()
-        for ending, number in numbers.items()
-    ]
-    return f" (left out: {', '.join(counts)})" if counts else ""
 
 
 class _Search:

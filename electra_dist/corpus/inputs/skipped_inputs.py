@@ -11,7 +11,7 @@ SKIP_REASONS = {
     "unknown_kind": "no known ending",
     "hidden": "hidden: the name begins with a dot",
     "broken_link": "a link to nothing",
-    "read_before": "a link or a second path to a file or folder that is read under another name",
+    "read_before": "a link or second path to what is read under another name",
     "not_a_file": "no regular file, such as a pipe, or a link within an archive",
     "no_text_column": "a table without the column of --text-field",
     "metadata": "JSON or another text beside the text of a WebDataset sample",
@@ -54,6 +54,14 @@ class SkippedInputs:
             for reason in SKIP_REASONS
             if self.names.get(reason)
         }
+
+    def summary(self) -> str:
+        """Return all numbers on one line, such as ".html 3, .pdf 1 (no known ending)"; "" if nothing is left out."""
+        parts = []
+        for reason, numbers in self.by_reason().items():
+            counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())
+            parts.append(f"{counts} ({SKIP_REASONS[reason]})")
+        return "; ".join(parts)
 
     def joined(self, other: SkippedInputs) -> SkippedInputs:
         """Return a new counter of the inputs of both; the names of this one come first."""

@@ -158,5 +158,5 @@ def test_the_source_of_a_file_is_the_given_input_and_the_first_folder_below_it(t
 def test_an_error_without_a_file_to_read_counts_what_is_there(tmp_path: Path) -> None:
     write_files(tmp_path, ["a.html", "b.html"])
 
-    with pytest.raises(UserError, match=r"no file with a known ending \(left out: \.html 2 \(no known ending\)\)"):
+    with pytest.raises(UserError, match=r"no file with a known ending \(left out: \.html 2 \(no known ending\)\);"):
         find_inputs([tmp_path])

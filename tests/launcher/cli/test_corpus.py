@@ -59,6 +59,49 @@ def test_build_trains_a_vocabulary_and_a_second_build_does_nothing(config: Path,
     assert output.splitlines()[-1].startswith("fingerprint ")
 
 
+def test_build_reports_what_it_reads_and_leaves_out_and_info_shows_it_again(
+    config: Path, prose: Callable[[int, int], list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    (folder / "wiki").mkdir(parents=True)
+    texts = prose(60, 1)
+    (folder / "a.md").write_text(texts[0])
+    (folder / "wiki/b.txt").write_bytes("\n\n".join(texts[1:]).encode() + b"\n\ncaf\xe9")
+    (folder / "page.html").write_text("x")
+    (folder / "gone.txt").symlink_to(tmp_path / "missing.txt")
+
+    built = run("build", "--input", folder, "--output", tmp_path / "c", "--config", config, "--workers", 1)
+    shown = run("info", tmp_path / "c")
+
+    lines = built.splitlines()
+    assert any(line.startswith("input: 2 files, ") and "left out: .html 1 (no known ending)" in line for line in lines)
+    remarks = [
+        "left out, a link to nothing: gone.txt",
+        "left out 1 document of 4 bytes for 1 byte that are not UTF-8; set corpus.undecodable: replace to keep them",
+    ]
+    for output in (built, shown):
+        assert [line for line in output.splitlines() if line.startswith("left out")] == remarks
+        assert "read: .md" in output
+        assert "wiki" in output
+        assert lines[-1] in output, "the fingerprint"
+
+
+def test_info_of_an_indexed_corpus_has_no_report_and_of_an_unfinished_one_is_an_error(
+    config: Path, text: Path, tmp_path: Path
+) -> None:
+    run("build", "--input", text, "--output", tmp_path / "c", "--config", config, "--workers", 1)
+    for name in ("corpus.json", "build.json"):
+        (tmp_path / "c" / name).unlink()
+    with pytest.raises(UserError, match="no finished corpus"):
+        run("info", tmp_path / "c")
+    run("index", tmp_path / "c", "--vocab", tmp_path / "c/vocab.txt")
+
+    shown = run("info", tmp_path / "c")
+
+    assert "no report of the inputs" in shown
+    assert "1 shards" in shown
+
+
 def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
     config: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +157,8 @@ def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_bui
         ({"--output": "input.txt/corpus"}, "input.txt"),
         ({"--output": "gs://bucket/x"}, "unknown kind of storage"),
         ({"--input": ".", "--output": "corpus"}, "is inside the input"),
+        ({"--input": "s3://bucket/a", "--output": "s3://bucket/a/b"}, "is inside the input"),
+        ({"--input": "shard-{000..002}.tar"}, r"shard-000\.tar: no such file or folder \(one of the pattern"),
         ({"--set": "corpus.packng=none"}, r"did you mean `corpus\.packing`"),
     ],
 )
