@@ -383,7 +383,8 @@ class _Build:
     def _nothing_usable(self, finished: Sequence[FinishedShard]) -> UserError:
         """Return the error for a build in which no document gave a training row.
 
-        Its message counts the documents that were skipped, for each reason, and those that were held out.
+        Its message counts the documents that were skipped, for each reason, those that were held out, and the inputs
+        that were left out.
 
         Args:
             finished: records of all shards of the build; empty if the inputs hold no document.
@@ -394,6 +395,9 @@ class _Build:
             reasons.append(f"held out {totals['documents_heldout']}")
         if not reasons:
             reasons.append("the inputs are empty")
+        left_out = self._request.skipped_inputs.joined(self._stream.counts.skipped).summary()
+        if left_out:
+            reasons.append(f"left out: {left_out}")
         return UserError(
             f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
             "correct --input, --text-field or corpus.heldout_fraction"

@@ -19,10 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from support.raw_inputs import RAW_FORMATS, write_raw_inputs
 from support.s3_server import S3Server
 
 from electra_dist.corpus.build_corpus import _Build, build_corpus
 from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.text_readers import find_inputs
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, StoreError, UserError
@@ -120,6 +122,41 @@ def test_rows_hold_every_token_of_every_document(
         examples_per_row = is_cls.sum(1)
         assert (examples_per_row == 1).all()
         assert totals["rows"] == totals["examples"]
+
+
+def test_texts_in_every_format_give_every_token_from_a_folder_and_from_s3(
+    build_request: RequestFactory, vocabulary: Vocabulary, prose: Prose, tmp_path: Path, bucket: str, s3: S3Server
+) -> None:
+    """A prefix on S3 with the same files gives the same corpus."""
+    folder = tmp_path / "raw"
+    texts = prose(len(RAW_FORMATS) * 5, 1)
+    write_raw_inputs(folder, texts)
+    for name in RAW_FORMATS:
+        open_store(f"{bucket}/raw", s3.endpoint_url).upload(folder / name, name)
+    request = build_request(folder)
+    s3_request = dataclasses.replace(
+        request, inputs=find_inputs([f"{bucket}/raw/"], s3.endpoint_url), output=str(tmp_path / "from_s3")
+    )
+
+    result = build_corpus(request)
+    s3_result = build_corpus(s3_request)
+
+    rows = all_rows(Path(request.output), result.manifest)
+    assert text_token_counts(rows, vocabulary) == token_counts(texts, vocabulary)
+    assert result.report is not None
+    assert sum(counts.files for counts in result.report.files_read.values()) == len(RAW_FORMATS)
+    assert s3_result.manifest == result.manifest
+
+
+def test_archives_without_text_are_an_error_that_counts_their_members(
+    build_request: RequestFactory, inputs: list[Path], tmp_path: Path
+) -> None:
+    """A corpus is no input: its shards hold rows of ids."""
+    corpus = build_request(inputs, "corpus")
+    build_corpus(corpus)
+
+    with pytest.raises(UserError, match=r"no usable document among 0 \(the inputs are empty, left out: \.npy \d+ "):
+        build_corpus(build_request(list(Path(corpus.output).glob("*.tar")), "again"))
 
 
 def test_packed_rows_hold_the_same_examples_in_fewer_rows(

@@ -13,7 +13,7 @@ ending is everything after the first dot of the file name, as in WebDataset.
     .jsonl .csv .parquet ...   read as the same file outside of an archive
     all others (.cls, .jpg)    left out
 
-Cost: 18,000 members of 1.3 KB a second on one core.
+Cost: 18,000 members of 1 KB a second on one core.
 
 Limits: a member is held in memory as a whole. Archives within archives are not read.
 """

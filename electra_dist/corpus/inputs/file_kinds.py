@@ -27,7 +27,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 NO_ENDING = "(none)"  # stands for the ending of a name that has none, in counts by ending
 _COMPRESSED_WITHIN = (".parquet", ".zip")  # a compressed file of these kinds is of no known kind
 _SHORT_ENDINGS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_USUAL_ENDING = re.compile(r"\.\w{1,10}", re.ASCII)
+_USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # a number is none: it differs from file to file
 
 
 class FileKind(NamedTuple):
@@ -60,7 +60,7 @@ def kind_of(name: str) -> FileKind | None:
 def ending_of(name: str) -> str:
     """Return the ending by which reports count a file: ".txt", ".json.gz", or `NO_ENDING` if there is none.
 
-    An ending of more than ten characters, or of others than letters, digits and `_`, counts as none.
+    An ending of more than ten characters, of others than letters, digits and `_`, or of digits alone counts as none.
 
     Args:
         name: name or path of the file, with `/` between the parts.

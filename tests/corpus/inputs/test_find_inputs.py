@@ -48,6 +48,8 @@ def test_the_endings_of_a_name_give_the_kind_of_the_file(name: str, file_format:
         ("wiki_00", "(none)"),
         ("news.en-00001-of-00100", "(none)"),
         ("data.gz", ".gz"),
+        ("backup.txt.0001", "(none)"),
+        ("song.mp3", ".mp3"),
         (".txt", "(none)"),
         ("folder.txt/README", "(none)"),
     ],
