@@ -98,7 +98,8 @@ class BuildProgress:
         if not same_inputs:
             raise ManifestMismatch(
                 f"{self._store.url}: holds a finished corpus that was built from other inputs ({MANIFEST_KEY} records "
-                "other names or sizes of files); delete that corpus or choose another --output"
+                "other names or sizes of files; versions without build.json read fewer kinds of files); delete that "
+                "corpus or choose another --output"
             )
         self.clear()
         return manifest

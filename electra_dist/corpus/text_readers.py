@@ -47,7 +47,7 @@ class StreamCounts:
         self.source_files: Counter[str] = Counter()  # files read, by source
         self.source_bytes: Counter[str] = Counter()  # their bytes on disk, by source
         self.members: Counter[str] = Counter()  # members of archives that were read, by ending
-        self.skipped = SkippedInputs()  # members of archives, and tables without the column of the text
+        self.skipped = SkippedInputs()  # members of archives, empty files, tables without the column of the text
 
     def add_file(self, file: InputFile) -> None:
         """Count a file that was read to its end."""
@@ -97,7 +97,10 @@ class DocumentStream:
             try:
                 for document in self._documents_of_file(file):
                     yield RawDocument(document.data, document.is_json, file.source)
-                self.counts.add_file(file)
+                if file.size == 0:
+                    self.counts.skipped.add("empty_file", file.name)
+                else:
+                    self.counts.add_file(file)
             except NoTextColumn as error:
                 self._skip_table(file, error)
             except DAMAGED_FILE_ERRORS as error:

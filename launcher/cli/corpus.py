@@ -19,7 +19,7 @@ from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
-from electra_dist.corpus.report.report_tables import input_table, remarks, source_table
+from electra_dist.corpus.report.report_tables import input_table, plural, remarks, source_table
 from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs, search_inputs
 from electra_dist.corpus.vocab import train_vocabulary
@@ -99,7 +99,7 @@ def build(
         skipped_inputs=skipped,
     )
     total_bytes = sum(file.size for file in files)
-    size_text = f"input: {len(files):,} files, {total_bytes / 1e6:,.1f} MB"
+    size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     left_out = skipped.summary()
     console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
     result = build_corpus(request, BuildConsole(total_bytes, console))

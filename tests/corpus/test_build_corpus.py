@@ -127,25 +127,26 @@ def test_rows_hold_every_token_of_every_document(
 def test_texts_in_every_format_give_every_token_from_a_folder_and_from_s3(
     build_request: RequestFactory, vocabulary: Vocabulary, prose: Prose, tmp_path: Path, bucket: str, s3: S3Server
 ) -> None:
-    """A prefix on S3 with the same files gives the same corpus."""
+    """A prefix on S3 gives the same corpus as a folder with the same files."""
     folder = tmp_path / "raw"
     texts = prose(len(RAW_FORMATS) * 5, 1)
     write_raw_inputs(folder, texts)
-    for name in RAW_FORMATS:
-        open_store(f"{bucket}/raw", s3.endpoint_url).upload(folder / name, name)
+    for path in (folder / "b").iterdir():
+        open_store(f"{bucket}/raw", s3.endpoint_url).upload(path, path.name)
     request = build_request(folder)
-    s3_request = dataclasses.replace(
-        request, inputs=find_inputs([f"{bucket}/raw/"], s3.endpoint_url), output=str(tmp_path / "from_s3")
-    )
+    part_request = build_request(folder / "b", "part")
+    s3_inputs = find_inputs([f"{bucket}/raw/"], s3.endpoint_url)
+    s3_request = dataclasses.replace(part_request, inputs=s3_inputs, output=str(tmp_path / "part_from_s3"))
 
     result = build_corpus(request)
-    s3_result = build_corpus(s3_request)
+    part = build_corpus(part_request)
+    part_from_s3 = build_corpus(s3_request)
 
     rows = all_rows(Path(request.output), result.manifest)
     assert text_token_counts(rows, vocabulary) == token_counts(texts, vocabulary)
     assert result.report is not None
     assert sum(counts.files for counts in result.report.files_read.values()) == len(RAW_FORMATS)
-    assert s3_result.manifest == result.manifest
+    assert part_from_s3.manifest == part.manifest
 
 
 def test_archives_without_text_are_an_error_that_counts_their_members(

@@ -170,9 +170,8 @@ class _Search:
         Raises:
             StoreError: the object is missing, or S3 refuses access.
         """
-        url = url.rstrip("/")
         if kind_of(url) is not None:
-            parent, _, name = url.rpartition("/")
+            parent, _, name = url.rstrip("/").rpartition("/")
             self._add_object(self._open(parent), name, source, is_given=True)
             return
         store = self._open(url)

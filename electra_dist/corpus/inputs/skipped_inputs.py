@@ -13,6 +13,7 @@ SKIP_REASONS = {
     "broken_link": "a link to nothing",
     "read_before": "a link or second path to what is read under another name",
     "not_a_file": "no regular file, such as a pipe, or a link within an archive",
+    "empty_file": "no bytes at all, as after a failed download",
     "no_text_column": "a table without the column of --text-field",
     "metadata": "JSON or another text beside the text of a WebDataset sample",
 }

@@ -8,7 +8,8 @@ from electra_dist.corpus.inputs.skipped_inputs import SKIP_REASONS
 from electra_dist.corpus.report.build_report import BuildReport
 
 _NAMES_SHOWN = 10
-_NAMED_REASONS = ("broken_link", "no_text_column")  # reasons whose names are printed: each may be a mistake
+# Reasons whose names are printed, because each may be a mistake.
+_NAMED_REASONS = ("broken_link", "empty_file", "no_text_column")
 
 
 def input_table(report: BuildReport) -> Table:
@@ -18,9 +19,9 @@ def input_table(report: BuildReport) -> Table:
     table.add_column(justify="right")
     table.add_column(justify="right")
     for ending, counts in report.files_read.items():
-        table.add_row(f"read: {ending}", _plural(counts.files, "file"), f"{counts.bytes / 1e6:,.1f} MB")
+        table.add_row(f"read: {ending}", plural(counts.files, "file"), f"{counts.bytes / 1e6:,.1f} MB")
     for ending, number in report.members_read.items():
-        table.add_row(f"read in archives: {ending}", _plural(number, "file"), "")
+        table.add_row(f"read in archives: {ending}", plural(number, "file"), "")
     table.add_section()
     for reason, numbers in report.inputs_skipped.items():
         for ending, number in numbers.items():
@@ -63,7 +64,7 @@ def source_table(report: BuildReport) -> Table:
 def remarks(report: BuildReport) -> list[str]:
     """Return one line for each thing in a report that a user may want to change, with the next step.
 
-    These are links to nothing and tables without text, by name, and bytes that are not UTF-8.
+    These are links to nothing, empty files and tables without text, by name, and bytes that are not UTF-8.
     """
     lines = []
     for reason in _NAMED_REASONS:
@@ -77,18 +78,18 @@ def remarks(report: BuildReport) -> list[str]:
     if undecodable.documents and undecodable.policy == "skip":
         lost_bytes = report.documents_skipped["undecodable"].bytes
         lines.append(
-            f"left out {_plural(undecodable.documents, 'document')} of {lost_bytes:,} bytes for "
-            f"{_plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them"
+            f"left out {plural(undecodable.documents, 'document')} of {lost_bytes:,} bytes for "
+            f"{plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them"
         )
     elif undecodable.documents:
         lines.append(
-            f"replaced {_plural(undecodable.bytes, 'byte')} that are not UTF-8 in "
-            f"{_plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
+            f"replaced {plural(undecodable.bytes, 'byte')} that are not UTF-8 in "
+            f"{plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
         )
     return lines
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Return a number with its noun: "1 file", "1,024 files"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 

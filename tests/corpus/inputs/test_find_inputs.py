@@ -136,6 +136,11 @@ def test_a_brace_pattern_gives_its_files_and_a_missing_one_is_an_error(tmp_path:
         find_inputs([f"{tmp_path}/shard-{{000..020.tar"])
 
 
+def test_an_s3_url_without_a_bucket_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"s3://: the URL has no bucket"):
+        find_inputs(["s3://"])
+
+
 def test_a_file_whose_name_has_braces_is_no_pattern(tmp_path: Path) -> None:
     write_files(tmp_path, ["a{1,2}.txt"])
 

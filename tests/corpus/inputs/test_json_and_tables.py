@@ -152,6 +152,17 @@ def test_a_table_without_the_column_is_refused_if_it_was_given_and_counted_if_it
         texts_of(table)
 
 
+def test_a_file_without_a_byte_is_counted_as_left_out(tmp_path: Path) -> None:
+    for name in ("a.jsonl.gz", "b.txt", "c.json", "d.csv"):
+        (tmp_path / name).touch()
+
+    stream = DocumentStream(find_inputs([tmp_path]))
+
+    assert list(stream) == []
+    assert stream.counts.skipped.names == {"empty_file": ["a.jsonl.gz", "b.txt", "c.json", "d.csv"]}
+    assert not stream.counts.files
+
+
 def test_a_markdown_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text("# Title\n\nA paragraph.\n\nAnother.\n")
