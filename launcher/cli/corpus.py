@@ -19,7 +19,7 @@ from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
-from electra_dist.corpus.report.report_tables import input_table, plural, remarks, source_table
+from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
 from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs, search_inputs
 from electra_dist.corpus.vocab import train_vocabulary
@@ -132,6 +132,7 @@ def _print_report(report: BuildReport | None, console: Console) -> None:
         return
     console.print(input_table(report))
     console.print(source_table(report))
+    console.print(length_line(report), soft_wrap=True)
     for line in remarks(report):
         console.print(line, soft_wrap=True, markup=False)
 

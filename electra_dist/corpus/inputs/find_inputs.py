@@ -133,7 +133,11 @@ class _Search:
         root = Path(path)
         if "://" in path:
             raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
-        if not root.exists():
+        try:
+            exists = root.exists()
+        except OSError as error:  # a folder on the path may not be entered, or a name is too long
+            raise UserError(f"--input {path}: cannot be read ({error.strerror}); correct it") from None
+        if not exists:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
@@ -159,7 +163,7 @@ class _Search:
         if identity in self.file_of_identity:
             self.skipped.add("read_before", name)
             return
-        if not os.access(path, os.R_OK):
+        if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise UserError(f"{path}: the file may not be read; give read permission, or move it out of the input")
         size = path.stat().st_size
         self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)

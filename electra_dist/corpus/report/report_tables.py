@@ -61,6 +61,23 @@ def source_table(report: BuildReport) -> Table:
     return table
 
 
+def length_line(report: BuildReport) -> str:
+    """Return a line with the number of tokens that a tenth, half and nine tenths of the documents stay below.
+
+    The numbers are powers of two, because the report counts documents by powers of two: of all those below which at
+    least that share of the documents stays, each is the least.
+    """
+    limits = []
+    for share in (0.1, 0.5, 0.9):
+        num_documents = 0
+        for power, count in report.document_lengths.items():
+            num_documents += count
+            if num_documents >= share * report.text.documents:
+                limits.append(f"{100 * share:.0f} % have fewer than {2 * int(power):,} tokens")
+                break
+    return f"documents by length: {', '.join(limits)}"
+
+
 def remarks(report: BuildReport) -> list[str]:
     """Return one line for each thing in a report that a user may want to change, with the next step.
 

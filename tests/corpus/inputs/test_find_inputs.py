@@ -108,7 +108,6 @@ def test_a_folder_that_cannot_be_listed_and_a_file_that_may_not_be_read_are_erro
     """The refusals are injected, because root may read everything."""
     write_files(tmp_path, ["open/a.txt", "closed/b.txt"])
     scandir = os.scandir
-    access = os.access
 
     def scandir_but_closed(path: Path) -> object:
         if Path(path).name == "closed":
@@ -119,7 +118,7 @@ def test_a_folder_that_cannot_be_listed_and_a_file_that_may_not_be_read_are_erro
         patch.setattr(os, "scandir", scandir_but_closed)
         with pytest.raises(UserError, match=r"closed: the folder cannot be listed \(Permission denied\)"):
             find_inputs([tmp_path])
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt" and access(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode, **settings: Path(path).name != "b.txt")
     with pytest.raises(UserError, match=r"b\.txt: the file may not be read"):
         find_inputs([tmp_path])
 
@@ -134,6 +133,11 @@ def test_a_brace_pattern_gives_its_files_and_a_missing_one_is_an_error(tmp_path:
         find_inputs([f"{tmp_path}/shard-{{000..020}}.tar"])
     with pytest.raises(UserError, match="the braces are not balanced"):
         find_inputs([f"{tmp_path}/shard-{{000..020.tar"])
+
+
+def test_a_path_that_cannot_be_looked_up_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\)"):
+        find_inputs([tmp_path / ("x" * 300 + ".txt")])
 
 
 def test_an_s3_url_without_a_bucket_is_an_error() -> None:

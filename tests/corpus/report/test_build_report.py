@@ -16,7 +16,7 @@ from electra_dist.corpus.build_corpus import _Build, build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.report.build_report import read_report
-from electra_dist.corpus.report.report_tables import remarks
+from electra_dist.corpus.report.report_tables import length_line, remarks
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -275,6 +275,22 @@ def test_a_name_that_is_not_utf8_can_be_reported(request_of: RequestFactory, pro
     assert report is not None
     assert report.skipped_names == {"unknown_kind": ["\\udcff\n.html"]}
     assert report.sources[f"{folder}/caf\\udce9"].documents == 5
+
+
+def test_the_lengths_of_documents_are_summed_up_by_powers_of_two(
+    build_request: RequestFactory, jsonl_file: Callable[..., Path]
+) -> None:
+    """Ten documents: one of 3 words, five of 10 words, four of 100 words; each word is one token."""
+    texts = ["that " * number for number in [3, 10, 10, 10, 10, 10, 100, 100, 100, 100]]
+
+    report = build_corpus(build_request(jsonl_file(texts))).report
+
+    assert report is not None
+    assert report.document_lengths == {"2": 1, "8": 5, "64": 4}
+    assert length_line(report) == (
+        "documents by length: 10 % have fewer than 4 tokens, 50 % have fewer than 16 tokens, "
+        "90 % have fewer than 128 tokens"
+    )
 
 
 def test_a_damaged_report_is_an_error_of_one_line(tmp_path: Path) -> None:
