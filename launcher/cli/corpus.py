@@ -80,6 +80,10 @@ def build(
     _refuse_output_among_inputs(inputs, output)
     files, skipped = search_inputs(inputs, settings.data.endpoint_url)
     console = Console(highlight=False)
+    total_bytes = sum(file.size for file in files)
+    size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
+    left_out = skipped.summary()
+    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
     vocabulary = _find_vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
         raise UserError(
@@ -98,10 +102,6 @@ def build(
         endpoint_url=settings.data.endpoint_url,
         skipped_inputs=skipped,
     )
-    total_bytes = sum(file.size for file in files)
-    size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
-    left_out = skipped.summary()
-    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
     result = build_corpus(request, BuildConsole(total_bytes, console))
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None

@@ -19,15 +19,30 @@ import pyarrow.parquet
 
 _PARQUET_BATCH_ROWS = 1024
 _MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
+_MAX_COLUMNS_SHOWN = 20  # in an error message
+_MAX_NAME_CHARS = 40
 
 
 class NoTextColumn(Exception):
-    """Exception for a table without the column that holds the text; `columns` are the names of those it has."""
+    """Exception for a table without the column that holds the text; its message lists the columns that it has."""
 
     def __init__(self, columns: Sequence[str]) -> None:
-        """Store the names of the columns."""
-        super().__init__(", ".join(columns))
-        self.columns = tuple(columns)
+        """Write the message: the names of the first columns, on one line.
+
+        Args:
+            columns: names of the columns. Where a CSV file has no row of names, they are its first row of data, of any
+                length.
+        """
+        names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
+        if len(columns) > _MAX_COLUMNS_SHOWN:
+            names.append(f"and {len(columns) - _MAX_COLUMNS_SHOWN} more")
+        super().__init__(", ".join(names))
+
+
+def _short_name(column: str) -> str:
+    """Return the name of a column, cut to 40 characters; other characters than printable ones appear as escapes."""
+    shown = column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "..."
+    return shown if shown.isprintable() else ascii(shown)
 
 
 def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[bytes | None]:

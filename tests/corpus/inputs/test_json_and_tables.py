@@ -152,6 +152,17 @@ def test_a_table_without_the_column_is_refused_if_it_was_given_and_counted_if_it
         texts_of(table)
 
 
+def test_the_error_for_a_table_without_a_row_of_names_is_short_and_on_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    cells = ['"' + "long\ntext " * 1000 + '"', *map(str, range(50))]
+    path.write_text(",".join(cells) + "\n")
+
+    with pytest.raises(UserError, match=r"a\.csv: no column `text` of text; .* 0, 1, .* and 31 more$") as error:
+        texts_of(path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+
+
 def test_a_file_without_a_byte_is_counted_as_left_out(tmp_path: Path) -> None:
     for name in ("a.jsonl.gz", "b.txt", "c.json", "d.csv"):
         (tmp_path / name).touch()
