@@ -158,5 +158,5 @@ def _local_path(file: InputFile) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="electra-input-") as folder:
         path = Path(folder) / "input"
-        file.store.fetch(file.path.as_posix(), path, must_exist=True)
+        file.store.fetch(file.name, path, must_exist=True)
         yield path

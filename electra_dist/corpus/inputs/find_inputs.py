@@ -34,7 +34,7 @@ class InputFile(NamedTuple):
     """
 
     name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
-    path: Path  # on a local disk; for a file on S3 its key in `store`
+    path: Path  # on a local disk; for a file on S3 its name again, which is the key in `store`
     format: str  # a value of FORMATS
     size: int  # bytes on disk
     source: str = ""  # the input that was given, with the first folder below it; the report counts tokens by it
@@ -46,7 +46,7 @@ class InputFile(NamedTuple):
         """Return the path or the s3:// URL of the file, for messages."""
         if self.store is None:
             return str(self.path)
-        return f"{self.store.url}/{self.path.as_posix()}"
+        return f"{self.store.url}/{self.name}"
 
 
 class FoundInputs(NamedTuple):
