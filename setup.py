@@ -12,6 +12,9 @@ EXTRAS = {
     "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
+    # Tracking services, for `log.wandb` and `log.mlflow`.
+    "wandb": ["wandb>=0.19"],
+    "mlflow": ["mlflow-skinny>=2.20"],
     "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
     "test": [
         "pytest>=8",
@@ -65,6 +68,7 @@ setup(
         "electra_dist.run",
         "electra_dist.speed",
         "electra_dist.store",
+        "electra_dist.tracking",
         "electra_dist.train",
         "electra_dist.train.health",
         "electra_kernels",

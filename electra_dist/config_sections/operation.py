@@ -49,7 +49,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Settings of how often a run logs its progress and evaluates the model on held-out rows."""
+    """Settings of how often a run logs its progress and evaluates the model on held-out rows, and where it logs to."""
 
     every_steps: Positive = Field(
         default=10, description="Steps between two log lines; each log line is also a record in metrics.jsonl."
@@ -65,6 +65,32 @@ class LogConfig(Section):
     )
     tensorboard: bool = Field(
         default=True, description="Whether TensorBoard event files are written into the run folder."
+    )
+    wandb: str | None = Field(
+        default=None,
+        description="Name of the Weights & Biases project that the metrics are also sent to; needs the package wandb "
+        "(extra wandb). Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
+    )
+    mlflow: str | None = Field(
+        default=None,
+        description="Name of the MLflow experiment that the metrics are also sent to; needs the package mlflow (extra "
+        "mlflow). MLFLOW_TRACKING_URI names the server; unset, the records go into the folder mlflow/ of the run. "
+        "Unset: none.",
+    )
+    text_samples: NonNegative = Field(
+        default=3,
+        description="Number of held-out rows of which each evaluation records the text with the generator's "
+        "replacements and the discriminator's probabilities, for report.html and TensorBoard. 0: none.",
+    )
+    report_every_minutes: Annotated[float, Field(ge=0)] = Field(
+        default=10.0,
+        description="Minutes between two updates of report.html while the run goes on. A process of low priority "
+        "writes it, so no step waits. 0: only at the end of each start.",
+    )
+    kwh_price: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Price of one kilowatt-hour, in any currency, for the cost of energy in report.html. Unset: the "
+        "report shows the energy alone, where the power of the GPUs is recorded.",
     )
 
 
@@ -154,6 +180,13 @@ class ClusterConfig(Section):
         default=24.0,
         description="Hours for which a strike, the record that a node was unhealthy, excludes that node from new "
         "submissions.",
+    )
+    notify: str | None = Field(
+        default=None,
+        description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
+        "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, "
+        "unhealthy, error or no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, "
+        "and its failure changes nothing. Unset: none.",
     )
 
 

@@ -69,7 +69,8 @@ class AdversarialGenerator(ReplacedTokenDetection):
         )
         generator_loss = weighted(batch.values.mlm_weight, batch.first_scale, policy_loss_sum)
         loss = generator_loss + weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
-        return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, label_BS)
+        sums = corruption.sums | rtd_sums(rtd)
+        return self.output(batch, loss, sums, rtd.logits_T, label_BS, corrupted_BS)
 
     def _policy_loss_sum(
         self,

@@ -112,6 +112,7 @@ class StepOutput(NamedTuple):
     rtd_logit_BS: torch.Tensor  # fp32 logits of "replaced"; all 0 with an objective that detects nothing
     label_BS: torch.Tensor  # bool, True for replaced tokens
     is_real_BS: torch.Tensor  # bool, False for pads
+    shown_BS: torch.Tensor | None = None  # int64 ids that the logits are about, with the replacements in place
 
 
 def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
@@ -238,7 +239,7 @@ class Objective(nn.Module, ABC):
         label_BS = shown_BS != batch.ids_BS
         hidden_BSH = self.read(batch, shown_BS)
         rtd = self.towers.discriminator_head(hidden_BSH, label_BS, batch.layout.is_real_BS, backend=self.backend)
-        return self.output(batch, torch.zeros_like(rtd.loss_sum), {}, rtd.logits_T, label_BS)
+        return self.output(batch, torch.zeros_like(rtd.loss_sum), {}, rtd.logits_T, label_BS, shown_BS)
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
@@ -358,6 +359,7 @@ class Objective(nn.Module, ABC):
         sums: dict[str, torch.Tensor],
         rtd_logit_BS: torch.Tensor | None = None,
         label_BS: torch.Tensor | None = None,
+        shown_BS: torch.Tensor | None = None,
     ) -> StepOutput:
         """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
@@ -367,6 +369,7 @@ class Objective(nn.Module, ABC):
             sums: scalar tensors by the names of the fields of `Sums`; this method adds `loss` and `tokens`.
             rtd_logit_BS: B * S logits of any shape; None if the objective does not detect replaced tokens.
             label_BS: bool, True for replaced tokens; None if the objective has no such labels.
+            shown_BS: int64 ids that the discriminator has read; None if they are the batch's own.
         """
         is_real_BS = batch.layout.is_real_BS
 
@@ -390,6 +393,7 @@ class Objective(nn.Module, ABC):
             rtd_logit_BS=rtd_logit_BS,
             label_BS=label_BS,
             is_real_BS=is_real_BS,
+            shown_BS=batch.ids_BS if shown_BS is None else shown_BS,
         )
 
 

@@ -68,7 +68,7 @@ class Electric(CorruptingObjective):
         detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
         noise_loss = weighted(batch.values.mlm_weight, batch.first_scale, cloze.loss_sum)
         loss = noise_loss + weighted(batch.values.rtd_weight, batch.second_scale, detection_sums["rtd_loss_sum"])
-        return self.output(batch, loss, cloze_sums | detection_sums, logit_BS, label_BS)
+        return self.output(batch, loss, cloze_sums | detection_sums, logit_BS, label_BS, noised_BS)
 
     @staticmethod
     def _detection_sums(

@@ -50,7 +50,7 @@ class ReplacedTokenDetection(CorruptingObjective):
             prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)
             loss = loss + self.objective.discriminator_mlm_weight * batch.first_scale * prediction.loss_sum
             sums |= token_sums(prediction)
-        return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS)
+        return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)
 
     def detect(self, batch: Batch, corruption: Corruption) -> RtdOutput:
         """Run the discriminator on the corrupted rows; return its loss sum, its logits and counts for the metrics.

@@ -38,4 +38,5 @@ class TwoStageDetection(ReplacedTokenDetection):
 
         rtd = self.detect(batch, corruption)
         loss = weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
-        return self.output(batch, loss, corruption.sums | rtd_sums(rtd), rtd.logits_T, corruption.label_BS)
+        sums = corruption.sums | rtd_sums(rtd)
+        return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)

@@ -1,10 +1,9 @@
-"""Draw the curves of a run: each as SVG text for report.html, four of them as one PNG for a README.
+"""Draw the curves of one run or of several: each as SVG text for a page, four of them as one PNG for a README.
 
-Guarantee: a curve is thinned to at most some 1,200 points. It is cut into buckets of consecutive points, and the
-lowest and the highest point of each are kept, so a spike of one step stays visible in a run of 400,000 steps. SVG
-colors are names of CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the
-colors, in light and in dark mode. Text is kept as text. No global state of matplotlib is changed: pyplot is not
-imported, and no backend is chosen.
+Guarantee: a curve keeps its shape although few of its points are drawn (`curve_points.py`). SVG colors are names of
+CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and
+in dark mode. Text is kept as text. No global state of matplotlib is changed: pyplot is not imported, and no backend is
+chosen.
 
 Cost: 0.1 s per panel, after 1 s for importing matplotlib.
 """
@@ -17,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -26,168 +25,133 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from electra_dist.report.curve_points import evenly_spaced, series, smooth_curve, thinned
+from electra_dist.report.panels import PANELS, CurveLine, Panel, with_baselines
 from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics_writer import read_metrics
 
-MAX_BUCKETS = 600  # of a thinned curve; each gives two points
-SMOOTHING_SPAN = 40  # records
+MAX_RUNS = 8  # that one diagram can show, each in a color of its own
+MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointer
+_SIZE_INCHES = (4.0, 2.35)  # of a diagram; the page scales it
+_POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 
 # Placeholder colors for matplotlib, which needs real colors. They are replaced by CSS variables in an SVG, and by the
 # colors of _PRINT in a PNG.
 _INK = "#010101"
 _GRID = "#020202"
-_FIRST = "#030303"
-_SECOND = "#040404"
-_VARIABLES = {_INK: "--ink", _GRID: "--grid", _FIRST: "--series-1", _SECOND: "--series-2"}
-_PRINT = {_INK: "#374151", _GRID: "#e5e7eb", _FIRST: "#2563eb", _SECOND: "#ea580c"}
+_SOFT = "#030303"
+_SERIES = tuple(f"#0404{number:02d}" for number in range(1, MAX_RUNS + 1))
+_VARIABLES = {_INK: "--ink", _GRID: "--grid", _SOFT: "--soft"} | {
+    color: f"--series-{number}" for number, color in enumerate(_SERIES, start=1)
+}
+_PRINT = {_INK: "#374151", _GRID: "#e5e7eb", _SOFT: "#6b7280", _SERIES[0]: "#2563eb", _SERIES[1]: "#ea580c"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveLine:
-    """Line of a diagram: which field of the records in metrics.jsonl it shows, and how it is drawn.
+class RunCurves:
+    """Records of one run, of which the diagrams show some fields."""
 
-    A record is one logged training step or one evaluation. A line whose field is in no record is left out.
-    """
-
-    field: str  # of the records in metrics.jsonl
-    label: str  # in the legend
-    kind: str = "train"  # kind of the records: "train" is drawn as a line, "eval" as a line with points
-    color: str = _FIRST  # placeholder of the color, _FIRST or _SECOND
-    raw: bool = True  # draw every record; only for "train"
-    smooth: bool = True  # draw the smoothed line, over a faint raw one; only for "train"
+    name: str  # of the run; shown where a diagram has several runs
+    records: Sequence[Record]  # of metrics.jsonl, from `panels.with_baselines`
+    resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One diagram of the report: its lines over the optimizer steps and the format of its y axis.
+class DrawnPanel:
+    """Diagram as an <svg> element, and the values that a page shows while the pointer is over it."""
 
-    `PANELS` lists all diagrams in the order of the page.
-    """
-
-    name: str  # identifies the panel, and seeds the ids within its SVG
-    title: str  # above the diagram, with the unit
-    lines: tuple[CurveLine, ...]  # at most two colors
-    scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"  # of the y axis
+    svg: str
+    # JSON tree. "x" and "y": position of both ends of the axis in the units of the viewBox, then their values; "log":
+    # whether the y axis is logarithmic; "scale": as of the panel; "lines": label, color, steps and values of each.
+    hover: dict[str, Any]
 
 
-def _loss_panel(tower: str, title: str) -> Panel:
-    """Return the diagram of one loss, with one line for training and one for held-out rows.
+def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
+    """Return a diagram of one run, or of several laid over each other; None if no record has a value to draw.
 
-    Args:
-        tower: prefix of the loss's field in the records: "mlm" for the generator's, "rtd" for the discriminator's.
-        title: title of the diagram, with the unit.
-    """
-    field = f"{tower}_loss"
-    held_out = CurveLine(field=field, label="held out", kind="eval", color=_SECOND)
-    return Panel(name=field, title=title, lines=(CurveLine(field=field, label="training"), held_out))
-
-
-PANELS = (
-    _loss_panel("mlm", "Generator loss (nats per masked token)"),
-    _loss_panel("rtd", "Discriminator loss (nats per token)"),
-    Panel(
-        name="rtd_accuracy",
-        title="Discriminator accuracy",
-        lines=(
-            CurveLine(field="replaced_accuracy", label="replaced tokens", color=_SECOND),
-            CurveLine(field="original_accuracy", label="original tokens"),
-        ),
-        scale="percent",
-    ),
-    Panel(
-        name="auc",
-        title="ROC-AUC on held-out rows",
-        lines=(
-            CurveLine(field="auc", label="generator's replacements", kind="eval"),
-            CurveLine(field="context_auc", label="unigram replacements: context AUC", kind="eval", color=_SECOND),
-        ),
-    ),
-    Panel(
-        name="lr",
-        title="Learning rate",
-        lines=(
-            CurveLine(field="lr", label="lr", smooth=False),
-            CurveLine(field="generator_lr", label="generator's lr", smooth=False),
-        ),
-        scale="scientific",
-    ),
-    Panel(
-        name="grad_norm",
-        title="Gradient norm before clipping",
-        lines=(CurveLine(field="grad_norm", label="global norm"),),
-        scale="log",
-    ),
-    Panel(
-        name="replaced_fraction",
-        title="Tokens that the generator replaced",
-        lines=(CurveLine(field="replaced_fraction", label="of all tokens"),),
-        scale="percent",
-    ),
-    Panel(
-        name="temperature",
-        title="Temperature of the generator's samples",
-        lines=(CurveLine(field="temperature", label="scheduled", smooth=False),),
-    ),
-    Panel(
-        name="loss_weights",
-        title="Weights of the losses",
-        lines=(
-            CurveLine(field="mlm_weight", label="generator", color=_SECOND, smooth=False),
-            CurveLine(field="rtd_weight", label="discriminator", smooth=False),
-        ),
-    ),
-    Panel(
-        name="mask_shares",
-        title="Masked tokens, and masked tokens replaced at random",
-        lines=(
-            CurveLine(field="mask_prob", label="masked, of all tokens", smooth=False),
-            CurveLine(field="random_share", label="random, of the masked", color=_SECOND, smooth=False),
-        ),
-        scale="percent",
-    ),
-    Panel(
-        name="generator_entropy",
-        title="Entropy of the generator (nats per masked token)",
-        lines=(CurveLine(field="generator_entropy", label="held out", kind="eval"),),
-    ),
-    Panel(
-        name="sampled_correct",
-        title="Samples of the generator that are right",
-        lines=(CurveLine(field="sampled_correct", label="held out", kind="eval"),),
-        scale="percent",
-    ),
-    Panel(
-        name="tokens_per_s",
-        title="Tokens per second",
-        lines=(CurveLine(field="tokens_per_s", label="all GPUs"),),
-        scale="thousands",
-    ),
-)
-
-
-def panel_svg(panel: Panel, records: Sequence[Record], resumes: Sequence[int] = ()) -> str | None:
-    """Return a diagram as an <svg> element to embed in a page; None if no record has a value to draw.
-
-    The element has no width, no height and no XML header, so that the page decides its size. A value that is not
-    finite is not drawn. Equal arguments give equal text.
+    The <svg> element has no width, no height and no XML header, so that the page decides its size. A value that is not
+    finite is not drawn. Equal arguments give equal text. A diagram of several runs has one color for each run, only
+    the smoothed curves of training steps, and no resumes and baselines.
 
     Args:
         panel: what to draw, one of `PANELS`.
-        records: all records of metrics.jsonl.
-        resumes: steps at which the run was resumed; each is marked by a dotted line.
+        runs: at least one and at most `MAX_RUNS` runs.
     """
-    num_points = sum(len(_series(records, line)[0]) for line in panel.lines)
-    if num_points == 0:
+    lines = [line for line in panel.lines if not line.is_baseline]
+    if not any(len(series(run.records, line)[0]) for run in runs for line in lines):
         return None
     # Equal ids (svg.hashsalt) and no date make equal arguments give equal text.
     with matplotlib.rc_context(_style() | {"svg.hashsalt": panel.name}):
-        figure = Figure(figsize=(4.0, 2.35), layout="constrained")
-        _draw(figure.add_subplot(), panel, records, resumes)
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        if len(runs) == 1:
+            _draw(axes, panel, runs[0])
+        else:
+            _draw_overlay(axes, panel, runs)
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    return _for_page(buffer.getvalue(), panel.title)
+    hover = {**_axis_positions(axes), "scale": panel.scale, "lines": _hover_lines(panel, runs)}
+    return DrawnPanel(svg=_for_page(buffer.getvalue(), panel.title), hover=hover)
+
+
+def _axis_positions(axes: Axes) -> dict[str, Any]:
+    """Return where the ends of both axes are in the SVG, and their values, from a diagram that is drawn already.
+
+    "x" is [left, right, value at the left end, value at the right end] and "y" is the same for the bottom and the top.
+    Positions are in the units of the viewBox, whose origin is the upper left corner.
+    """
+    width, height = (inches * _POINTS_PER_INCH for inches in _SIZE_INCHES)
+    box = axes.get_position()  # as shares of the figure, from the lower left corner
+    return {
+        "x": [box.x0 * width, box.x1 * width, *axes.get_xlim()],
+        "y": [(1 - box.y0) * height, (1 - box.y1) * height, *axes.get_ylim()],
+        "log": axes.get_yscale() == "log",
+    }
+
+
+def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
+    """Return the values of each line that a page shows under the pointer, at most 300 evenly spaced ones of a line.
+
+    An element has "label", "color" (the name of a CSS variable), "steps" and "values". A line that is also drawn
+    smoothed has "smooth", its smoothed values at the same steps.
+    """
+    hover_lines = []
+    for number, run in enumerate(runs):
+        for line in panel.lines:
+            steps, values = series(run.records, line)
+            is_left_out = line.is_baseline and len(runs) > 1
+            if not len(steps) or is_left_out:
+                continue
+            chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
+            label = line.label if len(runs) == 1 else f"{run.name}: {line.label}"
+            color = _line_color(line) if len(runs) == 1 else _SERIES[number]
+            hover_line: dict[str, Any] = {
+                "label": label,
+                "color": _VARIABLES[color],
+                "steps": [int(step) for step in steps[chosen]],
+                "values": [_short(value) for value in values[chosen]],
+            }
+            if line.kind == "train" and line.smooth:
+                smooth_steps, smooth_values = smooth_curve(steps, values)
+                smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
+                hover_line["smooth"] = [_short(value) for value in smooth_at_chosen]
+            hover_lines.append(hover_line)
+    return hover_lines
+
+
+def _short(value: float) -> float:
+    """Return a number rounded to five significant figures, which keeps a page small."""
+    return float(f"{value:.5g}")
+
+
+def _line_color(line: CurveLine) -> str:
+    """Return the placeholder color of a line in a diagram of one run."""
+    if line.is_baseline:
+        return _SOFT
+    return _SERIES[1] if line.is_second else _SERIES[0]
 
 
 def _for_page(svg_file: str, title: str) -> str:
@@ -222,124 +186,73 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     Returns:
         `out`, as a path.
     """
-    records = read_metrics(Path(run_dir))
+    run = RunCurves(name=Path(run_dir).name, records=with_baselines(read_metrics(Path(run_dir))))
     first_four_panels = PANELS[:4]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
         for axes, panel in zip(figure.subplots(2, 2).flat, first_four_panels, strict=True):
-            _draw(axes, panel, records, resumes=(), colors=_PRINT)
+            _draw(axes, panel, run, colors=_PRINT)
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)
 
 
-def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
-    """Return the values smoothed without lag: the mean of two exponential means, from the left and from the right.
-
-    An exponential mean is a running mean in which older values weigh less, so it lags behind its values. The two means
-    lag in opposite directions, and the lags cancel.
-
-    Args:
-        values: values of consecutive records, [n].
-        span: sets how fast weights fall: by the factor 1 - 2 / (span + 1) for each record further away. A short curve
-            uses n / 10 instead, at least 1, if that is less.
-    """
-    used_span = min(span, max(1.0, len(values) / 10))
-    decay = 1 - 2 / (used_span + 1)
-    mean_from_left = _exponential_mean(values, decay)
-    mean_from_right = _exponential_mean(values[::-1], decay)[::-1]
-    return (mean_from_left + mean_from_right) / 2
-
-
-def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return a running mean, [n]: at each value the weighted mean of it and of all earlier ones.
-
-    The weights are divided by their sum, so that the first means are not pulled to zero.
-
-    Args:
-        values: the values, [n].
-        decay: weight of a value divided by the weight of the next newer one, in [0, 1).
-    """
-    means = np.empty(len(values))
-    weighted_sum = 0.0
-    weight_sum = 0.0
-    for index, value in enumerate(values):
-        weighted_sum = decay * weighted_sum + value
-        weight_sum = decay * weight_sum + 1
-        means[index] = weighted_sum / weight_sum
-    return means
-
-
-def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Return fewer points that keep a curve's shape: both ends, and the lowest and highest point of each bucket.
-
-    The buckets are consecutive parts of the curve with about equally many points. A spike of one point stays visible.
-
-    Args:
-        steps: x values, [n], ascending.
-        values: y values, [n], all finite.
-        num_buckets: number of buckets.
-
-    Returns:
-        Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets` points
-        is returned whole.
-    """
-    if len(values) <= 2 * num_buckets:
-        return steps, values
-    last_index = len(values) - 1
-    selected = {0, last_index}
-    for bucket_indices in np.array_split(np.arange(len(values)), num_buckets):
-        bucket_values = values[bucket_indices]
-        selected.add(int(bucket_indices[bucket_values.argmin()]))
-        selected.add(int(bucket_indices[bucket_values.argmax()]))
-    indices = np.array(sorted(selected))
-    return steps[indices], values[indices]
-
-
-def _series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a line: the optimizer steps and the values, float64 [n] each.
-
-    Records of another kind than the line's (training instead of evaluation, or the reverse) are left out, and so are
-    records in which the line's field is missing or not finite. n is 0 if that leaves none.
-    """
-    steps = []
-    values = []
-    for record in records:
-        if record.get("kind") != line.kind:
-            continue
-        value = record.get(line.field)
-        if value is not None and math.isfinite(value):
-            steps.append(record["step"])
-            values.append(value)
-    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
-
-
-def _draw(
-    axes: Axes, panel: Panel, records: Sequence[Record], resumes: Sequence[int], colors: dict[str, str] | None = None
-) -> None:
-    """Draw a diagram: the curves, dotted lines at the steps of `resumes`, axes and, for two curves or more, a legend.
+def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
+    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for two curves, a legend.
 
     Args:
         axes: what to draw on.
         panel: the diagram.
-        records: all records of metrics.jsonl.
-        resumes: steps at which the run was resumed from a checkpoint.
+        run: the records of the run.
         colors: the color to draw with, for each placeholder color of this module. None draws with the placeholders,
             which `_for_page` replaces by CSS variables.
     """
     if colors is None:
         colors = {}
-    for step in resumes:
+    for step in run.resumes:
         axes.axvline(step, color=colors.get(_INK, _INK), linewidth=0.6, linestyle=":", alpha=0.5)
     for line in panel.lines:
-        _draw_line(axes, line, records, colors.get(line.color, line.color))
-    axes.set_title(panel.title, loc="left")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20000 as 20k
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _format_y_axis(axes, panel.scale)
+        color = _line_color(line)
+        _draw_line(axes, line, run.records, colors.get(color, color))
+    _draw_chance(axes, panel, colors.get(_SOFT, _SOFT))
+    _format_axes(axes, panel)
     legend_handles, _labels = axes.get_legend_handles_labels()
     if len(legend_handles) > 1:
         axes.legend(loc="best")
+
+
+def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
+    """Draw a diagram of several runs, each in a color of its own; its legend explains solid and dashed lines.
+
+    Args:
+        axes: what to draw on.
+        panel: the diagram; its baselines, which differ from run to run, are left out.
+        runs: the runs, in the order of the colors.
+    """
+    lines = [line for line in panel.lines if not line.is_baseline]
+    drawn_lines: dict[CurveLine, Line2D] = {}
+    for number, run in enumerate(runs):
+        for line in lines:
+            steps, values = series(run.records, line)
+            if not values.size:
+                continue
+            if line.kind == "train" and line.smooth:
+                steps, values = smooth_curve(steps, values)
+            style: dict[str, Any] = {"linewidth": 1.5, "linestyle": "--" if line.is_second else "-"}
+            if line.kind == "eval":
+                style = {"linewidth": 0.9, "marker": "o", "markersize": 2.5, "linestyle": "-"}
+            axes.plot(*thinned(steps, values), color=_SERIES[number], **style)
+            drawn_lines[line] = Line2D([], [], color=_INK, label=line.label, **style)
+    _draw_chance(axes, panel, _SOFT)
+    _format_axes(axes, panel)
+    if len(drawn_lines) > 1:
+        axes.legend(handles=list(drawn_lines.values()), loc="best")
+
+
+def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
+    """Draw a dashed line at the value that a guess reaches, if the diagram has one."""
+    if panel.chance is not None:
+        axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 
 def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
@@ -354,20 +267,30 @@ def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: st
         records: all records of metrics.jsonl.
         color: color of the line.
     """
-    steps, values = _series(records, line)
+    steps, values = series(records, line)
     if not values.size:
         return
-    thin_steps, thin_values = thinned(steps, values)
     if line.kind == "eval":
-        axes.plot(thin_steps, thin_values, color=color, marker="o", markersize=3, linewidth=1, label=line.label)
+        axes.plot(*thinned(steps, values), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
+        return
+    if line.is_baseline:
+        smooth_points = thinned(*smooth_curve(steps, values))
+        axes.plot(*smooth_points, color=color, linewidth=0.9, linestyle="--", label=line.label)
         return
     if line.raw and line.smooth:
-        axes.plot(thin_steps, thin_values, color=color, alpha=0.3, linewidth=0.7)
+        axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.7)
     elif line.raw:
-        axes.plot(thin_steps, thin_values, color=color, linewidth=1.5, label=line.label)
+        axes.plot(*thinned(steps, values), color=color, linewidth=1.5, label=line.label)
     if line.smooth:
-        smooth_steps, smooth_values = thinned(steps, smoothed(values))
-        axes.plot(smooth_steps, smooth_values, color=color, linewidth=1.5, label=line.label)
+        axes.plot(*thinned(*smooth_curve(steps, values)), color=color, linewidth=1.5, label=line.label)
+
+
+def _format_axes(axes: Axes, panel: Panel) -> None:
+    """Set the title and the ticks of both axes. Call it after everything is drawn, when the ranges are known."""
+    axes.set_title(panel.title, loc="left")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20000 as 20k
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    _format_y_axis(axes, panel.scale)
 
 
 def _format_y_axis(axes: Axes, scale: str) -> None:

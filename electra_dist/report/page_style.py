@@ -4,12 +4,16 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --ink: #374151; --strong: #111827; --soft: #6b7280;
-  --grid: #e5e7eb; --series-1: #2563eb; --series-2: #ea580c; --good: #15803d; --bad: #b91c1c;
+  --grid: #e5e7eb; --series-1: #2563eb; --series-2: #ea580c;
+  --series-3: #15803d; --series-4: #7c3aed; --series-5: #b91c1c; --series-6: #0891b2; --series-7: #a16207;
+  --series-8: #db2777; --good: #15803d; --bad: #b91c1c;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #0f1216; --card: #181c22; --ink: #c3cad5; --strong: #f3f4f6; --soft: #8b95a5;
-    --grid: #2b313b; --series-1: #6ea8fe; --series-2: #fb9a5b; --good: #4ade80; --bad: #f87171;
+    --grid: #2b313b; --series-1: #6ea8fe; --series-2: #fb9a5b;
+    --series-3: #4ade80; --series-4: #b79bff; --series-5: #f87171; --series-6: #4fd1e8; --series-7: #e0b64a;
+    --series-8: #f58bbd; --good: #4ade80; --bad: #f87171;
   }
 }
 * { box-sizing: border-box; }
@@ -34,6 +38,19 @@ h2 { margin: 34px 0 12px; font-size: 17px; color: var(--strong); }
 .curves .card { padding: 10px 12px 6px; min-width: 0; }
 .curves svg { display: block; width: 100%; height: auto; }
 .curves svg text { font-family: inherit !important; }
+.curves svg { touch-action: pan-y; }
+.values {
+  position: fixed; z-index: 1; max-width: 340px; padding: 7px 10px; pointer-events: none; font-size: 12.5px;
+  background: var(--card); color: var(--ink); border: 1px solid var(--soft); border-radius: 8px;
+  box-shadow: 0 4px 14px rgb(0 0 0 / 0.18); font-variant-numeric: tabular-nums;
+}
+.values i, .chip i { display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin-right: 6px; }
+.chips { margin: 14px 0 0; }
+.chip { display: inline-block; margin-right: 18px; font-weight: 600; color: var(--strong); }
+.samples { padding: 4px 16px; line-height: 1.8; }
+.samples u { text-decoration-thickness: 2px; text-underline-offset: 3px; }
+.samples span, .samples u { border-radius: 4px; padding: 1px 2px; }
+.samples s { color: var(--soft); font-size: 13px; }
 .card.scroll { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 14px; text-align: right; white-space: nowrap; border-top: 1px solid var(--grid); }

@@ -2,12 +2,14 @@
 
 Guarantee: the page is self-contained (it loads no script, font, image or style, so it opens from a mail or a cluster's
 file system), readable on a phone, in light and in dark mode. It is derived from files of the run folder only
-(metrics.jsonl, ledger.jsonl, config.yaml, environment.json, slurm/jobs.jsonl; the part of a missing file is left out),
-so it can be written again at any time, on any machine. It is written atomically.
+(metrics.jsonl, samples.jsonl, ledger.jsonl, config.yaml, identity.json, environment.json, slurm/jobs.jsonl; the part
+of a missing file is left out), so it can be written again at any time, on any machine. It is written atomically. It
+names no host and no command, although environment.json does, so it may be passed on.
 
-Cost: about 2 s, 300 KB.
+Cost: about 2 s, 500 KB; 4 s and 1.5 MB for a run with 100,000 records.
 
-Limits: the page shows the state at the time of writing; it does not update itself.
+Limits: the page shows the state at the time of writing. While a run goes on, rank 0 has it written again every
+`log.report_every_minutes`.
 """
 
 from __future__ import annotations
@@ -15,32 +17,29 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from electra_dist.analysis.goodput import Goodput, goodput
-from electra_dist.errors import UserError
-from electra_dist.report.curves import PANELS, panel_svg, write_curves_png
-from electra_dist.report.page_style import STYLE
-from electra_dist.run.environment_record import read_environment
-from electra_dist.run.folder import CONFIG_FILE, REPORT_FILE
+from electra_dist.analysis.goodput import Goodput
+from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.model.parameter_counts import ParameterCounts
+from electra_dist.report.curves import write_curves_png
+from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table
+from electra_dist.report.run_record import RunRecord, read_run
+from electra_dist.report.run_tiles import tiles
+from electra_dist.report.samples_section import samples_section
+from electra_dist.run.folder import REPORT_FILE
 from electra_dist.run.jsonl import Record
-from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.metrics_writer import read_metrics
-from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.atomic_files import replacing
 
 __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 
-Tile = tuple[str, str, str]  # name, value, remark
-
 MAX_EVENTS = 40  # the newest events that the table of events shows
 MAX_EVALUATIONS = 12  # the newest evaluations that the table of evaluations shows
-RECENT_RECORDS = 20  # training records over which the tiles average
 _EVALUATION_HEAD = (
     "step",
     "generator loss",
@@ -55,198 +54,69 @@ _EVALUATION_HEAD = (
 )
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into the run folder `run_dir` and return its path.
+def write_report(run_dir: Path, path: Path | None = None) -> Path:
+    """Write the report of the run in `run_dir` and return its path.
 
     It shows what the files of the run folder record so far; the run may still be going on. An existing report is
     replaced atomically.
 
+    Args:
+        run_dir: folder of the run.
+        path: the file to write; None for report.html in the run folder.
+
     Raises:
-        UserError: the folder does not exist or cannot be written.
+        UserError: the folder does not exist, holds no run or cannot be written.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
-    path = run_dir / REPORT_FILE
-    page = report_page(run_dir)
+    text = report_page(read_run(run_dir))
+    if path is None:
+        path = run_dir / REPORT_FILE
     with replacing(path) as file:
-        file.write(page.encode())
+        file.write(text.encode())
     return path
 
 
-def report_page(run_dir: Path) -> str:
-    """Return the HTML text of the report of the run in `run_dir`; nothing is written.
-
-    A file that is missing in the run folder leaves its part of the page out.
-    """
-    metrics = read_metrics(run_dir)
-    train = [record for record in metrics if record["kind"] == "train"]
-    evals = [record for record in metrics if record["kind"] == "eval"]
-    ledger = read_ledger(run_dir)
-    account = goodput(ledger, read_jobs(run_dir))
-    config_file = run_dir / CONFIG_FILE
-    config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
-    name = html.escape(run_dir.resolve().name)
-    sections = [
-        _header(name, config_text, train, ledger),
-        _tiles(train, evals, account),
-        _curves(metrics, ledger),
-        _evaluations(evals),
-        _events(ledger, account),
-        _environment(read_environment(run_dir)),
-        _config(config_text),
-    ]
-    body = "".join(sections)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{name}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
+def report_page(run: RunRecord) -> str:
+    """Return the HTML text of the report of a run; nothing is written. What the run did not record is left out."""
+    name = html.escape(run.name)
+    body = "".join(
+        [
+            _header(name, run),
+            tiles(run),
+            curves([run.curves], _curves_note(run)),
+            samples_section(run.samples),
+            _evaluations(run.evals),
+            _events(run.ledger, run.account),
+            _run_and_environment(run),
+            _config(run.config_tree),
+        ]
     )
+    return page(name, body)
 
 
-def _header(name: str, config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> str:
+def _header(name: str, run: RunRecord) -> str:
     """Return the page's <header>: the name of the run, its state, and the times of its first and last event.
 
     Args:
         name: name of the run, HTML-escaped.
-        config_text: config.yaml, for the number of steps; may be empty.
-        train: the records of training steps in metrics.jsonl, oldest first.
-        ledger: all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first.
+        run: the run.
     """
-    state, text = _state(config_text, train, ledger)
+    state, text = run.state()
     period = ""
-    if ledger:
-        period = f" &middot; {_minute(ledger[0]['time'])} to {_minute(ledger[-1]['time'])} UTC"
-    return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{period}</p></header>\n'
+    if run.ledger:
+        period = f" &middot; {minute(run.ledger[0]['time'])} to {minute(run.ledger[-1]['time'])} UTC"
+    written = f" &middot; this page was written {now()} UTC"
+    return f'<header><h1>{name}</h1><p><span class="state {state}">{text}</span>{period}{written}</p></header>\n'
 
 
-def _state(config_text: str, train: Sequence[Record], ledger: Sequence[Record]) -> tuple[str, str]:
-    """Return the state of a run: a CSS class, and a text for the reader with the steps done.
-
-    The last event of the ledger decides the class: "done", "stop" (on request) or "crash". After any other event it is
-    "open": the run is still going on, or it was killed and could not record its end.
-
-    Args:
-        config_text: text of config.yaml, for the number of steps; may be empty.
-        train: the records of training steps in metrics.jsonl, oldest first.
-        ledger: all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first.
-    """
-    step = train[-1]["step"] if train else 0
-    total = _total_steps(config_text)
-    of_total = f" of {total:,}" if total else ""
-    last_event = ledger[-1]["event"] if ledger else ""
-    if last_event == "done":
-        return "done", f"finished: step {step:,}{of_total}"
-    if last_event == "stop":
-        return "stop", f"stopped on purpose after step {ledger[-1]['step']:,}{of_total}"
-    if last_event == "crash":
-        return "crash", f"crashed after step {step:,}{of_total}"
-    return "open", f"under way or cut off: last record of step {step:,}{of_total}"
-
-
-def _total_steps(config_text: str) -> int | None:
-    """Return `train.num_steps` from the text of a config.yaml; None if the text is empty or lacks the key."""
-    config = yaml.safe_load(config_text) or {}
-    train = config.get("train") or {}
-    return train.get("num_steps")
-
-
-def _tiles(train: Sequence[Record], evals: Sequence[Record], account: Goodput) -> str:
-    """Return the HTML section of tiles, small boxes that show one figure of the run each.
-
-    The result is empty if nothing was recorded.
-
-    Args:
-        train: the records of training steps in metrics.jsonl, oldest first.
-        evals: records of evaluations on held-out rows.
-        account: the run's wall-clock seconds, split by activity.
-    """
-    tiles = [*_evaluation_tiles(evals), *_training_tiles(train), *_time_tiles(account)]
-    if not tiles:
-        return ""
-    cells = (
-        f'<div class="tile"><span class="name">{name}</span><span class="value">{value}</span>'
-        f'<span class="more">{remark}</span></div>\n'
-        for name, value, remark in tiles
+def _curves_note(run: RunRecord) -> str:
+    """Return the text below the diagrams of a run: what faint, bold, dashed and dotted lines are."""
+    has_resumed = any(event["event"] == "resume" for event in run.ledger)
+    dotted = "; dotted: resumed from a checkpoint" if has_resumed else ""
+    return (
+        f"Over optimizer steps. Faint: every record, bold: smoothed, dashed grey: what a guess reaches{dotted}. "
+        f"Move the pointer over a diagram to read its values."
     )
-    return f'<section class="tiles">\n{"".join(cells)}</section>\n'
-
-
-def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
-    """Return the figures of the newest evaluation on held-out rows; [] if there was none.
-
-    A tile is a small box on the page: the name of a figure, its value, and a remark.
-    """
-    if not evals:
-        return []
-    last = evals[-1]
-    tiles = [
-        ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
-        ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals, "rtd_loss")),
-        ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{_percent(last['mlm_accuracy'])} right"),
-    ]
-    if math.isfinite(last.get("context_auc", math.nan)):
-        remark = f"standard error {last['context_auc_se']:.4f}; 0.5: frequency alone"
-        tiles.insert(1, ("Context AUC, held out", f"{last['context_auc']:.4f}", remark))
-    return tiles
-
-
-def _training_tiles(train: Sequence[Record]) -> list[Tile]:
-    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
-
-    A tile is a small box on the page: the name of a figure, its value, and a remark. Losses and accuracies are means
-    over the newest 20 records. Throughput and MFU are medians over all records; MFU is left out if no record has it.
-    """
-    if not train:
-        return []
-    recent = train[-RECENT_RECORDS:]
-    averaged = f"mean of {len(recent)} records"
-    tiles = [
-        ("RTD loss", f"{_mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(train, 'rtd_loss')}"),
-        ("MLM loss", f"{_mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(train, 'mlm_loss')}"),
-        ("Replaced tokens found", _percent(_mean(recent, "replaced_accuracy")), averaged),
-        ("Original tokens kept", _percent(_mean(recent, "original_accuracy")), averaged),
-        ("Tokens seen", format_count(train[-1]["tokens_seen"]), f"{train[-1]['step']:,} steps"),
-        ("Tokens per second", format_count(_median(train, "tokens_per_s")), "median"),
-    ]
-    if any(record["mfu"] is not None for record in train):
-        tiles.append(("MFU", _percent(_median(train, "mfu")), "median, of the dense peak"))
-    tiles.append(("Waiting for data", f"{100 * _mean(train, 'data_wait'):.2f} %", "of the time, mean"))
-    return tiles
-
-
-def _time_tiles(account: Goodput) -> list[Tile]:
-    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them.
-
-    Goodput is the fraction of the time, without the time in Slurm's queue, that went into steps that were kept.
-    """
-    if account.fraction is None:
-        return []
-    starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
-    return [
-        ("Wall clock", format_duration(account.wall), starts),
-        ("Goodput", _percent(account.fraction), f"{account.steps_lost:,} steps lost"),
-    ]
-
-
-def _curves(metrics: Sequence[Record], ledger: Sequence[Record]) -> str:
-    """Return the HTML section of curves, or a note if no step was recorded; resumes are marked by dotted lines.
-
-    Args:
-        metrics: all records of metrics.jsonl.
-        ledger: all events of ledger.jsonl; a "resume" is a start of the run from a checkpoint, at the event's step.
-    """
-    resumes = [event["step"] for event in ledger if event["event"] == "resume"]
-    cards = ""
-    for panel in PANELS:
-        svg = panel_svg(panel, metrics, resumes)
-        if svg:
-            cards += f'<div class="card">{svg}</div>\n'
-    if not cards:
-        return '<p class="note">No step has been recorded yet.</p>\n'
-    dotted = "; dotted: resumed from a checkpoint" if resumes else ""
-    note = f'<p class="note">Over optimizer steps. Faint: every record, bold: smoothed{dotted}.</p>\n'
-    return f'<h2>Curves</h2>\n<section class="curves">\n{cards}</section>\n{note}'
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
@@ -261,19 +131,19 @@ def _evaluations(evals: Sequence[Record]) -> str:
         (
             f"{record['step']:,}",
             f"{record['mlm_loss']:.4f}",
-            _percent(record["mlm_accuracy"]),
+            percent(record["mlm_accuracy"]),
             f"{record['rtd_loss']:.4f}",
             f"{record['auc']:.4f}",
             _context_auc(record),
-            _percent(record["accuracy"]),
-            _percent(record["precision"]),
-            _percent(record["recall"]),
+            percent(record["accuracy"]),
+            percent(record["precision"]),
+            percent(record["recall"]),
             f"{record['rows']:,}",
         )
         for record in shown
     ]
-    omitted = _omitted(len(evals) - len(shown), "evaluations")
-    return f"<h2>Held-out evaluations</h2>\n{_table(rows, _EVALUATION_HEAD)}{omitted}"
+    older_note = omitted(len(evals) - len(shown), "evaluations")
+    return f"<h2>Held-out evaluations</h2>\n{table(rows, _EVALUATION_HEAD)}{older_note}"
 
 
 def _events(ledger: Sequence[Record], account: Goodput) -> str:
@@ -290,11 +160,11 @@ def _events(ledger: Sequence[Record], account: Goodput) -> str:
         return ""
     events = [event for event in ledger if event["event"] not in ("checkpoint", "eval")]
     shown = events[-MAX_EVENTS:]
-    rows = [(_minute(event["time"]), event["event"], f"{event['step']:,}", _details(event)) for event in shown]
-    table = _table(rows, ("time (UTC)", "event", "step", ""), left=True)
-    omitted = _omitted(len(events) - len(shown), "events")
+    rows = [(minute(event["time"]), event["event"], f"{event['step']:,}", _details(event)) for event in shown]
+    event_table = table(rows, ("time (UTC)", "event", "step", ""), left=True)
+    older_note = omitted(len(events) - len(shown), "events")
     account_note = f'<p class="note">Where the time went: {account.described()}.</p>\n'
-    return f"<h2>How the run went</h2>\n{table}{omitted}{account_note}{_checkpoint_note(ledger)}"
+    return f"<h2>How the run went</h2>\n{event_table}{older_note}{account_note}{_checkpoint_note(ledger)}"
 
 
 def _details(event: Record) -> str:
@@ -325,26 +195,82 @@ def _checkpoint_note(ledger: Sequence[Record]) -> str:
     return f'<p class="note">{len(saves):,} checkpoints, the newest of step {newest_step:,}{stall_remark}.</p>\n'
 
 
-def _environment(environment: Record) -> str:
-    """Return the tables of hardware and package versions; empty if environment.json is missing.
+def _run_and_environment(run: RunRecord) -> str:
+    """Return the tables about the run itself, its hardware and the versions of packages; empty if nothing is known."""
+    tables = ""
+    run_rows = describe_run(run)
+    if run_rows:
+        tables += table(run_rows, left=True)
+    if run.environment:
+        tables += table(_hardware_rows(run.environment), left=True)
+        tables += table(list(run.environment["versions"].items()), left=True)
+    if not tables:
+        return ""
+    return f'<h2>Model, corpus, hardware and versions</h2>\n<div class="pair">\n{tables}</div>\n'
+
+
+def describe_run(run: RunRecord) -> list[tuple[str, str]]:
+    """Return names and values of what is trained on what: objective, model, corpus, batch and commit.
+
+    A value that the run folder does not record is left out.
+    """
+    rows: list[tuple[str, str]] = []
+    config = run.config
+    parameters = run.parameters
+    if config is not None and parameters is not None:
+        rows.append(("objective", config.objective.name))
+        rows.append(("discriminator", _tower(config.model.discriminator, parameters.discriminator)))
+        if parameters.generator_only:
+            rows.append(("generator", _tower(config.model.generator, parameters.generator_only)))
+        rows.append(("parameters", _parameters(parameters)))
+        rows.append(("vocabulary", f"{config.model.vocab_size:,} tokens"))
+        rows.append(("batch", f"{config.train.global_batch:,} rows of {config.data.seq_len} tokens"))
+        rows.append(("steps", f"{config.train.num_steps:,}"))
+    corpus = run.environment.get("corpus")
+    if corpus is not None:
+        rows.append(("corpus", f"{corpus['rows']:,} rows of {corpus['seq_len']}, {corpus['tokens']:,} tokens"))
+    if run.corpus_fingerprint:
+        rows.append(("corpus fingerprint", run.corpus_fingerprint[:12]))
+    commit = run.environment.get("commit")
+    if commit:
+        changed = ", with local changes" if commit["has_changes"] else ""
+        rows.append(("commit", f"{commit['sha'][:12]}{changed}"))
+    return rows
+
+
+def _tower(tower: Any, num_parameters: int) -> str:
+    """Return the shape of a tower and its number of parameters as text, such as "12 layers of 768, 110,000,000".
 
     Args:
-        environment: content of environment.json; empty if the file is missing.
+        tower: the tower's section of the config, a `TowerConfig`.
+        num_parameters: trainable parameters that are counted for it.
     """
-    if not environment:
-        return ""
+    return f"{tower.num_layers} layers of {tower.hidden_size}, {num_parameters:,} parameters"
+
+
+def _parameters(parameters: ParameterCounts) -> str:
+    """Return the number of all trainable parameters as text."""
+    return f"{parameters.total:,} trained in all"
+
+
+def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
+    """Return names and values of the table of hardware, without the names of hosts.
+
+    Args:
+        environment: content of environment.json.
+    """
     cpu = environment["cpu"]
-    hardware = [
-        ("ranks", str(environment["world_size"])),
-        *_gpu_rows(environment["gpus"]),
+    rows = [("ranks", str(environment["world_size"]))]
+    if "hosts" in environment:
+        rows.append(("nodes", str(len(environment["hosts"]))))
+    rows += _gpu_rows(environment["gpus"])
+    rows += [
         ("CPU", str(cpu["model"])),
         ("cores", f"{cpu['usable_cores']} usable of {cpu['cores']}"),
         ("memory", f"{cpu['memory_gb']} GB"),
         ("system", str(environment["system"])),
     ]
-    versions = list(environment["versions"].items())
-    tables = _table(hardware, left=True) + _table(versions, left=True)
-    return f'<h2>Hardware and versions</h2>\n<div class="pair">\n{tables}</div>\n'
+    return rows
 
 
 def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
@@ -369,40 +295,13 @@ def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def _config(text: str) -> str:
-    """Return the section with the text of config.yaml, folded until the reader opens it; empty for an empty text."""
-    if not text:
+def _config(tree: dict[str, Any]) -> str:
+    """Return the section with the text of config.yaml, folded until the reader opens it; empty for an empty tree."""
+    if not tree:
         return ""
+    text = yaml.safe_dump(tree, sort_keys=False, width=100)
     inner = f"<details><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>"
     return f'<h2>Resolved configuration</h2>\n<div class="card">{inner}</div>\n'
-
-
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
-    """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
-
-    Args:
-        rows: text of each cell, row by row.
-        head: text of the heading of each column; empty for no headings.
-        left: whether to align all columns to the left; otherwise only the first one is.
-    """
-    lines = []
-    if head:
-        lines.append("".join(f"<th>{html.escape(cell)}</th>" for cell in head))
-    for row in rows:
-        lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
-    inner = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    css_class = " class=left" if left else ""
-    return f'<div class="card scroll"><table{css_class}>\n{inner}</table></div>\n'
-
-
-def _omitted(count: int, name: str) -> str:
-    """Return a note that `count` earlier rows of a table are not shown; empty if the count is 0.
-
-    `name` is the plural noun for the rows, such as "events".
-    """
-    if count <= 0:
-        return ""
-    return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'
 
 
 def _context_auc(record: Record) -> str:
@@ -411,34 +310,23 @@ def _context_auc(record: Record) -> str:
     return f"{context_auc:.4f}" if math.isfinite(context_auc) else "-"
 
 
-def _percent(fraction: float) -> str:
-    """Return a fraction as a percentage with one decimal: "12.5 %" for 0.125."""
-    return f"{100 * fraction:.1f} %"
-
-
 def _shown(value: Any) -> str:
     """Return a value of a ledger event as text; a float is rounded to three significant figures, such as 0.0123."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _mean(records: Sequence[Record], field: str) -> float:
-    """Return the mean of a field over the records; each of them must have it, and there must be at least one."""
-    return statistics.fmean(record[field] for record in records)
+def main(run_dir: str) -> int:
+    """Write the report of a run; return 0, or 78 with one line on stderr if that is not possible.
 
-
-def _median(records: Sequence[Record], field: str) -> float:
-    """Return the median of a field over the records in which it is not None; at least one must have it."""
-    return statistics.median(record[field] for record in records if record[field] is not None)
-
-
-def _since(records: Sequence[Record], field: str) -> str:
-    """Return the remark "from X" for a figure of the report, where X is the value of the field in the first record.
-
-    It shows how far the figure has come; X has three significant figures, as in "from 10.4".
+    Rank 0 starts it as a process, so that no training step waits for it.
     """
-    return f"from {records[0][field]:.3g}"
+    try:
+        write_report(Path(run_dir))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
 
 
-def _minute(time: str) -> str:
-    """Return an ISO 8601 time for display, without its seconds and time zone, such as 2026-01-31 09:05."""
-    return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -27,6 +27,7 @@ TOKENIZER_FILE = "tokenizer.json"
 RUN_VOCAB_FILE = "vocab.txt"
 # Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 LOG_FILE = "log.txt"
 ENVIRONMENT_FILE = "environment.json"
@@ -41,6 +42,9 @@ SKIPPED_STEPS_FILE = "skipped_steps.json"
 STRIKES_FILE = "strikes.jsonl"
 SLURM_DIR = "slurm"
 JOBS_FILE = f"{SLURM_DIR}/jobs.jsonl"
+TRACKING_FILE = "tracking.json"
+MLFLOW_DIR = "mlflow"
+WANDB_DIR = "wandb"
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 # Created by a person.
 STOP_FILE = "stop"
@@ -98,6 +102,15 @@ def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
     random draws and the rounding of a version, which `--accept-new-numerics` allows to change.
     """
     return {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
+
+
+def read_identity(run_dir: Path) -> dict[str, Any]:
+    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there."""
+    identity_file = run_dir / IDENTITY_FILE
+    if not identity_file.exists():
+        return {}
+    identity: dict[str, Any] = json.loads(identity_file.read_text(encoding="utf-8"))
+    return identity
 
 
 def recorded_numerics(run_dir: Path) -> int:

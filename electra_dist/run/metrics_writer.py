@@ -2,92 +2,50 @@
 
 Guarantee: each logged step or evaluation is one strict-JSON record of `kind` "train" or "eval", with floats that are
 read back bit for bit. After `truncate_after(t)` at a resume the file holds exactly the records of steps <= t, so the
-file of a run that was interrupted any number of times has each step once. `sync` before the checkpoint of step t is
-committed makes the records of steps <= t survive a crash of the machine; an evaluation of step t must therefore be
-written before that.
+file of a run that was interrupted any number of times has each step once; the same holds for samples.jsonl, the text
+samples of evaluations. `sync` before the checkpoint of step t is committed makes the records of steps <= t survive a
+crash of the machine; an evaluation of step t must therefore be written before that.
 
 Cost: 20 us a record; importing TensorBoard takes 1 to 3 s once, only where it is switched on.
 
-Limits: one writer (rank 0). TensorBoard is a copy for people; nothing is read back from it.
+Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writer.py`); nothing is read back from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-# For each kind of record: field -> tag of the TensorBoard curve. Other fields are only in metrics.jsonl.
-_TAGS = {
-    "train": {
-        "mlm_loss": "loss/mlm",
-        "rtd_loss": "loss/rtd",
-        "loss": "loss/total",
-        "mlm_accuracy": "accuracy/mlm",
-        "replaced_accuracy": "accuracy/rtd_replaced",
-        "original_accuracy": "accuracy/rtd_original",
-        "replaced_fraction": "batch/replaced_fraction",
-        "tokens_seen": "batch/tokens_seen",
-        "lr": "optimizer/lr",
-        "generator_lr": "optimizer/generator_lr",
-        "grad_norm": "optimizer/grad_norm",
-        "loss_scale": "optimizer/loss_scale",
-        "tokens_per_s": "speed/tokens_per_s",
-        "mfu": "speed/mfu",
-        "data_wait": "speed/data_wait",
-        "step_s": "speed/step_s",
-        "memory_gb": "speed/memory_gb",
-        "store_retries": "store/retries",
-        "store_wait_s": "store/wait_s",
-        "refetches": "store/refetches",
-        "temperature": "schedule/temperature",
-        "mask_prob": "schedule/mask_prob",
-        "mlm_weight": "schedule/mlm_weight",
-        "rtd_weight": "schedule/rtd_weight",
-        "random_share": "schedule/random_share",
-        "gpu_temperature_c": "gpu/temperature_c",
-        "gpu_power_w": "gpu/power_w",
-        "gpu_sm_clock_mhz": "gpu/sm_clock_mhz",
-    },
-    "eval": {
-        "mlm_loss": "eval/mlm_loss",
-        "mlm_accuracy": "eval/mlm_accuracy",
-        "rtd_loss": "eval/rtd_loss",
-        "auc": "eval/auc",
-        "accuracy": "eval/accuracy",
-        "precision": "eval/precision",
-        "recall": "eval/recall",
-        "context_auc": "eval/context_auc",
-        "generator_entropy": "eval/generator_entropy",
-        "sampled_correct": "eval/sampled_correct",
-    },
-}
+from electra_dist.run.tensorboard_writer import TensorBoardWriter
+from electra_dist.run.text_samples import SampleFile, TextSample, has_samples
 
 
 class MetricsWriter:
     """Writer of metrics.jsonl in a run folder and, if wanted, of TensorBoard event files. Only rank 0 has one."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool) -> None:
+    def __init__(
+        self, run_dir: Path, tensorboard: bool, settings: Mapping[str, str | float | bool] | None = None
+    ) -> None:
         """Open metrics.jsonl for appending.
 
         Args:
             run_dir: folder of the run.
             tensorboard: whether records are also written to `run_dir`/tensorboard.
+            settings: dotted keys of the config and their values, for TensorBoard's table of hyperparameters.
 
         Raises:
             UserError: metrics.jsonl cannot be written.
         """
-        self._file = JsonlFile(Path(run_dir) / METRICS_FILE)
-        self._tensorboard_dir = Path(run_dir) / TENSORBOARD_DIR if tensorboard else None
-        self._tensorboard: SummaryWriter | None = None  # opened by the first `write`
+        self._run_dir = Path(run_dir)
+        self._file = JsonlFile(self._run_dir / METRICS_FILE)
+        self._samples: SampleFile | None = None  # opened by the first samples
+        self._settings = settings or {}
+        self._tensorboard_dir = self._run_dir / TENSORBOARD_DIR if tensorboard else None
+        self._tensorboard: TensorBoardWriter | None = None  # opened by the first `write`
         self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
@@ -106,6 +64,8 @@ class MetricsWriter:
         kept_records = [record for record in records if record["step"] <= step]
         if len(kept_records) < len(records):
             self._file.replace(kept_records)
+        if has_samples(self._run_dir):
+            self._sample_file().truncate_after(step)
         self._purge_step = step + 1
         last_recorded_step = max((record["step"] for record in records), default=step)
         return max(step, last_recorded_step)
@@ -118,8 +78,21 @@ class MetricsWriter:
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
         self._file.append({"kind": kind, **fields})
-        if self._tensorboard_dir is not None:
-            self._write_scalars(self._tensorboard_dir, kind, fields)
+        tensorboard = self._open_tensorboard()
+        if tensorboard is not None:
+            tensorboard.write(kind, fields)
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Append the text samples of an evaluation to samples.jsonl and, if it is switched on, to TensorBoard.
+
+        Args:
+            step: optimizer steps done.
+            samples: held-out text with the generator's replacements.
+        """
+        self._sample_file().write(step, samples)
+        tensorboard = self._open_tensorboard()
+        if tensorboard is not None:
+            tensorboard.write_samples(step, samples)
 
     def sync(self) -> None:
         """Wait until all records of metrics.jsonl are on the disk (fsync). Call it before a checkpoint is committed.
@@ -131,28 +104,25 @@ class MetricsWriter:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Sync and close metrics.jsonl and TensorBoard's file. Calling it twice is fine."""
+        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine."""
         self._file.close()
+        if self._samples is not None:
+            self._samples.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
 
-    def _write_scalars(self, directory: Path, kind: str, fields: Record) -> None:
-        """Write the finite values of a record to TensorBoard, and open its file at the first call.
+    def _sample_file(self) -> SampleFile:
+        """Return samples.jsonl, opened at the first call."""
+        if self._samples is None:
+            self._samples = SampleFile(self._run_dir)
+        return self._samples
 
-        Args:
-            directory: folder of the event files.
-            kind: "train" or "eval", which selects the fields that are written.
-            fields: the record; "step" is the position on the curves.
-        """
-        if self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
-
-            self._tensorboard = SummaryWriter(str(directory), purge_step=self._purge_step)
-        for name, tag in _TAGS[kind].items():
-            value = fields[name]
-            if value is not None and math.isfinite(value):
-                self._tensorboard.add_scalar(tag, value, fields["step"])
+    def _open_tensorboard(self) -> TensorBoardWriter | None:
+        """Return the writer of TensorBoard files, opened at the first call; None if it is switched off."""
+        if self._tensorboard is None and self._tensorboard_dir is not None:
+            self._tensorboard = TensorBoardWriter(self._tensorboard_dir, self._settings, self._purge_step)
+        return self._tensorboard
 
 
 def read_metrics(path: Path) -> list[Record]:

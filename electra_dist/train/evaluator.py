@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.run.step_records import EvalRecord
+from electra_dist.train.scored_rows import ScoredRow, first_rows
 
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
 
@@ -49,6 +51,14 @@ class _LocalScores:
     sum_K: torch.Tensor  # float64
     score_BS: torch.Tensor  # fp32 discriminator logits; NaN where there is no real token
     label_BS: torch.Tensor  # fp32, 1 where the token was replaced
+    rows: list[ScoredRow] = field(default_factory=list)  # some rows, on rank 0 only
+
+
+class Evaluation(NamedTuple):
+    """Result of an evaluation: the record for the metrics, and some rows to show to people."""
+
+    record: EvalRecord  # equal on all ranks
+    rows: list[ScoredRow]  # on rank 0; empty on the others, and for an objective without detection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +87,10 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
+    num_shown_rows: int = 0  # rows that the result has as text samples; at most a micro-batch
 
-    def run(self, engine: Engine, step: int) -> EvalRecord:
-        """Evaluate the current weights of `engine` without dropout. Collective; the result is equal on all ranks.
+    def run(self, engine: Engine, step: int) -> Evaluation:
+        """Evaluate the current weights of `engine` without dropout. Collective; the record is equal on all ranks.
 
         The same rows with the same masks are used at every call. The engine is in training mode afterwards. The names
         of tensors end in their axes: R rows and S tokens of a row, K fields of `Sums`, T tokens of all ranks.
@@ -90,7 +101,7 @@ class Evaluator:
 
         Returns:
             Means of the losses over tokens, and ROC-AUC, accuracy, precision and recall of the detection of replaced
-            tokens; these and the context AUC are NaN for an objective without detection.
+            tokens; these and the context AUC are NaN for an objective without detection. On rank 0 also some rows.
         """
         engine.train(False)
         ids_RS = self._rows(self.num_rows)
@@ -108,7 +119,7 @@ class Evaluator:
         if has_detection_loss:
             is_real_T = ~np.isnan(score_T)
             ranking = separation(score_T[is_real_T], label_T[is_real_T] > 0.5)
-        return EvalRecord(
+        record = EvalRecord(
             step=step,
             rows=len(ids_RS),
             mlm_loss=_mean(sums.mlm_loss_sum, sums.mlm_weight),
@@ -125,6 +136,7 @@ class Evaluator:
             generator_entropy=_generator_mean(sums.entropy_sum, sums),
             sampled_correct=_generator_mean(sums.sampled_correct, sums),
         )
+        return Evaluation(record=record, rows=local.rows if has_detection_loss else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         """Run this rank's share of the rows through the model without gradients; return sums, scores and labels.
@@ -133,16 +145,22 @@ class Evaluator:
             engine: holds the model, in evaluation mode.
             ids_RS: token ids of all rows of the evaluation, equal on all ranks.
         """
-        sums = []
+        sums: list[torch.Tensor] = []
         scores = []
         labels = []
+        shown_rows: list[ScoredRow] = []
         with torch.no_grad():
             for step_input in self._batches(engine, ids_RS):
                 output = engine.forward(step_input)
+                is_first_batch = not sums
+                if is_first_batch and dist.get_rank() == 0:
+                    shown_rows = first_rows(step_input.ids_BS.cpu().numpy(), output, self.num_shown_rows)
                 sums.append(output.sums)
                 scores.append(torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan))
                 labels.append(output.label_BS.float())
-        return _LocalScores(sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels))
+        return _LocalScores(
+            sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels), rows=shown_rows
+        )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
         """Return how well the discriminator tells tokens of other places from the original ones. Collective.

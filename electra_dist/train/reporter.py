@@ -1,4 +1,4 @@
-"""Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard and the ledger.
+"""Report a run on rank 0: one line per logged step, metrics.jsonl, TensorBoard, tracking services and the ledger.
 
 Only rank 0 has a reporter. The ledger is the file ledger.jsonl; it records starts, checkpoints and stops as events.
 
@@ -12,6 +12,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,8 +39,12 @@ from electra_dist.run.log_console import Console
 from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.schedule import describe, schedules_of, value_at
+from electra_dist.tracking.report_refresh import ReportRefresh
+from electra_dist.tracking.services import log_record, open_trackers
+from electra_dist.tracking.settings import flat_settings
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
+from electra_dist.train.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.step import StepResult
 
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
@@ -72,7 +77,14 @@ class Reporter:
     step loop, except `committed`, which the checkpoint thread calls.
     """
 
-    def __init__(self, config: Config, engine: Engine, corpus: CorpusManifest, restored: RunState | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        corpus: CorpusManifest,
+        restored: RunState | None,
+        hosts: Sequence[str] = (),
+    ) -> None:
         """Open log, metrics and ledger, and delete the metrics of steps after the restored checkpoint.
 
         The run repeats these steps and writes their metrics again.
@@ -82,6 +94,7 @@ class Reporter:
             engine: read for the device and the name of the optimizer.
             corpus: manifest of the training corpus.
             restored: state of the restored checkpoint; None at the beginning of a run.
+            hosts: name of the host of each rank.
 
         Raises:
             UserError: a file of the run folder cannot be written.
@@ -94,12 +107,17 @@ class Reporter:
         self._ledger = Ledger(run_dir)
         self._ledger_lock = threading.Lock()  # the step loop and the checkpoint thread both append
         self._console = Console(run_dir, config.train.num_steps, start_step)
-        self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard)
+        settings = flat_settings(config)
+        self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard, settings=settings)
         furthest_step = self._metrics.truncate_after(start_step)
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
-        write_environment(run_dir, dist.get_world_size())
+        corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
+        write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
+        self._trackers = open_trackers(config.log, run_dir, settings)
+        self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
+        self._tokens: list[str] = []  # the vocabulary, read at the first text samples
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if engine.device.type == "cuda":
@@ -221,6 +239,8 @@ class Reporter:
             self._note_overflow(done - 1, result)
         self._metrics.write(record)
         self._console.line(record)
+        self._track(record)
+        self._refresh.update_if_due()
 
     def _note_overflow(self, step: int, result: StepResult) -> None:
         """Log a step of a run in fp16 that made no update, because its gradients overflowed.
@@ -307,17 +327,37 @@ class Reporter:
         schedules = schedules_of(self._config.objective)
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
         """Report an evaluation on held-out rows, with warnings about its context AUC.
 
         It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
         steps.
+
+        Args:
+            record: the evaluation.
+            rows: some of its rows, which are recorded as text.
         """
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
+        if rows:
+            self._tokens = self._tokens or read_tokens(self._run_dir)
+            self._metrics.write_samples(record.step, [text_sample(row, self._tokens) for row in rows])
         self._console.evaluation(record)
+        self._track(record)
         self._note_few_replaced_tokens(record)
         self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
+
+    def _track(self, record: StepRecord | EvalRecord) -> None:
+        """Send a record to the tracking services, and log which of them have failed."""
+        for tracker in self._trackers:
+            log_record(tracker, record)
+        self._note_dropped_trackers()
+
+    def _note_dropped_trackers(self) -> None:
+        """Log one line for each tracking service that has failed since the last call."""
+        for tracker in self._trackers:
+            for problem in tracker.problems():
+                self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
         """Log that the discriminator knows no context, if the evaluation shows it and no earlier one of the run did.
@@ -427,6 +467,10 @@ class Reporter:
         if ending != "rollback":
             reason = {"why": why} if why else {}
             self._record(ending, step, **reason, spent_s=spent_s)
+        self._refresh.close()
+        for tracker in self._trackers:
+            tracker.close(has_failed=ending == "crash")
+        self._note_dropped_trackers()
         self._console.close()
         self._metrics.close()
         self._ledger.close()

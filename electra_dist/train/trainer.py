@@ -29,6 +29,7 @@ from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserErr
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
+from electra_dist.run.node_strikes import node_name
 from electra_dist.schedule import value_at
 from electra_dist.train.bit_settings import changes
 from electra_dist.train.checkpointer import Checkpointer, TrainState, evaluation_scores
@@ -113,22 +114,24 @@ class Trainer:
         self.clock = Clock(setup_s)
         self._spent_at_save: dict[int, dict[str, float]] = {}  # step of a save in flight -> seconds spent until then
         self.reporter: Reporter | None = None  # rank 0 only
+        hosts = gather(node_name())
         if dist.get_rank() == 0:
-            self.reporter = self._open_reporter(set_aside, notes)
+            self.reporter = self._open_reporter(set_aside, notes, hosts)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
             self.checkpointer.writer.on_commit = self._committed
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
-    def _open_reporter(self, set_aside: list[str], notes: Sequence[str]) -> Reporter:
+    def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
         """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only.
 
         Args:
             set_aside: one line for each checkpoint that the restore has found damaged and renamed, so that it is not
                 tried again.
             notes: lines for the log that describe how the run was built.
+            hosts: name of the host of each rank.
         """
-        reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored)
+        reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored, hosts)
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:
@@ -292,9 +295,9 @@ class Trainer:
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
-        self.state.eval_scores = evaluation_scores(evaluation, self.config.objective)
+        self.state.eval_scores = evaluation_scores(evaluation.record, self.config.objective)
         if self.reporter:
-            self.reporter.evaluation(evaluation)
+            self.reporter.evaluation(evaluation.record, evaluation.rows)
 
     def _flags(self, loader: RowLoader) -> RankFlags:
         """Return this rank's requests to stop or save, the health of its node, and its counters of store requests.
@@ -474,6 +477,7 @@ class Trainer:
             seed=self.config.seed,
             special=self.special,
             context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
+            num_shown_rows=self.config.log.text_samples,
         )
 
 

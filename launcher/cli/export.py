@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from electra_dist.pretrained.export_run import export_run
+from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
 from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
 from launcher.cli.options import RunFolder
@@ -35,9 +36,21 @@ def export(
     out.print("  deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run")
 
 
-def report(run: RunFolder) -> None:
-    """Write the page RUN/report.html about the course of a run, and print its path; an older page is replaced.
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="folder of the run, or of each of up to eight runs", metavar="RUN...")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help=f"page to write; default: RUN/{REPORT_FILE}, and ./{OVERLAY_FILE} for several runs"),
+    ] = None,
+) -> None:
+    """Write a page about the course of a run, or one page that lays several runs over each other, and print its path.
 
-    The page is made from the records in the run folder, so it can be written at any time.
+    The page is one HTML file, made from the records in the run folders, so it can be written at any time. An older
+    page is replaced.
     """
-    print(write_report(run))
+    if len(runs) == 1:
+        print(write_report(runs[0], output))
+    else:
+        print(write_overlay(runs, output or Path(OVERLAY_FILE)))

@@ -1,0 +1,58 @@
+"""Estimate the electric energy of a run from the power of its GPUs, which a run records where a driver gives it.
+
+How: the mean of the recorded power, weighted by the time that each record stands for, times the time in which the
+run's processes existed, times the number of nodes. Evaluations, saves, restores and repeated steps thus count as
+training does; the time in the queue and the time in which no process ran do not count.
+
+Limits: the GPUs alone, without processors, network and cooling. The power is that of the first rank's node; the other
+nodes are assumed to need as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from electra_dist.analysis.goodput import Goodput
+from electra_dist.run.jsonl import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Estimated energy of the GPUs of a run, and the figures that it is the product of."""
+
+    mean_power_w: float  # of all GPUs of one node
+    num_nodes: int
+    seconds: float  # in which the run's processes existed
+
+    @property
+    def kwh(self) -> float:
+        """Return the energy in kilowatt-hours."""
+        return self.mean_power_w * self.num_nodes * self.seconds / 3.6e6
+
+
+def energy_of(train: Sequence[Record], account: Goodput, environment: Record) -> Energy | None:
+    """Return the estimated energy of a run; None if no record has the power of the GPUs.
+
+    Args:
+        train: records of training steps in metrics.jsonl, oldest first.
+        account: the run's wall-clock seconds, split by activity.
+        environment: content of environment.json, whose "hosts" give the number of nodes; 1 if it has none.
+    """
+    weighted_power = 0.0
+    weight_s = 0.0
+    step_before = 0
+    for record in train:
+        power_w = record.get("gpu_power_w")
+        if power_w is not None:
+            stands_for_s = record["step_s"] * (record["step"] - step_before)
+            weighted_power += power_w * stands_for_s
+            weight_s += stands_for_s
+        step_before = record["step"]
+    if weight_s <= 0:
+        return None
+    return Energy(
+        mean_power_w=weighted_power / weight_s,
+        num_nodes=max(1, len(environment.get("hosts", {}))),
+        seconds=account.wall - account.queue - account.boot - account.down,
+    )

@@ -1,0 +1,89 @@
+"""Build the parts that both report pages have: the page itself, tables, notes, curves and small formats."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from electra_dist.report.curves import RunCurves, draw_panel
+from electra_dist.report.page_script import SCRIPT
+from electra_dist.report.page_style import STYLE
+from electra_dist.report.panels import PANELS
+
+
+def page(title: str, body: str) -> str:
+    """Return a whole page that needs no other file: its style and its script are within it.
+
+    Args:
+        title: of the browser's window, HTML-escaped.
+        body: content of <main>.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def curves(runs: Sequence[RunCurves], note: str) -> str:
+    """Return the HTML section of all diagrams that have a value to draw, or a note if none has.
+
+    Args:
+        runs: one run, or several that are laid over each other.
+        note: text below the diagrams, HTML-escaped.
+    """
+    cards = ""
+    for panel in PANELS:
+        drawn = draw_panel(panel, runs)
+        if drawn is not None:
+            # "<" is written as an escape, so that no text in the values can end the element.
+            hover = json.dumps(drawn.hover, separators=(",", ":")).replace("<", "\\u003c")
+            cards += f'<div class="card">{drawn.svg}<script type="application/json">{hover}</script></div>\n'
+    if not cards:
+        return '<p class="note">No step has been recorded yet.</p>\n'
+    return f'<h2>Curves</h2>\n<section class="curves">\n{cards}</section>\n<p class="note">{note}</p>\n'
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = False) -> str:
+    """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
+
+    Args:
+        rows: text of each cell, row by row.
+        head: text of the heading of each column; empty for no headings.
+        left: whether to align all columns to the left; otherwise only the first one is.
+    """
+    lines = []
+    if head:
+        lines.append("".join(f"<th>{html.escape(cell)}</th>" for cell in head))
+    for row in rows:
+        lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
+    inner = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    css_class = " class=left" if left else ""
+    return f'<div class="card scroll"><table{css_class}>\n{inner}</table></div>\n'
+
+
+def omitted(count: int, name: str) -> str:
+    """Return a note that `count` earlier rows of a table are not shown; empty if the count is 0.
+
+    `name` is the plural noun for the rows, such as "events".
+    """
+    if count <= 0:
+        return ""
+    return f'<p class="note">{count:,} earlier {name} are not shown.</p>\n'
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage with one decimal: "12.5 %" for 0.125."""
+    return f"{100 * fraction:.1f} %"
+
+
+def minute(time: str) -> str:
+    """Return an ISO 8601 time for display, without its seconds and time zone, such as 2026-01-31 09:05."""
+    return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")
+
+
+def now() -> str:
+    """Return the present time in UTC for display, such as 2026-01-31 09:05."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")

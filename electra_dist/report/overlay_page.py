@@ -1,0 +1,149 @@
+"""Write one page that compares several runs: their figures, their curves laid over each other, their configs.
+
+Guarantee: as of report.html: self-contained, written atomically, derived from files of the run folders only.
+
+Cost: 2 s, and 1 MB for three runs.
+
+Limits: at most eight runs, which have a color each. Curves are over optimizer steps, whatever the size of a step is.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from electra_dist.errors import UserError
+from electra_dist.report.curves import MAX_RUNS
+from electra_dist.report.html_parts import curves, now, page, percent, table
+from electra_dist.report.run_record import RunRecord, read_run
+from electra_dist.report.run_tiles import RECENT_RECORDS, mean, median
+from electra_dist.run.jsonl import Record
+from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.store.atomic_files import replacing
+from electra_dist.tracking.settings import flattened
+
+OVERLAY_FILE = "runs_report.html"  # default name, in the current folder
+_NONE = "-"  # in a table, for a value that a run does not have
+
+
+def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write a page that compares several runs, and return its path; an existing file is replaced atomically.
+
+    Args:
+        run_dirs: folders of the runs, in the order of the page; at most eight.
+        path: the page to write.
+
+    Raises:
+        UserError: there are too many runs, a folder holds no run, or the page cannot be written.
+    """
+    if len(run_dirs) > MAX_RUNS:
+        raise UserError(f"report: {len(run_dirs)} runs, but one page shows at most {MAX_RUNS}; name fewer runs")
+    text = overlay_page([read_run(Path(run_dir)) for run_dir in run_dirs], names=unique_names(run_dirs))
+    with replacing(path) as file:
+        file.write(text.encode())
+    return path
+
+
+def unique_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return a name for each run: the last part of its path, or more parts if two runs would have the same name."""
+    all_parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
+    longest = max(len(parts) for parts in all_parts)
+    for num_parts in range(1, longest + 1):
+        names = ["/".join(parts[-num_parts:]) for parts in all_parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run_dir) for run_dir in run_dirs]  # one folder was given twice
+
+
+def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Return the HTML text of a page that compares runs; nothing is written.
+
+    Args:
+        runs: what the runs recorded.
+        names: name of each run on the page.
+    """
+    chips = ""
+    for number, name in enumerate(names, start=1):
+        chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html.escape(name)}</span>'
+    run_curves = []
+    for run, name in zip(runs, names, strict=True):
+        all_curves = run.curves
+        run_curves.append(type(all_curves)(name=name, records=all_curves.records))
+    note = (
+        "Over optimizer steps. Curves of training steps are smoothed; points are evaluations on held-out rows; dashed "
+        "grey: what a guess reaches. Move the pointer over a diagram to read the values of all runs."
+    )
+    body = "".join(
+        [
+            f"<header><h1>{len(runs)} runs</h1><p>This page was written {now()} UTC.</p></header>\n",
+            f'<p class="chips">{chips}</p>\n',
+            f"<h2>Figures</h2>\n{_figures(runs, names)}",
+            curves(run_curves, note),
+            _differences(runs, names),
+        ]
+    )
+    return page(f"{len(runs)} runs", body)
+
+
+def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Return the table of figures: one column for each run, and a row for each figure that any run has."""
+    columns = [_figures_of(run) for run in runs]
+    rows = []
+    for figure in columns[0]:
+        values = [column[figure] for column in columns]
+        if any(value != _NONE for value in values):
+            rows.append([figure, *values])
+    return table(rows, ["", *names])
+
+
+def _figures_of(run: RunRecord) -> dict[str, str]:
+    """Return the figures of a run by their names; a dash for a figure that it does not have.
+
+    Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
+    """
+    last_eval: Record = run.evals[-1] if run.evals else {}
+    recent = run.train[-RECENT_RECORDS:]
+    corpus = run.environment.get("corpus")
+    commit = run.environment.get("commit")
+    figures = {
+        "state": run.state()[1],
+        "discriminator": format_count(run.parameters.discriminator) if run.parameters else _NONE,
+        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
+        "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
+        "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
+        "tokens seen": format_count(run.train[-1]["tokens_seen"]) if run.train else _NONE,
+        "context AUC, held out": _decimals(last_eval.get("context_auc")),
+        "ROC-AUC, held out": _decimals(last_eval.get("auc")),
+        "discriminator loss, held out": _decimals(last_eval.get("rtd_loss")),
+        "generator loss, held out": _decimals(last_eval.get("mlm_loss")),
+        "discriminator loss, training": _decimals(mean(recent, "rtd_loss")) if recent else _NONE,
+        "generator loss, training": _decimals(mean(recent, "mlm_loss")) if recent else _NONE,
+        "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else _NONE,
+        "tokens per second": format_count(median(run.train, "tokens_per_s")) if run.train else _NONE,
+        "wall clock": format_duration(run.account.wall) if run.ledger else _NONE,
+        "goodput": percent(run.account.fraction) if run.account.fraction is not None else _NONE,
+        "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else _NONE,
+        "commit": commit["sha"][:12] if commit else _NONE,
+    }
+    return figures
+
+
+def _decimals(value: float | None) -> str:
+    """Return a number with four decimals; a dash if it is None or not finite."""
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else _NONE
+
+
+def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Return the table of the config keys whose values are not equal in all runs."""
+    trees = [flattened(run.config_tree) for run in runs]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    rows = []
+    for key in keys:
+        values = [str(tree.get(key, _NONE)) for tree in trees]
+        if key != "run_dir" and len(set(values)) > 1:
+            rows.append([key, *values])
+    if not rows:
+        return '<p class="note">The configurations of the runs are equal.</p>\n'
+    return f"<h2>Keys of the configuration that differ</h2>\n{table(rows, ['key', *names])}"

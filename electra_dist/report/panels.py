@@ -1,0 +1,211 @@
+"""List the diagrams of the report: which fields of metrics.jsonl each one shows, and how.
+
+Besides recorded fields, a line may show one of two baselines, which `with_baselines` computes from a record: what a
+discriminator that has learnt nothing would reach. A curve that stays at its baseline shows that nothing was learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from electra_dist.run.jsonl import Record
+
+GUESSED_REPLACED = "guessed_replaced"  # share of the replaced tokens that a random guess finds
+CONSTANT_GUESS_LOSS = "constant_guess_loss"  # loss of the best guess that is the same for every token
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveLine:
+    """Line of a diagram: which field of the records in metrics.jsonl it shows, and how it is drawn.
+
+    A record is one logged training step or one evaluation. A line whose field is in no record is left out.
+    """
+
+    field: str  # of the records in metrics.jsonl, or a baseline of `with_baselines`
+    label: str  # in the legend
+    kind: Literal["train", "eval"] = "train"  # kind of the records; "eval" is drawn as a line with points
+    is_second: bool = False  # drawn in the second color of the diagram
+    is_baseline: bool = False  # drawn thin and dashed in grey
+    raw: bool = True  # draw every record; only for "train"
+    smooth: bool = True  # draw the smoothed line, over a faint raw one; only for "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One diagram of the report: its lines over the optimizer steps and the format of its y axis.
+
+    `PANELS` lists all diagrams in the order of the page.
+    """
+
+    name: str  # identifies the panel, and seeds the ids within its SVG
+    title: str  # above the diagram, with the unit
+    lines: tuple[CurveLine, ...]  # at most two colors
+    scale: Literal["linear", "percent", "thousands", "scientific", "log"] = "linear"  # of the y axis
+    chance: float | None = None  # value of a guess, drawn as a dashed horizontal line; None: no such line
+
+
+def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
+    """Return the diagram of one loss, with one line for training and one for held-out rows.
+
+    Args:
+        tower: prefix of the loss's field in the records: "mlm" for the generator's, "rtd" for the discriminator's.
+        title: title of the diagram, with the unit.
+        baseline: a third line to compare with; None for none.
+    """
+    field = f"{tower}_loss"
+    held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
+    lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)
+    if baseline is not None:
+        lines = (*lines, baseline)
+    return Panel(name=field, title=title, lines=lines)
+
+
+PANELS = (
+    _loss_panel("mlm", "Generator loss (nats per masked token)"),
+    _loss_panel(
+        "rtd",
+        "Discriminator loss (nats per token)",
+        CurveLine(field=CONSTANT_GUESS_LOSS, label="constant guess", is_baseline=True, raw=False),
+    ),
+    Panel(
+        name="rtd_accuracy",
+        title="Tokens that the discriminator classifies rightly",
+        lines=(
+            CurveLine(field="replaced_accuracy", label="replaced tokens", is_second=True),
+            CurveLine(field="original_accuracy", label="original tokens"),
+            CurveLine(field=GUESSED_REPLACED, label="replaced, random guess", is_baseline=True, raw=False),
+        ),
+        scale="percent",
+    ),
+    Panel(
+        name="auc",
+        title="ROC-AUC on held-out rows, generator's replacements",
+        lines=(CurveLine(field="auc", label="ROC-AUC", kind="eval"),),
+        chance=0.5,
+    ),
+    Panel(
+        name="context_auc",
+        title="Context AUC on held-out rows",
+        lines=(CurveLine(field="context_auc", label="context AUC", kind="eval", is_second=True),),
+        chance=0.5,
+    ),
+    Panel(
+        name="lr",
+        title="Learning rate",
+        lines=(
+            CurveLine(field="lr", label="lr", smooth=False),
+            CurveLine(field="generator_lr", label="generator's lr", is_second=True, smooth=False),
+        ),
+        scale="scientific",
+    ),
+    Panel(
+        name="grad_norm",
+        title="Gradient norm before clipping",
+        lines=(CurveLine(field="grad_norm", label="global norm"),),
+        scale="log",
+    ),
+    Panel(
+        name="replaced_fraction",
+        title="Tokens that the generator replaced",
+        lines=(CurveLine(field="replaced_fraction", label="of all tokens"),),
+        scale="percent",
+    ),
+    Panel(
+        name="temperature",
+        title="Temperature of the generator's samples",
+        lines=(CurveLine(field="temperature", label="scheduled", smooth=False),),
+    ),
+    Panel(
+        name="loss_weights",
+        title="Weights of the losses",
+        lines=(
+            CurveLine(field="mlm_weight", label="generator", is_second=True, smooth=False),
+            CurveLine(field="rtd_weight", label="discriminator", smooth=False),
+        ),
+    ),
+    Panel(
+        name="mask_shares",
+        title="Masked tokens, and masked tokens replaced at random",
+        lines=(
+            CurveLine(field="mask_prob", label="masked, of all tokens", smooth=False),
+            CurveLine(field="random_share", label="random, of the masked", is_second=True, smooth=False),
+        ),
+        scale="percent",
+    ),
+    Panel(
+        name="generator_entropy",
+        title="Entropy of the generator (nats per masked token)",
+        lines=(CurveLine(field="generator_entropy", label="held out", kind="eval"),),
+    ),
+    Panel(
+        name="sampled_correct",
+        title="Samples of the generator that are right",
+        lines=(CurveLine(field="sampled_correct", label="held out", kind="eval"),),
+        scale="percent",
+    ),
+    Panel(
+        name="tokens_per_s",
+        title="Tokens per second",
+        lines=(CurveLine(field="tokens_per_s", label="all ranks"),),
+        scale="thousands",
+    ),
+    Panel(
+        name="gpu_power",
+        title="Power of the GPUs of the first node (W)",
+        lines=(CurveLine(field="gpu_power_w", label="all GPUs of the node"),),
+        scale="thousands",
+    ),
+)
+
+
+def with_baselines(records: Sequence[Record]) -> list[Record]:
+    """Return the records of metrics.jsonl, those of training steps with the two baselines added as fields.
+
+    `GUESSED_REPLACED` is the share of the replaced tokens that a random guess finds which calls as many tokens
+    replaced as the discriminator did. `CONSTANT_GUESS_LOSS` is the loss in nats of giving every token the same
+    probability, the share of replaced tokens. Both are NaN without replaced tokens.
+    """
+    extended = []
+    for record in records:
+        if record["kind"] == "train":
+            record = record | {
+                GUESSED_REPLACED: guessed_replaced(record),
+                CONSTANT_GUESS_LOSS: constant_guess_loss(record["replaced_fraction"]),
+            }
+        extended.append(record)
+    return extended
+
+
+def guessed_replaced(record: Record) -> float:
+    """Return the share of all tokens that the discriminator called replaced in a training step; NaN without replaced.
+
+    It is also the share of the replaced tokens that a guess without any knowledge finds, if it calls as many tokens
+    replaced.
+
+    Args:
+        record: of a training step in metrics.jsonl.
+    """
+    replaced = record["replaced_fraction"]
+    if not 0 < replaced < 1:
+        return math.nan
+    rightly_called = replaced * record["replaced_accuracy"]
+    wrongly_called = (1 - replaced) * (1 - record["original_accuracy"])
+    return float(rightly_called + wrongly_called)
+
+
+def constant_guess_loss(replaced_fraction: float) -> float:
+    """Return the detection loss of giving every token the same probability of being replaced, in nats per token.
+
+    It is the entropy of the share of replaced tokens, the least that a guess without any knowledge of the token can
+    reach.
+
+    Args:
+        replaced_fraction: share of replaced tokens; outside of (0, 1) the result is NaN.
+    """
+    if not 0 < replaced_fraction < 1:
+        return math.nan
+    original_fraction = 1 - replaced_fraction
+    return -replaced_fraction * math.log(replaced_fraction) - original_fraction * math.log(original_fraction)

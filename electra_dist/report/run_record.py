@@ -1,0 +1,141 @@
+"""Read everything that the reports show of a run from the files of its folder.
+
+Cost: 25 us per record of metrics.jsonl; no import of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from electra_dist.analysis.energy import Energy, energy_of
+from electra_dist.analysis.goodput import Goodput, goodput
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
+from electra_dist.report.curves import RunCurves
+from electra_dist.report.panels import with_baselines
+from electra_dist.run.environment_record import read_environment
+from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
+from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.text_samples import read_newest_samples
+from electra_dist.tracking.settings import without_secrets
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Content of the files of a run folder that the reports show; what a missing file holds is empty."""
+
+    name: str  # of the folder
+    train: Sequence[Record]  # records of training steps in metrics.jsonl, oldest first
+    evals: Sequence[Record]  # records of evaluations on held-out rows, oldest first
+    ledger: Sequence[Record]  # all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first
+    account: Goodput  # the run's wall-clock seconds, split by activity
+    environment: Record  # environment.json
+    identity: Record  # identity.json
+    config_tree: dict[str, Any]  # config.yaml, with `cluster.notify` hidden
+    config: Config | None  # the same, checked; None if it is missing or of a version with other keys
+    samples: Record | None  # replaced words of the newest evaluation, a record of samples.jsonl
+
+    @property
+    def num_steps(self) -> int | None:
+        """Return `train.num_steps` of the config; None if it is not known."""
+        train = self.config_tree.get("train") or {}
+        return train.get("num_steps")
+
+    @property
+    def step(self) -> int:
+        """Return the newest training step that metrics.jsonl has; 0 if it has none."""
+        return self.train[-1]["step"] if self.train else 0
+
+    @property
+    def parameters(self) -> ParameterCounts | None:
+        """Return the numbers of trainable parameters of both towers; None if the config is not known."""
+        if self.config is None:
+            return None
+        return parameter_counts(self.config.model, self.config.objective)
+
+    @property
+    def corpus_fingerprint(self) -> str:
+        """Return the digest of the training corpus; "" if identity.json is missing."""
+        return str(self.identity.get("corpus_fingerprint", ""))
+
+    @cached_property
+    def energy(self) -> Energy | None:
+        """Return the estimated energy of the run; None if no power was recorded."""
+        return energy_of(self.train, self.account, self.environment)
+
+    @property
+    def curves(self) -> RunCurves:
+        """Return the records for the diagrams; the steps at which the run was resumed come from the ledger."""
+        resumes = [event["step"] for event in self.ledger if event["event"] == "resume"]
+        return RunCurves(name=self.name, records=with_baselines([*self.train, *self.evals]), resumes=resumes)
+
+    def state(self) -> tuple[str, str]:
+        """Return the state of the run: a CSS class, and a text for the reader with the steps done.
+
+        The last event of the ledger decides the class: "done", "stop" (on request) or "crash". After any other event
+        it is "open": the run is still going on, or it was killed and could not record its end.
+        """
+        of_total = f" of {self.num_steps:,}" if self.num_steps else ""
+        last_event = self.ledger[-1]["event"] if self.ledger else ""
+        if last_event == "done":
+            return "done", f"finished: step {self.step:,}{of_total}"
+        if last_event == "stop":
+            return "stop", f"stopped on purpose after step {self.ledger[-1]['step']:,}{of_total}"
+        if last_event == "crash":
+            return "crash", f"crashed after step {self.step:,}{of_total}"
+        return "open", f"under way or cut off: last record of step {self.step:,}{of_total}"
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Return what the files of a run folder record so far; the run may still be going on.
+
+    Raises:
+        UserError: the folder does not exist or holds no run, or one of its files is damaged.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
+    if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
+        raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); give the run_dir of an existing run")
+    metrics = read_metrics(run_dir)
+    ledger = read_ledger(run_dir)
+    return RunRecord(
+        name=run_dir.resolve().name,
+        train=[record for record in metrics if record["kind"] == "train"],
+        evals=[record for record in metrics if record["kind"] == "eval"],
+        ledger=ledger,
+        account=goodput(ledger, read_jobs(run_dir)),
+        environment=read_environment(run_dir),
+        identity=read_identity(run_dir),
+        config_tree=_config_tree(run_dir),
+        config=_config(run_dir),
+        samples=read_newest_samples(run_dir),
+    )
+
+
+def _config_tree(run_dir: Path) -> dict[str, Any]:
+    """Return config.yaml as a tree; empty if it is missing.
+
+    The command `cluster.notify` is hidden: it may hold a secret address, and a report may be passed on.
+    """
+    file = run_dir / CONFIG_FILE
+    if not file.exists():
+        return {}
+    tree: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return without_secrets(tree)
+
+
+def _config(run_dir: Path) -> Config | None:
+    """Return the checked config of the run; None if it is missing, or of a version whose keys differ."""
+    try:
+        return open_run(run_dir)
+    except UserError:
+        return None

@@ -1,0 +1,150 @@
+"""Build the tiles of the report: small boxes that show one figure of the run each."""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Sequence
+
+from electra_dist.analysis.goodput import Goodput
+from electra_dist.report.html_parts import percent
+from electra_dist.report.panels import guessed_replaced
+from electra_dist.report.run_record import RunRecord
+from electra_dist.run.jsonl import Record
+from electra_dist.run.number_formats import format_count, format_duration
+
+Tile = tuple[str, str, str]  # name, value, remark
+
+RECENT_RECORDS = 20  # training records over which the tiles average
+
+
+def tiles(run: RunRecord) -> str:
+    """Return the HTML section of tiles of a run; empty if nothing was recorded."""
+    all_tiles = [
+        *_evaluation_tiles(run.evals),
+        *_training_tiles(run.train),
+        *_size_tiles(run),
+        *_time_tiles(run.account),
+        *_energy_tiles(run),
+    ]
+    if not all_tiles:
+        return ""
+    cells = (
+        f'<div class="tile"><span class="name">{name}</span><span class="value">{html.escape(value)}</span>'
+        f'<span class="more">{html.escape(remark)}</span></div>\n'
+        for name, value, remark in all_tiles
+    )
+    return f'<section class="tiles">\n{"".join(cells)}</section>\n'
+
+
+def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
+    """Return the figures of the newest evaluation on held-out rows; [] if there was none."""
+    if not evals:
+        return []
+    last = evals[-1]
+    figures = [
+        ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
+        ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals, "rtd_loss")),
+        ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{percent(last['mlm_accuracy'])} right"),
+    ]
+    if math.isfinite(last.get("context_auc", math.nan)):
+        remark = f"standard error {last['context_auc_se']:.4f}; 0.5: frequency alone"
+        figures.insert(1, ("Context AUC, held out", f"{last['context_auc']:.4f}", remark))
+    return figures
+
+
+def _training_tiles(train: Sequence[Record]) -> list[Tile]:
+    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
+
+    Losses and accuracies are means over the newest 20 records. Throughput and MFU are medians over all records; MFU is
+    left out if no record has it.
+    """
+    if not train:
+        return []
+    recent = train[-RECENT_RECORDS:]
+    averaged = f"mean of {len(recent)} records"
+    guess = statistics.fmean(guessed_replaced(record) for record in recent)
+    guess_remark = f"; a random guess finds {percent(guess)}" if math.isfinite(guess) else ""
+    figures = [
+        ("RTD loss", f"{mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(train, 'rtd_loss')}"),
+        ("MLM loss", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(train, 'mlm_loss')}"),
+        ("Replaced tokens found", percent(mean(recent, "replaced_accuracy")), f"{averaged}{guess_remark}"),
+        ("Original tokens kept", percent(mean(recent, "original_accuracy")), averaged),
+        ("Tokens seen", format_count(train[-1]["tokens_seen"]), f"{train[-1]['step']:,} steps"),
+        ("Tokens per second", format_count(median(train, "tokens_per_s")), "median"),
+    ]
+    if any(record["mfu"] is not None for record in train):
+        figures.append(("MFU", percent(median(train, "mfu")), "median, of the dense peak"))
+    figures.append(("Waiting for data", f"{100 * mean(train, 'data_wait'):.2f} %", "of the time, mean"))
+    return figures
+
+
+def _size_tiles(run: RunRecord) -> list[Tile]:
+    """Return the sizes of the model and of the corpus, each if the run folder records it."""
+    figures = []
+    if run.parameters is not None:
+        generator = f"parameters; generator {format_count(run.parameters.generator_only)} more"
+        remark = generator if run.parameters.generator_only else "parameters"
+        figures.append(("Discriminator", format_count(run.parameters.discriminator), remark))
+    corpus = run.environment.get("corpus")
+    if corpus is not None:
+        epochs = ""
+        if run.train:
+            epochs = f"; {run.train[-1]['rows_seen'] / corpus['rows']:.2f} epochs seen"
+        remark = f"tokens in {corpus['rows']:,} rows of {corpus['seq_len']}{epochs}"
+        figures.append(("Corpus", format_count(corpus["tokens"]), remark))
+    return figures
+
+
+def _time_tiles(account: Goodput) -> list[Tile]:
+    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them.
+
+    Goodput is the fraction of the time, without the time in Slurm's queue, that went into steps that were kept.
+    """
+    if account.fraction is None:
+        return []
+    starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
+    return [
+        ("Wall clock", format_duration(account.wall), starts),
+        ("Goodput", percent(account.fraction), f"{account.steps_lost:,} steps lost"),
+    ]
+
+
+def _energy_tiles(run: RunRecord) -> list[Tile]:
+    """Return the tiles of the estimated energy and its cost; [] if no power was recorded.
+
+    The cost is left out unless the config has the price of a kilowatt-hour (`log.kwh_price`).
+    """
+    if run.energy is None:
+        return []
+    nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"
+    how = f"estimate: GPUs of {nodes}, {run.energy.mean_power_w:,.0f} W each, {format_duration(run.energy.seconds)}"
+    figures = [("Energy", _kwh(run.energy.kwh), how)]
+    price = run.config.log.kwh_price if run.config is not None else None
+    if price is not None:
+        figures.append(("Cost of energy", f"{run.energy.kwh * price:,.2f}", f"at {price:g} per kWh"))
+    return figures
+
+
+def _kwh(kwh: float) -> str:
+    """Return an energy as text with at least three significant figures, such as "0.0123 kWh" or "12,345 kWh"."""
+    return f"{kwh:,.0f} kWh" if kwh >= 100 else f"{kwh:.3g} kWh"
+
+
+def mean(records: Sequence[Record], field: str) -> float:
+    """Return the mean of a field over the records; each of them must have it, and there must be at least one."""
+    return statistics.fmean(record[field] for record in records)
+
+
+def median(records: Sequence[Record], field: str) -> float:
+    """Return the median of a field over the records in which it is not None; at least one must have it."""
+    return statistics.median(record[field] for record in records if record[field] is not None)
+
+
+def _since(records: Sequence[Record], field: str) -> str:
+    """Return the remark "from X" for a figure of the report, where X is the value of the field in the first record.
+
+    It shows how far the figure has come; X has three significant figures, as in "from 10.4".
+    """
+    return f"from {records[0][field]:.3g}"

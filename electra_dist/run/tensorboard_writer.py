@@ -1,0 +1,146 @@
+"""Write a run's metrics, config and text samples as TensorBoard event files into the run folder.
+
+How: training steps go into tensorboard/ and evaluations that have a counterpart in training into tensorboard/heldout/,
+under the same tags. TensorBoard shows these folders as two runs, and so draws both curves into one chart. Values that
+only evaluations have are in tensorboard/ under `eval/`.
+
+Cost: importing TensorBoard takes 1 to 3 s, at the first record.
+
+Limits: one writer (rank 0). The files are a copy for people; nothing is read back from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from electra_dist.run.jsonl import Record
+from electra_dist.run.text_samples import TextSample, replaced_words_table
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+HELDOUT_DIR = "heldout"  # inside the TensorBoard folder
+# Field of a record -> tag of its curve. Other fields are only in metrics.jsonl.
+TRAIN_TAGS = {
+    "mlm_loss": "loss/mlm",
+    "rtd_loss": "loss/rtd",
+    "loss": "loss/total",
+    "mlm_accuracy": "accuracy/mlm",
+    "replaced_accuracy": "accuracy/rtd_replaced",
+    "original_accuracy": "accuracy/rtd_original",
+    "replaced_fraction": "batch/replaced_fraction",
+    "tokens_seen": "batch/tokens_seen",
+    "lr": "optimizer/lr",
+    "generator_lr": "optimizer/generator_lr",
+    "grad_norm": "optimizer/grad_norm",
+    "loss_scale": "optimizer/loss_scale",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "data_wait": "speed/data_wait",
+    "step_s": "speed/step_s",
+    "memory_gb": "speed/memory_gb",
+    "store_retries": "store/retries",
+    "store_wait_s": "store/wait_s",
+    "refetches": "store/refetches",
+    "temperature": "schedule/temperature",
+    "mask_prob": "schedule/mask_prob",
+    "mlm_weight": "schedule/mlm_weight",
+    "rtd_weight": "schedule/rtd_weight",
+    "random_share": "schedule/random_share",
+    "gpu_temperature_c": "gpu/temperature_c",
+    "gpu_power_w": "gpu/power_w",
+    "gpu_sm_clock_mhz": "gpu/sm_clock_mhz",
+}
+# Of evaluations: values that training steps have, too, under the tags of these.
+SHARED_TAGS = {
+    "mlm_loss": "loss/mlm",
+    "mlm_accuracy": "accuracy/mlm",
+    "rtd_loss": "loss/rtd",
+    "recall": "accuracy/rtd_replaced",
+}
+EVAL_TAGS = {
+    "auc": "eval/auc",
+    "accuracy": "eval/accuracy",
+    "precision": "eval/precision",
+    "context_auc": "eval/context_auc",
+    "generator_entropy": "eval/generator_entropy",
+    "sampled_correct": "eval/sampled_correct",
+}
+_HPARAM_METRICS = ("loss/mlm", "loss/rtd", "eval/auc", "eval/context_auc")  # columns of TensorBoard's table of runs
+
+
+def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict[str, float]:
+    """Return the finite values of a record by their tags; a field that is None, NaN or infinite is left out.
+
+    Args:
+        fields: the record.
+        tags: field -> tag, one of the tables of this module.
+    """
+    tagged = {}
+    for name, tag in tags.items():
+        value = fields[name]
+        if value is not None and math.isfinite(value):
+            tagged[tag] = value
+    return tagged
+
+
+class TensorBoardWriter:
+    """Writer of TensorBoard event files of one start of a run; it creates them at the first write."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
+        """Import TensorBoard, open both files, and write the settings for its page of hyperparameters.
+
+        Args:
+            directory: folder of the event files.
+            settings: dotted keys of the config and their values; may be empty.
+            purge_step: step from which TensorBoard hides the points that earlier starts wrote; None hides none.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
+
+        self._train: SummaryWriter = SummaryWriter(str(directory), purge_step=purge_step)
+        self._heldout: SummaryWriter = SummaryWriter(str(directory / HELDOUT_DIR), purge_step=purge_step)
+        if settings:
+            self._write_settings(settings)
+
+    def write(self, kind: str, fields: Record) -> None:
+        """Write the finite values of a record.
+
+        Args:
+            kind: "train" for a training step, "eval" for an evaluation.
+            fields: the record; "step" is the position on the curves.
+        """
+        step = fields["step"]
+        in_train_folder = TRAIN_TAGS if kind == "train" else EVAL_TAGS
+        for tag, value in scalars(fields, in_train_folder).items():
+            self._train.add_scalar(tag, value, step)
+        if kind == "eval":
+            for tag, value in scalars(fields, SHARED_TAGS).items():
+                self._heldout.add_scalar(tag, value, step)
+
+    def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Write the text of held-out rows with the words that were replaced, under TensorBoard's tab for text."""
+        self._heldout.add_text("replaced words", replaced_words_table(samples), step)
+
+    def flush(self) -> None:
+        """Write what is buffered to the files."""
+        self._train.flush()
+        self._heldout.flush()
+
+    def close(self) -> None:
+        """Write what is buffered, and close the files."""
+        self._train.close()
+        self._heldout.close()
+
+    def _write_settings(self, settings: Mapping[str, str | float | bool]) -> None:
+        """Write the settings of the run to the file of the training steps, so that the table shows its metrics."""
+        from torch.utils.tensorboard.summary import hparams
+
+        # SummaryWriter.add_hparams would put them into a folder of its own, which TensorBoard shows as another run.
+        metrics = dict.fromkeys(_HPARAM_METRICS, 0.0)  # only the names count
+        file_writer = self._train.file_writer
+        assert file_writer is not None  # until `close`
+        for summary in hparams(dict(settings), metrics):
+            file_writer.add_summary(summary)

@@ -1,0 +1,100 @@
+"""Write and read samples.jsonl: held-out text with words that the generator replaced, and how suspicious each word is.
+
+Every evaluation adds a record with the same few rows, so the records show what the two towers have learnt:
+
+    {"step": 1000, "texts": [{"original": [...], "shown": [...], "replaced_probability": [...]}]}
+
+The lists of a text have one entry for each token: the token of the corpus, the token that the discriminator read, and
+the discriminator's probability that it was replaced.
+
+Cost: 5 KB for each evaluation.
+
+Limits: one writer (rank 0); no record for objectives without a discriminator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from electra_dist.run.folder import SAMPLES_FILE
+from electra_dist.run.jsonl import JsonlFile, Record, read_records
+
+CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSample:
+    """Beginning of a held-out row as the discriminator read it; the lists have one entry for each token."""
+
+    original: list[str]  # tokens of the corpus
+    shown: list[str]  # tokens that the discriminator read, with the generator's replacements
+    replaced_probability: list[float]  # by the discriminator, in [0, 1]
+
+
+class SampleFile:
+    """Writer of samples.jsonl in a run folder. Only rank 0 has one; call `close` at the end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Open the file for appending.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        self._file = JsonlFile(run_dir / SAMPLES_FILE)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the samples of steps > `step`, whose evaluations the run will repeat. Call it at every resume."""
+        records = read_records(self._file.path)
+        kept_records = [record for record in records if record["step"] <= step]
+        if len(kept_records) < len(records):
+            self._file.replace(kept_records)
+
+    def write(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Append the samples of the evaluation after `step` steps."""
+        self._file.append({"step": step, "texts": [asdict(sample) for sample in samples]})
+
+    def close(self) -> None:
+        """Sync the file to the disk and close it. Calling it twice is fine."""
+        self._file.close()
+
+
+def has_samples(run_dir: Path) -> bool:
+    """Return whether an evaluation of the run has written samples.jsonl."""
+    return (run_dir / SAMPLES_FILE).exists()
+
+
+def read_newest_samples(run_dir: Path) -> Record | None:
+    """Return the newest record of samples.jsonl, with its "step" and "texts"; None if there is none.
+
+    Raises:
+        UserError: the file is damaged; names the line.
+    """
+    records = read_records(run_dir / SAMPLES_FILE)
+    return records[-1] if records else None
+
+
+def replaced_words_table(samples: Sequence[TextSample]) -> str:
+    """Return the samples as Markdown for TensorBoard: each text, and a table of its replaced tokens.
+
+    Replaced tokens are bold in the text. The table has the original token, the replacement, and the discriminator's
+    probability that it was replaced.
+    """
+    parts = []
+    for sample in samples:
+        text = ""
+        rows = ["| original | shown | probability of replaced |", "| --- | --- | --: |"]
+        for original, shown, probability in zip(sample.original, sample.shown, sample.replaced_probability):
+            piece = _escaped(shown.removeprefix(CONTINUATION))
+            if shown != original:
+                piece = f"**{piece}**"
+                rows.append(f"| {_escaped(original)} | {_escaped(shown)} | {probability:.2f} |")
+            text += piece if shown.startswith(CONTINUATION) else f" {piece}"
+        parts.append("\n".join([text.strip(), "", *rows]))
+    return "\n\n".join(parts)
+
+
+def _escaped(token: str) -> str:
+    """Return a token with backslashes before the characters that Markdown would take as its own."""
+    return "".join(f"\\{character}" if character in "\\`*_{}[]<>()#+-.!|~" else character for character in token)

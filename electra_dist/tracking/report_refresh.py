@@ -1,0 +1,62 @@
+"""Have report.html written again and again while a run goes on, by a process of its own.
+
+Guarantee: no training step waits for it, and its failure changes nothing. At most one such process exists, and none
+after `close`.
+
+Cost: 3 s of one processor core at the lowest priority for each update.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_MODULE = "electra_dist.report.report_page"  # writes the report of the folder that is its argument
+_LOWEST_PRIORITY = 19
+
+
+class ReportRefresh:
+    """Starter of the processes that write report.html. Only rank 0 has one; call `close` before the last report."""
+
+    def __init__(self, run_dir: Path, every_minutes: float) -> None:
+        """Wait one interval before the first update.
+
+        Args:
+            run_dir: folder of the run.
+            every_minutes: minutes between two updates; 0 for none.
+        """
+        self._run_dir = run_dir
+        self._every_s = 60 * every_minutes
+        self._next = time.monotonic() + self._every_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def update_if_due(self) -> None:
+        """Start the process that writes the report, if the interval is over and the last process has ended."""
+        if self._every_s <= 0 or time.monotonic() < self._next:
+            return
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running:
+            return
+        self._next = time.monotonic() + self._every_s
+        nice = ["nice", "-n", str(_LOWEST_PRIORITY)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            self._process = subprocess.Popen(
+                [*nice, sys.executable, "-m", _MODULE, str(self._run_dir)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:  # no memory for a process, or no `nice`: the report at the end of the start is written anyway
+            self._every_s = 0
+
+    def close(self) -> None:
+        """Kill the process if it is still writing, so that it cannot replace the report of the end by an older one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

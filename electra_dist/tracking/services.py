@@ -1,0 +1,169 @@
+"""Connect to the tracking services that a user may switch on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`).
+
+Guarantee: all starts of a run are one run of the service; its id is in tracking.json in the run folder. The settings
+of the run are its config, without the command `cluster.notify`, which may hold a secret.
+
+Limits: steps that are repeated after a crash are sent again. Both services read their address and credentials from
+their own environment variables and files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from electra_dist.config import LogConfig
+from electra_dist.run.folder import MLFLOW_DIR, TRACKING_FILE
+from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
+from electra_dist.store.atomic_files import replacing
+from electra_dist.tracking.background_tracker import BackgroundTracker
+
+Settings = Mapping[str, str | float | bool]
+
+_MAX_PARAMS = 100  # that MLflow takes at once
+_IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
+
+
+def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:
+    """Return a tracker for each service that the config names, connecting in the background; often none.
+
+    Args:
+        log: the config's section `log`.
+        run_dir: folder of the run.
+        settings: dotted keys of the config and their values.
+    """
+    trackers = []
+    wandb_project = log.wandb
+    if wandb_project is not None:
+        trackers.append(BackgroundTracker("log.wandb", lambda: WandbService(wandb_project, run_dir, settings)))
+    mlflow_experiment = log.mlflow
+    if mlflow_experiment is not None:
+        trackers.append(BackgroundTracker("log.mlflow", lambda: MlflowService(mlflow_experiment, run_dir, settings)))
+    return trackers
+
+
+def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
+    """Send the finite values of a record to a service, under TensorBoard's tags.
+
+    Values of an evaluation that training has, too, get `heldout/` before their tag.
+    """
+    fields = dataclasses.asdict(record)
+    if isinstance(record, StepRecord):
+        values = scalars(fields, TRAIN_TAGS)
+    else:
+        shared = scalars(fields, SHARED_TAGS)
+        values = scalars(fields, EVAL_TAGS) | {f"{HELDOUT_DIR}/{tag}": value for tag, value in shared.items()}
+    tracker.log(record.step, values)
+
+
+class WandbService:
+    """Run of Weights & Biases, online or offline as its environment variable WANDB_MODE says."""
+
+    def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
+        """Begin or continue the run of the service; its files go into wandb/ in the run folder.
+
+        Args:
+            project: name of the project.
+            run_dir: folder of the run.
+            settings: dotted keys of the config and their values.
+
+        Raises:
+            Exception: of any kind, if the package is missing or the service cannot be reached.
+        """
+        import wandb
+
+        run_id = _service_ids(run_dir).get("wandb") or secrets.token_hex(8)
+        _remember_id(run_dir, "wandb", run_id)
+        self._run = wandb.init(
+            project=project,
+            id=run_id,
+            resume="allow",
+            name=run_dir.resolve().name,
+            dir=str(run_dir),
+            config=dict(settings),
+            settings=wandb.Settings(console="off", silent=True, login_timeout=30),
+        )
+        # The step is a value like others: after a restart it begins again at the checkpoint, which wandb's own step,
+        # which only grows, would not allow.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step, by their tags."""
+        self._run.log({"step": step, **values})
+
+    def close(self, has_failed: bool) -> None:
+        """Upload what is left, and mark the run as finished or failed."""
+        self._run.finish(exit_code=1 if has_failed else 0)
+
+
+class MlflowService:
+    """Run of an MLflow server, or of a folder in the run folder if MLFLOW_TRACKING_URI is not set."""
+
+    def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
+        """Begin or continue the run of the service.
+
+        Args:
+            experiment: name of the experiment, which is created if it does not exist.
+            run_dir: folder of the run.
+            settings: dotted keys of the config and their values.
+
+        Raises:
+            Exception: of any kind, if the package is missing or the server cannot be reached.
+        """
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        folder = (run_dir / MLFLOW_DIR).absolute().as_uri()
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+        known_id = _service_ids(run_dir).get("mlflow")
+        if known_id:
+            self._run_id = known_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        known_experiment = self._client.get_experiment_by_name(experiment)
+        if known_experiment is None:
+            experiment_id = self._client.create_experiment(experiment)
+        else:
+            experiment_id = known_experiment.experiment_id
+        self._run_id = self._client.create_run(experiment_id, run_name=run_dir.resolve().name).info.run_id
+        params = [Param(key, str(value)) for key, value in settings.items()]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
+        _remember_id(run_dir, "mlflow", self._run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step, by their tags."""
+        from mlflow.entities import Metric
+
+        now_ms = round(1000 * time.time())
+        self._client.log_batch(self._run_id, [Metric(tag, value, now_ms, step) for tag, value in values.items()])
+
+    def close(self, has_failed: bool) -> None:
+        """Mark the run as finished or failed."""
+        self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
+
+
+def _service_ids(run_dir: Path) -> dict[str, Any]:
+    """Return the content of tracking.json: name of a service -> id of the run there; empty if there is no file."""
+    file = run_dir / TRACKING_FILE
+    if not file.exists():
+        return {}
+    ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return ids
+
+
+def _remember_id(run_dir: Path, service: str, run_id: str) -> None:
+    """Write the id of the run at a service to tracking.json, which the next start of the run reads."""
+    with _IDS_LOCK:
+        ids = _service_ids(run_dir) | {service: run_id}
+        with replacing(run_dir / TRACKING_FILE) as file:
+            file.write(json.dumps(ids).encode() + b"\n")

@@ -1,0 +1,72 @@
+"""Keep some rows of an evaluation with the discriminator's judgement of each token, and turn them into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from electra_dist.objectives.base import StepOutput
+from electra_dist.run.folder import RUN_VOCAB_FILE
+from electra_dist.run.text_samples import TextSample
+
+MAX_TOKENS = 64  # of a row that a text sample shows
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRow:
+    """Beginning of one held-out row: what it was, what the discriminator read, and what it thought; S real tokens."""
+
+    original_S: np.ndarray  # int64 ids of the corpus
+    shown_S: np.ndarray  # int64 ids with the generator's replacements
+    replaced_probability_S: np.ndarray  # fp32, by the discriminator
+
+
+def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
+    """Return the beginnings of the first rows of a micro-batch, at most 64 tokens each, without pads.
+
+    Args:
+        original_BS: int64 ids of the corpus.
+        output: what the objective returned for them.
+        num_rows: number of rows; all of them if the batch has fewer. Rows without a token are left out.
+    """
+    assert output.shown_BS is not None, "`Objective.output` gives the ids"
+    scored_rows = []
+    for row in range(min(num_rows, len(original_BS))):
+        is_real_S = output.is_real_BS[row, :MAX_TOKENS].cpu().numpy()
+        if not is_real_S.any():
+            continue
+        scored_rows.append(
+            ScoredRow(
+                original_S=original_BS[row, :MAX_TOKENS][is_real_S],
+                shown_S=output.shown_BS[row, :MAX_TOKENS].cpu().numpy()[is_real_S],
+                replaced_probability_S=output.rtd_logit_BS[row, :MAX_TOKENS].sigmoid().cpu().numpy()[is_real_S],
+            )
+        )
+    return scored_rows
+
+
+def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
+    """Return a row as text, with probabilities rounded to four decimals.
+
+    Args:
+        row: the row.
+        tokens: the vocabulary, in the order of the ids.
+    """
+    return TextSample(
+        original=[_token(tokens, token_id) for token_id in row.original_S],
+        shown=[_token(tokens, token_id) for token_id in row.shown_S],
+        replaced_probability=[round(float(probability), 4) for probability in row.replaced_probability_S],
+    )
+
+
+def read_tokens(run_dir: Path) -> list[str]:
+    """Return the tokens of the vocabulary in a run folder, in the order of their ids."""
+    return (run_dir / RUN_VOCAB_FILE).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def _token(tokens: Sequence[str], token_id: int) -> str:
+    """Return the token of an id; the id in brackets if the vocabulary is smaller than `model.vocab_size`."""
+    return tokens[token_id] if token_id < len(tokens) else f"[{token_id}]"
