@@ -14,7 +14,7 @@ EXTRAS = {
     "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
     # Tracking services, for `log.wandb` and `log.mlflow`.
     "wandb": ["wandb>=0.19"],
-    "mlflow": ["mlflow-skinny>=2.20"],
+    "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],
     "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
     "test": [
         "pytest>=8",

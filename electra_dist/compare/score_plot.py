@@ -1,7 +1,10 @@
 """Draws the scores of a comparison against training FLOPs as a PNG, one panel per task and one for their average.
 
-How: each objective has one color. Thin lines are single seeds, thick lines their median. A dashed line marks the
-median score of the encoder's initial weights, which are the same for all objectives.
+How: each objective has one color. A line joins the medians over the seeds, and a vertical bar at each of its points
+goes from the lowest to the highest seed. The objectives are drawn beside each other at each number of FLOPs, so that
+their bars do not cover one another. A task that is scored once only has one column for each objective, with a dot for
+every seed. A dashed line marks the median score of the encoder's initial weights, which are the same for all
+objectives.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import RANDOM
@@ -26,7 +30,8 @@ from electra_dist.store.atomic_files import replacing
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
 _BASELINE_COLOR = "#6b7280"
 _MAX_COLUMNS = 3  # panels beside each other
-_MAX_LEGEND_COLUMNS = 4  # entries of the legend beside each other
+_MAX_LEGEND_COLUMNS = 6  # entries of the legend beside each other
+_DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the width of a panel
 
 
 def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
@@ -51,10 +56,11 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
         # The grid may have more panels than there are tasks.
         for unused_axes in panels[len(titles) :]:
             unused_axes.set_axis_off()
-        # All panels have the same lines, so the first panel provides the legend of the picture.
-        handles, labels = panels[0].get_legend_handles_labels()
-        num_legend_columns = max(1, min(_MAX_LEGEND_COLUMNS, len(labels)))
-        figure.legend(handles, labels, loc="outside lower center", ncols=num_legend_columns)
+        # All panels have the same colors, so one legend above them serves for the picture.
+        handles = _legend_handles(rows)
+        if handles:
+            num_legend_columns = min(_MAX_LEGEND_COLUMNS, len(handles))
+            figure.legend(handles=handles, loc="outside upper left", ncols=num_legend_columns, fontsize=9)
         with replacing(path) as file:
             FigureCanvasAgg(figure).print_png(file)
 
@@ -75,8 +81,24 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
     return titles
 
 
+def _objectives(rows: Sequence[ScoreRow]) -> dict[str, str]:
+    """Return objective -> color, in the order of the rows; colors repeat if there are more objectives than colors."""
+    names = dict.fromkeys(row.entry for row in rows if row.entry != RANDOM)
+    return dict(zip(names, itertools.cycle(_COLORS)))
+
+
+def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
+    """Return the entries of the legend: each objective, and the initial weights if they have a score."""
+    handles = []
+    for objective, color in _objectives(rows).items():
+        handles.append(Line2D([], [], color=color, linewidth=2, marker="o", markersize=5, label=objective))
+    if any(row.entry == RANDOM for row in rows):
+        handles.append(Line2D([], [], color=_BASELINE_COLOR, linestyle="--", linewidth=1, label="random weights"))
+    return handles
+
+
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the panel of one task: the score of the initial weights, the lines of all objectives, and the axes.
+    """Draw the panel of one task: the score of the initial weights, the scores of all objectives, and the axes.
 
     Args:
         axes: the empty panel.
@@ -87,47 +109,66 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
     # The initial weights are a dashed line across the panel, to which the scores of training can be compared.
     for row in rows:
         if row.entry == RANDOM and task in row.columns:
-            baseline = row.columns[task].median
-            axes.axhline(baseline, color=_BASELINE_COLOR, linestyle="--", linewidth=1, label="random weights")
+            axes.axhline(row.columns[task].median, color=_BASELINE_COLOR, linestyle="--", linewidth=1)
+    scored_rows = [row for row in rows if row.entry != RANDOM and task in row.columns]
+    is_scored_once = len({row.flops for row in scored_rows}) == 1
+    if is_scored_once:
+        _draw_columns(axes, scored_rows, task, _objectives(rows))
+    else:
+        _draw_lines(axes, rows, task)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
-    # Each objective has the same color in all panels; colors repeat if there are more objectives than colors.
-    objectives = list(dict.fromkeys(row.entry for row in rows if row.entry != RANDOM))
-    for objective, color in zip(objectives, itertools.cycle(_COLORS)):
-        objective_rows = [row for row in rows if row.entry == objective]
-        _draw_objective(axes, objective_rows, task, color)
 
+def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dict[str, str]) -> None:
+    """Draw the panel of a task that is scored at one number of FLOPs only: one column of dots for each objective.
+
+    A short bar is the median over the seeds.
+
+    Args:
+        axes: the panel of the task.
+        rows: scores of the task, one row for each objective that has one.
+        task: name of the task, or `AVERAGE`.
+        color_of: objective -> color, in the order of the columns.
+    """
+    objectives = list(color_of)
+    for row in rows:
+        column = objectives.index(row.entry)
+        summary = row.columns[task]
+        scores = list(summary.scores.values())
+        axes.plot([column] * len(scores), scores, "o", color=color_of[row.entry], alpha=0.55, markersize=5)
+        axes.hlines(summary.median, column - 0.28, column + 0.28, color=color_of[row.entry], linewidth=2.5)
+    axes.set_xlim(-0.6, len(objectives) - 0.4)
+    axes.set_xticks(range(len(objectives)), objectives, rotation=15 if len(objectives) > 3 else 0)
+    axes.grid(visible=False, axis="x")
+
+
+def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
+    """Draw the panel of a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars.
+
+    Args:
+        axes: the panel of the task.
+        rows: scores, one row for each objective and number of steps, ascending for each objective.
+        task: name of the task, or `AVERAGE`.
+    """
     max_flops = max((row.flops for row in rows), default=0)
-    right_end = 1.03 * max_flops if max_flops > 0 else 1
+    right_end = 1.06 * max_flops if max_flops > 0 else 1
+    color_of = _objectives(rows)
+    for number, (objective, color) in enumerate(color_of.items()):
+        shift = (number - (len(color_of) - 1) / 2) * _DODGE * right_end
+        scored_rows = [row for row in rows if row.entry == objective and task in row.columns]
+        flops = [row.flops + shift for row in scored_rows]
+        summaries = [row.columns[task] for row in scored_rows]
+        medians = [summary.median for summary in summaries]
+        lows = [summary.low for summary in summaries]
+        highs = [summary.high for summary in summaries]
+        axes.vlines(flops, lows, highs, color=color, alpha=0.45, linewidth=2)
+        axes.plot(flops, medians, color=color, linewidth=1.5, marker="o", markersize=4.5)
     axes.set_xlim(0, right_end)
     axes.set_xlabel("training FLOPs")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(_format_flops))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _draw_objective(axes: Axes, rows: Sequence[ScoreRow], task: str, color: str) -> None:
-    """Draw one objective's scores on a task: a thin line for each seed and a thick one for their median.
-
-    Args:
-        axes: the panel of the task.
-        rows: scores of the objective, one row for each number of steps, ascending; at least one row.
-        task: name of the task, or `AVERAGE`. If the objective has no scores on it, its line is empty, but the legend
-            shows the objective.
-        color: color of all lines.
-    """
-    scored_rows = [row for row in rows if task in row.columns]
-    seeds: set[int] = set()
-    for row in scored_rows:
-        seeds.update(row.columns[task].scores)
-    for seed in sorted(seeds):
-        seed_rows = [row for row in scored_rows if seed in row.columns[task].scores]
-        seed_flops = [row.flops for row in seed_rows]
-        seed_scores = [row.columns[task].scores[seed] for row in seed_rows]
-        axes.plot(seed_flops, seed_scores, color=color, alpha=0.35, linewidth=0.8, marker=".", markersize=3)
-
-    flops = [row.flops for row in scored_rows]
-    medians = [row.columns[task].median for row in scored_rows]
-    axes.plot(flops, medians, color=color, linewidth=2, marker="o", markersize=4, label=rows[0].entry)
 
 
 def _format_flops(flops: float, _: int | None) -> str:

@@ -68,14 +68,14 @@ class LogConfig(Section):
     )
     wandb: str | None = Field(
         default=None,
-        description="Name of the Weights & Biases project that the metrics are also sent to; needs the package wandb "
-        "(extra wandb). Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
+        description="Name of the Weights & Biases project that the metrics are also sent to; needs the extra "
+        "wandb. Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
     )
     mlflow: str | None = Field(
         default=None,
-        description="Name of the MLflow experiment that the metrics are also sent to; needs the package mlflow (extra "
-        "mlflow). MLFLOW_TRACKING_URI names the server; unset, the records go into the folder mlflow/ of the run. "
-        "Unset: none.",
+        description="Name of the MLflow experiment that the metrics are also sent to; needs the extra mlflow. "
+        "MLFLOW_TRACKING_URI names the server; without it, the records go into the file mlflow.db of the run folder, "
+        "for `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: none.",
     )
     text_samples: NonNegative = Field(
         default=3,

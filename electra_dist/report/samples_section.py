@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from electra_dist.run.jsonl import Record
 from electra_dist.run.text_samples import CONTINUATION
+
+Token = tuple[str, str, float]  # of the corpus, as shown to the discriminator, its probability of being replaced
+
+_MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replaced; text stays readable on it
 
 
 def samples_section(samples: Record | None) -> str:
@@ -21,8 +26,8 @@ def samples_section(samples: Record | None) -> str:
         return ""
     paragraphs = ""
     for text in samples["texts"]:
-        tokens = zip(text["original"], text["shown"], text["replaced_probability"])
-        paragraphs += f"<p>{''.join(_token(*token) for token in tokens)}</p>\n"
+        tokens = list(zip(text["original"], text["shown"], text["replaced_probability"]))
+        paragraphs += f"<p>{' '.join(_word(word) for word in _words(tokens))}</p>\n"
     note = (
         f"Evaluation at step {samples['step']:,}. The darker a word, the more probable does the discriminator think "
         f"that it was replaced. Underlined: replaced by the generator, with the original crossed out after it. Point "
@@ -34,22 +39,37 @@ def samples_section(samples: Record | None) -> str:
     )
 
 
+def _words(tokens: Sequence[Token]) -> list[list[Token]]:
+    """Return the tokens grouped into the words that the discriminator read; a token with "##" continues a word."""
+    words: list[list[Token]] = []
+    for token in tokens:
+        _original, shown, _probability = token
+        if shown.startswith(CONTINUATION) and words:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def _word(tokens: Sequence[Token]) -> str:
+    """Return a word as HTML; if one of its tokens was replaced, the original word follows, crossed out."""
+    word = "".join(_token(*token) for token in tokens)
+    if all(shown == original for original, shown, _probability in tokens):
+        return word
+    original_word = "".join(original.removeprefix(CONTINUATION) for original, _shown, _probability in tokens)
+    return f"{word} <s>{html.escape(original_word)}</s>"
+
+
 def _token(original: str, shown: str, probability: float) -> str:
-    """Return one token as HTML, with a space before it unless it continues the word of the token before.
+    """Return one token as HTML: underlined if it was replaced, the darker the more probable that is.
 
     Args:
         original: token of the corpus.
         shown: token that the discriminator read.
         probability: by the discriminator, that the token was replaced, in [0, 1].
     """
-    space = "" if shown.startswith(CONTINUATION) else " "
-    word = html.escape(shown.removeprefix(CONTINUATION))
-    is_replaced = shown != original
-    tag = "u" if is_replaced else "span"
+    tag = "u" if shown != original else "span"
+    opacity_percent = round(_MAX_OPACITY_PERCENT * probability)
+    style = f"background:color-mix(in srgb,var(--series-2) {opacity_percent}%,transparent)"
     hint = f"replaced with probability {probability:.2f}"
-    opacity = round(100 * 0.75 * probability)
-    style = f"background:color-mix(in srgb,var(--series-2) {opacity}%,transparent)"
-    token = f'{space}<{tag} title="{hint}" style="{style}">{word}</{tag}>'
-    if is_replaced:
-        token += f" <s>{html.escape(original.removeprefix(CONTINUATION))}</s>"
-    return token
+    return f'<{tag} title="{hint}" style="{style}">{html.escape(shown.removeprefix(CONTINUATION))}</{tag}>'

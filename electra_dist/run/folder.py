@@ -43,7 +43,7 @@ STRIKES_FILE = "strikes.jsonl"
 SLURM_DIR = "slurm"
 JOBS_FILE = f"{SLURM_DIR}/jobs.jsonl"
 TRACKING_FILE = "tracking.json"
-MLFLOW_DIR = "mlflow"
+MLFLOW_FILE = "mlflow.db"
 WANDB_DIR = "wandb"
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 # Created by a person.

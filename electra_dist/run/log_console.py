@@ -1,9 +1,11 @@
 """Print a line for each logged step of a run, write it to log.txt, and show a progress bar on a terminal.
 
 Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
-fixed width, so that lines align. log.txt receives every line and note with date and time (UTC), on a terminal or not,
-appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed: no
-bar, no colour, no carriage returns.
+fixed width, so that lines align below the names of the columns (`format_header`), which are printed again every 40
+lines. A start begins with a legend of the columns. A line of a step or an evaluation has at most 100 characters in
+runs of fewer than ten million steps. log.txt receives every line and note with date and time (UTC), on a terminal or
+not, appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed:
+no bar, no colour, no carriage returns.
 
 Cost: some 50 us a line; rich redraws the bar ten times a second in a thread of its own.
 
@@ -26,6 +28,13 @@ from electra_dist.run.folder import LOG_FILE
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.run.step_records import EvalRecord, StepRecord
 
+LINES_PER_HEADER = 40
+LEGEND = (
+    "mlm, rtd: losses (nats per token) | repl, orig: replaced and original tokens classified rightly",
+    "lr: learning rate | gnorm: gradient norm before clipping | tok/s: of all ranks | mfu: of the peak",
+    "wait: share of time waiting for rows | mem: memory of rank 0 (GPU: peak) | eta: until the last step",
+)
+
 
 class Console:
     """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
@@ -43,6 +52,7 @@ class Console:
             UserError: log.txt cannot be written.
         """
         self.total_steps = total_steps
+        self._num_lines = 0  # of logged steps, in this start
         path = Path(run_dir) / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,14 +69,24 @@ class Console:
             self._progress.start()
 
     def line(self, record: StepRecord) -> None:
-        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
+        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step.
+
+        The first line of a start has the legend above it, and every 40th line has the names of the columns above it.
+        """
+        if self._num_lines == 0:
+            for text in LEGEND:
+                self._show(text)
+        if self._num_lines % LINES_PER_HEADER == 0:
+            self._show(format_header(self.total_steps))
+        self._num_lines += 1
         self._show(format_line(record, self.total_steps))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Print the line of an evaluation on held-out rows and write it to log.txt. The progress bar does not move."""
-        self._show(format_evaluation(record, self.total_steps))
+        """Print the lines of an evaluation on held-out rows, write them to log.txt; the progress bar does not move."""
+        for text in format_evaluation(record, self.total_steps):
+            self._show(text)
 
     def note(self, text: str) -> None:
         """Print a line of free text (a start, a checkpoint, a warning), and write it to log.txt with the UTC time."""
@@ -107,52 +127,74 @@ def _progress_bar(stream: TextIO) -> Progress:
     )
 
 
+def format_header(total_steps: int) -> str:
+    """Return the names of the columns of `format_line`, each above the right end of its column.
+
+    Args:
+        total_steps: steps of the whole run, which set the width of the first column.
+    """
+    names = ("mlm", "rtd", "repl", "orig", "lr", "gnorm", "tok/s", "mfu", "wait", "mem", "eta")
+    widths = (6, 6, 5, 5, 8, 6, 5, 5, 5, 6, 6)
+    cells = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]
+    return " ".join([f"{'step':>{_step_width(total_steps)}}  done", *cells])
+
+
 def format_line(record: StepRecord, total_steps: int) -> str:
     """Return the line of a logged step, with the same columns and the same widths in every line of a run.
 
-    Values that are not known (`None`, NaN or infinite fractions) are shown as a dash. Losses are in nats per token;
-    `repl` and `orig` are the discriminator's accuracy on replaced and on original tokens; `wait` is the fraction of
-    the time in which rank 0 waited for rows.
+    `LEGEND` explains the columns. Values that are not known (`None`, NaN or infinite fractions) are shown as a dash.
 
     Args:
         record: the values of the step.
         total_steps: steps of the whole run, which set the width of the first column.
     """
-    digits = len(str(total_steps))
     columns = [
-        f"{record.step:>{digits}}/{total_steps} {_percent(record.step / total_steps)}",
-        f"mlm {record.mlm_loss:6.3f}",
-        f"rtd {record.rtd_loss:6.4f}",
-        f"repl {_percent(record.replaced_accuracy)} orig {_percent(record.original_accuracy)}",
-        f"lr {record.lr:.2e}",
-        f"gnorm {_norm(record.grad_norm)}",
-        f"{format_count(record.tokens_per_s):>5} tok/s",
-        f"mfu {_percent(record.mfu)}",
-        f"wait {_percent(record.data_wait)}",
-        f"mem {_gigabytes(record.memory_gb)}",
-        f"eta {format_duration(record.eta_s):>6}",
+        f"{_step_of(record.step, total_steps)} {_percent(record.step / total_steps)}",
+        f"{record.mlm_loss:6.3f}",
+        f"{record.rtd_loss:6.4f}",
+        _percent(record.replaced_accuracy),
+        _percent(record.original_accuracy),
+        f"{record.lr:.2e}",
+        _norm(record.grad_norm),
+        f"{format_count(record.tokens_per_s):>5}",
+        _percent(record.mfu),
+        _percent(record.data_wait),
+        _gigabytes(record.memory_gb),
+        f"{format_duration(record.eta_s):>6}",
     ]
-    return "  ".join(columns)
+    return " ".join(columns)
 
 
-def format_evaluation(record: EvalRecord, total_steps: int) -> str:
-    """Return the line of an evaluation on held-out rows.
+def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
+    """Return the two lines of an evaluation on held-out rows.
 
-    It has the losses; the ROC-AUC, accuracy, precision and recall of the discriminator on the generator's
-    replacements; its context AUC with the standard error; the entropy of the generator in nats, and the share of its
-    samples that are right. Of the last three, those that the objective does not have are left out.
+    The first has the losses, and accuracy, precision, recall and ROC-AUC of the discriminator on the generator's
+    replacements. The second has its context AUC with the standard error, the entropy of the generator in nats, the
+    share of its samples that are right, and the number of rows; what the objective does not have is left out.
     """
-    digits = len(str(total_steps))
-    columns = [
-        f"{record.step:>{digits}}/{total_steps}  eval  mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}",
-        f"rtd {record.rtd_loss:.4f}  auc {record.auc:.4f}  acc {_percent(record.accuracy)}",
-        f"precision {_percent(record.precision)}  recall {_percent(record.recall)}  on {record.rows} held-out rows",
-    ]
+    begin = f"{_step_of(record.step, total_steps)} eval:"
+    first = (
+        f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "
+        f"acc {_percent(record.accuracy)} prec {_percent(record.precision)} recall {_percent(record.recall)} "
+        f"auc {record.auc:.4f}"
+    )
+    parts = []
     if math.isfinite(record.context_auc):
-        columns.append(f"context auc {record.context_auc:.4f} +-{record.context_auc_se:.4f}")
+        parts.append(f"context auc {record.context_auc:.4f} +-{record.context_auc_se:.4f}")
     if math.isfinite(record.generator_entropy):
-        columns.append(f"entropy {record.generator_entropy:.3f}  samples right {_percent(record.sampled_correct)}")
-    return "  ".join(columns)
+        parts.append(f"entropy {record.generator_entropy:.3f}, samples right {_percent(record.sampled_correct)}")
+    parts.append(f"{record.rows} rows")
+    return [first, f"{begin} {' | '.join(parts)}"]
+
+
+def _step_width(total_steps: int) -> int:
+    """Return the width of the column of steps: of "400000/400000", and at least that of its name, "step"."""
+    return max(len("step"), 2 * len(str(total_steps)) + 1)
+
+
+def _step_of(step: int, total_steps: int) -> str:
+    """Return a step as text, such as " 12340/400000", as wide as the column of steps."""
+    return f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}"
 
 
 def _percent(fraction: float | None) -> str:

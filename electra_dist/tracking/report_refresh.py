@@ -3,7 +3,7 @@
 Guarantee: no training step waits for it, and its failure changes nothing. At most one such process exists, and none
 after `close`.
 
-Cost: 3 s of one processor core at the lowest priority for each update.
+Cost: 3 s of one processor core at a low priority for each update.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 _MODULE = "electra_dist.report.report_page"  # writes the report of the folder that is its argument
-_LOWEST_PRIORITY = 19
+_NICENESS = 10  # a tenth of a training process's share, where processor cores are short
 
 
 class ReportRefresh:
@@ -41,11 +41,10 @@ class ReportRefresh:
         if is_running:
             return
         self._next = time.monotonic() + self._every_s
-        nice = ["nice", "-n", str(_LOWEST_PRIORITY)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             self._process = subprocess.Popen(
-                [*nice, sys.executable, "-m", _MODULE, str(self._run_dir)],
+                ["nice", "-n", str(_NICENESS), sys.executable, "-m", _MODULE, str(self._run_dir)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

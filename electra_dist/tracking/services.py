@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.config import LogConfig
-from electra_dist.run.folder import MLFLOW_DIR, TRACKING_FILE
+from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
@@ -106,7 +106,7 @@ class WandbService:
 
 
 class MlflowService:
-    """Run of an MLflow server, or of a folder in the run folder if MLFLOW_TRACKING_URI is not set."""
+    """Run of an MLflow server, or of a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
         """Begin or continue the run of the service.
@@ -122,8 +122,8 @@ class MlflowService:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        folder = (run_dir / MLFLOW_DIR).absolute().as_uri()
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder)
+        database = f"sqlite:///{(run_dir / MLFLOW_FILE).absolute()}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
         known_id = _service_ids(run_dir).get("mlflow")
         if known_id:
             self._run_id = known_id

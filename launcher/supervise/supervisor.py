@@ -30,6 +30,7 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
+from launcher.supervise.notify import event_of, notify
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
 from launcher.supervise.rendezvous import Rendezvous
@@ -275,9 +276,15 @@ class Supervisor:
     def _end(self, end: StartOutcome) -> int:
         """Report to the other nodes that this supervisor ends, log the reason, and return the exit code.
 
+        The command `cluster.notify` is run if the run is done, needs a person or makes no progress.
+
         Args:
             end: the exit code, and the reason for the log; the other nodes receive only the code.
         """
         self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
+        event = event_of(end.code, self._placement.node)
+        was_killed = end.code == EXIT_CRASH and self._signals.number  # by a person or by Slurm
+        if self._cluster.notify and event and not was_killed:
+            notify(self._cluster.notify, self._run_dir, event, end.why, end.code, self.log)
         return end.code

@@ -6,11 +6,14 @@ folder of a finished run with its report.
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +22,16 @@ from hypothesis import strategies as st
 
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.report.curves import PANELS, panel_svg, smoothed, thinned, write_curves_png
+from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.report.curve_points import smooth_curve, smoothed, thinned
+from electra_dist.report.curves import RunCurves, draw_panel, write_curves_png
+from electra_dist.report.panels import PANELS, with_baselines
 from electra_dist.report.report_page import write_report
-from electra_dist.run.environment_record import write_environment
+from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
 from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.text_samples import TextSample
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TAGS_WITHOUT_END = {"meta", "br", "hr", "img", "input", "link"}
@@ -77,7 +84,8 @@ def run_dir(
     run = tmp_path_factory.mktemp("runs") / "my run <b>"
     writer = MetricsWriter(run, tensorboard=False)
     ledger = Ledger(run)
-    config = load_config(CONFIGS / "demo_cpu.yaml", ["train.num_steps=400"])
+    changes = ["train.num_steps=400", "log.kwh_price=0.5", "cluster.notify=curl https://example.org/my-secret"]
+    config = load_config(CONFIGS / "demo_cpu.yaml", changes)
     (run / "config.yaml").write_text(dump_yaml(config))
     ledger.append("start", 0, attempt=1, ranks=2)
     for step in range(10, 401, 10):
@@ -92,15 +100,23 @@ def run_dir(
         if step == 250:
             ledger.append("resume", 200, attempt=2, repeated=50)
     ledger.append("done", 400)
+    samples = [
+        TextSample(original=["the", "chef", "</s>"], shown=["the", "dog", "##s"], replaced_probability=[0.1, 0.8, 0])
+    ]
+    writer.write_samples(400, samples)
     writer.close()
     ledger.close()
-    write_environment(run, world_size=2)
+    corpus = {"rows": 10_000, "tokens": 1_270_000, "seq_len": 128}
+    write_environment(run, world_size=2, hosts=["my-secret-host", "other-host"], corpus=corpus)
+    (run / "identity.json").write_text('{"corpus_fingerprint": "fedcba9876543210"}')
     assert write_report(run) == run / "report.html"
     return run
 
 
 def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_versions(run_dir: Path):
-    vocab_size = load_config(run_dir / "config.yaml").model.vocab_size
+    config = load_config(run_dir / "config.yaml")
+    vocab_size = config.model.vocab_size
+    parameters = parameter_counts(config.model, config.objective)
     expected_texts = [
         "my run <b>",  # the name of the run, escaped in the page
         "finished: step 400 of 400",
@@ -114,6 +130,12 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
         "attempt 2, repeated 50",
         f"vocab_size: {vocab_size}",
         "deepspeed",
+        "1.27M",  # tokens of the corpus
+        "10,000 rows of 128, 1,270,000 tokens",
+        "fedcba987654",
+        f"{parameters.discriminator:,} parameters",
+        "at 0.5 per kWh",
+        "the dogs chef</s>",  # replaced tokens with their originals
     ]
 
     page = (run_dir / "report.html").read_text()
@@ -127,24 +149,25 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
 
 
 def test_the_report_loads_nothing_from_another_file_or_server(run_dir: Path):
-    """All addresses in the page are anchors within it, and it has no script, style sheet or image to load."""
+    """All addresses in the page are anchors within it, and it loads no script, style sheet or image."""
     page = (run_dir / "report.html").read_text()
 
     for name, value in parsed_page(page).attributes:
         if name in ("src", "href", "xlink:href", "data") and value:
             assert value.startswith("#")
-    assert not re.findall(r"@import|url\((?!#)|<script|<link|<img", page)
+    assert not re.findall(r"@import|url\((?!#)|<script[^>]*\ssrc|<link|<img|fetch\(|XMLHttpRequest", page)
 
 
 def test_curves_scale_with_the_page_and_take_their_colors_from_its_css_variables(run_dir: Path):
     """Matplotlib draws with placeholder colors such as #010203, which must all be replaced."""
-    placeholder_color = r"#0[1-4]0[1-4]0[1-4]"
-    records = read_metrics(run_dir)
+    placeholder_color = r"#0[1-4]0[1-4]0[1-9]"
+    run = RunCurves(name="run", records=with_baselines(read_metrics(run_dir)), resumes=[200])
 
     for panel in PANELS:
-        svg = panel_svg(panel, records, resumes=[200])
+        drawn = draw_panel(panel, [run])
 
-        assert svg is not None
+        assert drawn is not None
+        svg = drawn.svg
         root = ET.fromstring(svg)
         assert "width" not in root.attrib
         assert root.attrib["viewBox"]
@@ -154,9 +177,107 @@ def test_curves_scale_with_the_page_and_take_their_colors_from_its_css_variables
         assert panel.title in "".join(root.itertext())
 
 
+def test_the_report_can_be_passed_on(run_dir: Path):
+    """environment.json has the hosts and the command line, and config.yaml a command that may hold a secret."""
+    environment = (run_dir / "environment.json").read_text()
+    page = (run_dir / "report.html").read_text()
+
+    assert "my-secret-host" in environment
+    assert "my-secret" not in page
+    assert sys.argv[0] not in page
+
+
+def test_the_report_shows_the_commit_of_the_code(run_dir: Path):
+    code = commit()
+    if code is None:
+        pytest.skip("the source code is in no git work tree, so there is no commit to show")
+
+    assert code["sha"][:12] in (run_dir / "report.html").read_text()
+
+
+def hover_data(page: str) -> list[dict[str, Any]]:
+    """Return the values that each diagram of a page shows under the pointer."""
+    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+
+
+def test_values_under_the_pointer_are_those_of_the_records_at_their_place_in_the_diagram(run_dir: Path):
+    """The place is checked against the line that is drawn: its last point is that of the last evaluation."""
+    records = read_metrics(run_dir)
+    page = (run_dir / "report.html").read_text()
+    by_label = {line["label"]: (data, line) for data in hover_data(page) for line in data["lines"]}
+
+    data, line = by_label["context AUC"]
+    expected = [(record["step"], record["context_auc"]) for record in records if record["kind"] == "eval"]
+    assert line["steps"] == [step for step, _value in expected]
+    assert line["values"] == pytest.approx([value for _step, value in expected], rel=1e-4)
+    _data, raw = by_label["global norm"]
+    assert raw["values"] == [0.8531] * 40
+
+    left, right, first, last = data["x"]
+    bottom, top, low, high = data["y"]
+    step, value = expected[-1]
+    x = left + (step - first) / (last - first) * (right - left)
+    y = bottom + (value - low) / (high - low) * (top - bottom)
+    panel = next(panel for panel in PANELS if panel.name == "context_auc")
+    drawn = draw_panel(panel, [RunCurves(name="run", records=records)])
+    assert drawn is not None
+    (path,) = re.findall(
+        r'<g id="line2d_\d+">\s*<path d="([^"]*)"[^>]*clip-path[^>]*stroke: var\(--series-2\)', drawn.svg
+    )
+    *_, drawn_x, drawn_y = map(float, re.findall(r"-?[\d.]+", path))
+    assert (drawn_x, drawn_y) == pytest.approx((x, y), abs=0.01)
+
+
+def test_baselines_are_what_guesses_reach_on_random_labels():
+    """Against a simulation: guesses that know nothing of the token, on labels drawn at random."""
+    rng = np.random.default_rng(0)
+    is_replaced = rng.random(400_000) < 0.2
+    called_replaced = rng.random(400_000) < np.where(is_replaced, 0.7, 0.1)  # a discriminator that knows something
+    record = {
+        "kind": "train",
+        "replaced_fraction": is_replaced.mean(),
+        "replaced_accuracy": called_replaced[is_replaced].mean(),
+        "original_accuracy": 1 - called_replaced[~is_replaced].mean(),
+    }
+    guess = rng.permutation(called_replaced)  # as many tokens are called replaced, at random
+    losses = [-np.log(np.where(is_replaced, p, 1 - p)).mean() for p in np.arange(0.1, 0.3, 0.001)]
+
+    (extended,) = with_baselines([record])
+
+    assert extended["guessed_replaced"] == pytest.approx(guess[is_replaced].mean(), abs=0.005)
+    assert extended["constant_guess_loss"] == pytest.approx(min(losses), abs=1e-4)
+    (without_replaced,) = with_baselines([{**record, "replaced_fraction": 0.0}])
+    assert np.isnan(without_replaced["guessed_replaced"])
+
+
+def test_the_diagram_of_the_context_auc_has_a_line_at_one_half(run_dir: Path):
+    panel = next(panel for panel in PANELS if panel.name == "context_auc")
+
+    drawn = draw_panel(panel, [RunCurves(name="run", records=read_metrics(run_dir))])
+
+    assert panel.chance == 0.5
+    assert drawn is not None
+    assert "0.5: a guess" in drawn.svg
+
+
+def test_the_page_of_a_long_run_stays_small(tmp_path: Path, step_record: Callable[..., StepRecord]):
+    """All its curves have the largest number of points that is drawn."""
+    rng = np.random.default_rng(0)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(10, 30_001, 10):
+        values = rng.random(4)
+        writer.write(step_record(step=step, mlm_loss=values[0], rtd_loss=values[1], grad_norm=values[2], lr=values[3]))
+    writer.close()
+
+    page = write_report(tmp_path).read_text()
+
+    assert len(page) < 1_500_000
+
+
 def test_a_report_is_written_for_a_run_without_a_step_and_for_one_with_undefined_values_only(
     tmp_path: Path, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
 ):
+    Ledger(tmp_path).close()
     page_without_steps = write_report(tmp_path).read_text()
     assert "No step has been recorded yet" in page_without_steps
 
@@ -189,6 +310,9 @@ def test_the_report_shows_whether_a_run_was_stopped_or_crashed(tmp_path: Path, l
 def test_a_report_of_a_missing_run_folder_is_a_user_error(tmp_path: Path):
     with pytest.raises(UserError, match="no such run folder"):
         write_report(tmp_path / "typo")
+    with pytest.raises(UserError, match="not a run folder"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_picture_of_the_curves_is_a_png_of_1500_by_900_pixels(run_dir: Path, tmp_path: Path):
@@ -221,6 +345,16 @@ def test_a_thinned_curve_has_points_of_the_curve_in_order_with_its_ends_and_extr
     assert thin_steps[-1] == steps[-1]
     assert thin_values.min() == min(values)
     assert thin_values.max() == max(values)
+
+
+def test_a_long_curve_is_averaged_before_it_is_smoothed():
+    steps = np.arange(24_000.0)
+
+    smooth_steps, smooth_values = smooth_curve(steps, 5 + 0 * steps)
+
+    assert len(smooth_steps) == len(smooth_values) == 2400
+    assert smooth_steps[:2] == pytest.approx([4.5, 14.5])
+    assert smooth_values == pytest.approx(np.full(2400, 5.0))
 
 
 def test_smoothing_leaves_a_constant_as_it_is_and_does_not_lag_behind_a_line():

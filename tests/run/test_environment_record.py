@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,47 @@ def test_the_newest_environment_replaces_the_file_and_is_read_back(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == [environment_record.ENVIRONMENT_FILE]
     file = tmp_path / environment_record.ENVIRONMENT_FILE
     assert json.loads(file.read_text()) == environment
+
+
+def test_the_record_names_the_command_the_hosts_and_the_corpus(tmp_path: Path):
+    corpus = {"rows": 10, "tokens": 1000, "seq_len": 128}
+
+    environment_record.write_environment(tmp_path, world_size=3, hosts=["a", "b", "a"], corpus=corpus)
+
+    environment = environment_record.read_environment(tmp_path)
+    assert environment["command"] == sys.argv
+    assert environment["hosts"] == {"a": 2, "b": 1}
+    assert environment["corpus"] == corpus
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run a git command in a folder as an author of its own, and return what it prints."""
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", "-C", folder, *author, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_source_code_and_shows_whether_it_was_changed(tmp_path: Path):
+    """A folder of the code is tracked in one repository, and only lies inside the other, as an installed package."""
+    code = tmp_path / "code" / "run"
+    code.mkdir(parents=True)
+    source = code / Path(environment_record.__file__).name
+    source.write_text("a = 1\n")
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "other").write_text("")
+    git(tmp_path, "add", "other")
+    git(tmp_path, "commit", "--quiet", "-m", "without the code")
+    of_untracked_code = environment_record.commit(code)
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "with the code")
+    sha = git(tmp_path, "rev-parse", "HEAD")
+    of_clean_code = environment_record.commit(code)
+    source.write_text("a = 2\n")
+    of_changed_code = environment_record.commit(code)
+
+    assert of_untracked_code is None
+    assert of_clean_code == {"sha": sha, "has_changes": False}
+    assert of_changed_code == {"sha": sha, "has_changes": True}
 
 
 def test_the_cpu_model_is_the_first_in_cpuinfo_and_has_a_name_without_that_file(tmp_path: Path):

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.run.log_console import Console, format_evaluation, format_line
+from electra_dist.run.log_console import (
+    LEGEND,
+    LINES_PER_HEADER,
+    Console,
+    format_evaluation,
+    format_header,
+    format_line,
+)
 from electra_dist.run.step_records import EvalRecord, StepRecord
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"
@@ -36,11 +43,52 @@ def test_log_lines_of_usual_and_extreme_values_equal_the_golden_file(
         eval_record(context_auc=0.5712, context_auc_se=0.00413, generator_entropy=4.1234, sampled_correct=0.123),
     ]
 
+    header = format_header(TOTAL_STEPS)
     step_lines = [format_line(record, TOTAL_STEPS) for record in step_records]
-    eval_lines = [format_evaluation(record, TOTAL_STEPS) for record in eval_records]
+    eval_lines = [line for record in eval_records for line in format_evaluation(record, TOTAL_STEPS)]
 
-    assert "\n".join(step_lines + eval_lines) + "\n" == GOLDEN_LINES.read_text()
-    assert len({len(line) for line in step_lines}) == 1
+    assert "\n".join([header, *step_lines, *eval_lines]) + "\n" == GOLDEN_LINES.read_text()
+    assert len({len(line) for line in [header, *step_lines]}) == 1
+
+
+@pytest.mark.parametrize("total_steps", [1, 20, 1_000_000])
+def test_every_line_of_numbers_fits_100_columns_and_stands_below_its_header(
+    total_steps: int, step_record: Callable[..., StepRecord], eval_record: Callable[..., EvalRecord]
+):
+    record = step_record(step=total_steps, mlm_loss=10.3261, grad_norm=1e6, replaced_accuracy=1.0)
+    diagnostics = {
+        "context_auc": 0.5712,
+        "context_auc_se": 0.00413,
+        "generator_entropy": 10.1234,
+        "sampled_correct": 1,
+    }
+    evaluation = eval_record(step=total_steps, mlm_loss=10.3261, rows=8192, **diagnostics)
+
+    header = format_header(total_steps)
+    line = format_line(record, total_steps)
+
+    assert max(map(len, [header, line, *LEGEND, *format_evaluation(evaluation, total_steps)])) <= 100
+    # Every name ends where a value ends.
+    ends_of_names = {match.end() for match in re.finditer(r"\S+", header)}
+    ends_of_values = {match.end() for match in re.finditer(r"\S+", line)}
+    assert ends_of_names == ends_of_values
+
+
+def test_the_columns_are_explained_at_the_first_line_and_named_again_every_40_lines(
+    tmp_path: Path, step_record: Callable[..., StepRecord]
+):
+    stream = io.StringIO()
+    console = Console(tmp_path, total_steps=100, start_step=0, stream=stream)
+    for step in range(1, 82):
+        console.line(step_record(step=step))
+    console.close()
+
+    lines = stream.getvalue().splitlines()
+    assert tuple(lines[: len(LEGEND)]) == LEGEND
+    numbers_of_headers = [number for number, line in enumerate(lines) if line == format_header(100)]
+    assert numbers_of_headers == [3, 3 + LINES_PER_HEADER + 1, 3 + 2 * (LINES_PER_HEADER + 1)]
+    names = set(format_header(100).split()) - {"step", "done"}
+    assert names <= set(re.findall(r"[\w/]+", " ".join(LEGEND)))
 
 
 def test_without_a_terminal_lines_are_printed_plain_and_the_log_keeps_those_of_all_starts(
@@ -56,14 +104,15 @@ def test_without_a_terminal_lines_are_printed_plain_and_the_log_keeps_those_of_a
         console.line(record)
         console.close()
         console.close()  # a second close does nothing
-        assert stream.getvalue().splitlines() == ["optimizer: foreach [ours]", format_line(record, total_steps)]
+        above_the_line = ["optimizer: foreach [ours]", *LEGEND, format_header(total_steps)]
+        assert stream.getvalue().splitlines() == [*above_the_line, format_line(record, total_steps)]
 
     log = (tmp_path / "log.txt").read_text().splitlines()
-    assert len(log) == 4
+    assert len(log) == 2 * len(above_the_line) + 2
     for line in log:
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line)
     last_line = format_line(step_record(step=40), total_steps)
-    assert log[3].endswith(last_line)
+    assert log[-1].endswith(last_line)
 
 
 class TerminalStream(io.StringIO):

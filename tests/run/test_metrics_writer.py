@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.text_samples import TextSample, read_newest_samples
 
 
 def test_records_are_read_back_with_all_fields_and_their_kind(
@@ -128,5 +130,54 @@ def test_tensorboard_shows_each_step_once_with_the_values_of_the_newest_start_an
     assert [point.step for point in events.Scalars("eval/auc")] == [8]
     tags = set(events.Tags()["scalars"])
     assert "loss/mlm" in tags
+    heldout = EventAccumulator(str(tmp_path / TENSORBOARD_DIR / "heldout"))
+    heldout.Reload()
+    heldout_tags = set(heldout.Tags()["scalars"])
+    assert heldout_tags == {"loss/mlm", "loss/rtd", "accuracy/mlm", "accuracy/rtd_replaced"}
+    assert heldout_tags <= tags  # TensorBoard draws equal tags into one chart
+    assert heldout.Scalars("loss/mlm")[0].value == pytest.approx(eval_record().mlm_loss)
     undefined_tags = {"speed/mfu", "optimizer/grad_norm"}  # None and NaN in every record
     assert tags.isdisjoint(undefined_tags)
+
+
+def test_tensorboard_has_the_settings_as_hyperparameters_and_the_replaced_words_as_text(
+    tmp_path: Path, step_record: Callable[..., StepRecord]
+):
+    settings = {"train.num_steps": 400, "objective.name": "rtd", "log.tensorboard": True}
+    sample = TextSample(
+        original=["a", "chef", "##s", "*"], shown=["a", "dog", "##s", "*"], replaced_probability=[0.1, 0.875, 0.2, 0.3]
+    )
+    writer = MetricsWriter(tmp_path, tensorboard=True, settings=settings)
+
+    writer.write(step_record(step=10))
+    writer.write_samples(10, [sample])
+    writer.close()
+
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_DIR))
+    events.Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["train.num_steps"].number_value == 400
+    assert hparams["objective.name"].string_value == "rtd"
+    heldout = EventAccumulator(str(tmp_path / TENSORBOARD_DIR / "heldout"))
+    heldout.Reload()
+    (event,) = heldout.Tensors("replaced words/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0] == r"a **dog**s \*"
+    assert "| chef | dog | 0.88 |" in lines
+
+
+def test_samples_of_steps_that_a_run_repeats_are_dropped(tmp_path: Path):
+    sample = TextSample(original=["a"], shown=["b"], replaced_probability=[0.5])
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    assert read_newest_samples(tmp_path) is None
+    for step in (10, 20, 30):
+        writer.write_samples(step, [sample])
+    writer.close()
+
+    second_start = MetricsWriter(tmp_path, tensorboard=False)
+    second_start.truncate_after(25)
+    second_start.close()
+
+    newest = read_newest_samples(tmp_path)
+    assert newest == {"step": 20, "texts": [dataclasses.asdict(sample)]}

@@ -1,0 +1,83 @@
+"""Run the command of a user (`cluster.notify`) when a run has ended or needs a person.
+
+Guarantee: a command that fails or hangs changes neither the run nor the supervisor's exit code; the log has one line
+about it.
+
+Limits: only supervisors run it, and each of them for itself: node 0 for the ends of the run, any other node when it is
+itself unhealthy. If node 0 ends because another node is unhealthy, there may be two notifications.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR
+
+TIMEOUT_S = 30.0  # after which the command is killed
+# Exit code of the supervisor -> the event. A run that was stopped on purpose (75) needs no person.
+EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "error", EXIT_CRASH: "no_progress"}
+
+
+def event_of(code: int, node: int) -> str | None:
+    """Return the event that the end of a supervisor is for `cluster.notify`; None if the command is not to be run.
+
+    Args:
+        code: exit code of the supervisor, of `electra_dist/errors.py`.
+        node: number of the supervisor's node, from 0. Only node 0 notifies of what concerns the whole run.
+    """
+    if node != 0 and code != EXIT_UNHEALTHY:
+        return None
+    return EVENTS.get(code)
+
+
+def notify(
+    command: str,
+    run_dir: Path,
+    event: str,
+    reason: str,
+    code: int,
+    log: Callable[[str], None],
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Run a shell command with the event in its environment variables, and log one line if it fails or hangs.
+
+    Blocks until the command ends, at most `timeout_s` seconds; then the command and its children are killed.
+
+    Args:
+        command: text for /bin/sh.
+        run_dir: folder of the run, for ELECTRA_DIST_RUN_DIR.
+        event: what happened, for ELECTRA_DIST_EVENT.
+        reason: one line of text, for ELECTRA_DIST_REASON.
+        code: exit code of the supervisor, for ELECTRA_DIST_EXIT_CODE.
+        log: writes one line to the supervisor's log.
+        timeout_s: time limit in seconds.
+    """
+    variables = {
+        "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),
+        "ELECTRA_DIST_EVENT": event,
+        "ELECTRA_DIST_REASON": reason,
+        "ELECTRA_DIST_EXIT_CODE": str(code),
+    }
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that the command and its children can be killed together
+        )
+    except OSError as error:
+        log(f"cluster.notify cannot be started ({error.strerror}); check the command in the config")
+        return
+    try:
+        exit_code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log(f"cluster.notify did not end within {timeout_s:.0f} s and was killed; check the command in the config")
+        return
+    if exit_code != 0:
+        log(f"cluster.notify ended with exit code {exit_code}; check the command in the config")

@@ -1,0 +1,103 @@
+"""One page of several runs: their curves in one diagram, their figures, and what differs in their configs.
+
+Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced; `runs` are the
+folders of two runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.errors import UserError
+from electra_dist.report import html_parts
+from electra_dist.report.overlay_page import unique_names, write_overlay
+from electra_dist.report.panels import PANELS
+from electra_dist.run.metrics_writer import MetricsWriter
+from electra_dist.run.step_records import EvalRecord, StepRecord
+from launcher.cli.main import app
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+) -> list[Path]:
+    """Two runs of 100 steps that differ in lr and losses; the second has half as many records."""
+    folders = []
+    for name, lr, every in (("one", 0.001, 5), ("two <b>", 0.002, 10)):
+        folder = tmp_path_factory.mktemp("runs") / name
+        writer = MetricsWriter(folder, tensorboard=False)
+        for step in range(every, 101, every):
+            writer.write(step_record(step=step, mlm_loss=lr * step, lr=lr))
+        writer.write(eval_record(step=100, context_auc=0.5 + lr, context_auc_se=0.01))
+        writer.close()
+        config = load_config(CONFIGS / "demo_cpu.yaml", [f"optimizer.lr={lr}", "train.num_steps=100"])
+        (folder / "config.yaml").write_text(dump_yaml(config))
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path]) -> str:
+    """The page of the two runs."""
+    return write_overlay(runs, runs[0].parent / "page.html").read_text()
+
+
+def test_every_diagram_has_the_values_of_both_runs_in_colors_of_their_own(page: str):
+    diagrams = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    lines = {line["label"]: line for diagram in diagrams for line in diagram["lines"]}
+    assert page.count("<svg") == len(diagrams)
+    assert lines["one: lr"]["color"] == "--series-1"
+    assert lines["one: lr"]["steps"] == list(range(5, 101, 5))
+    assert lines["two <b>: lr"]["color"] == "--series-2"
+    assert lines["two <b>: lr"]["steps"] == list(range(10, 101, 10))
+    assert set(lines["one: lr"]["values"]) == {0.001}
+    assert set(lines["two <b>: lr"]["values"]) == {0.002}
+    assert lines["one: context AUC"]["values"] == [0.501]
+    assert lines["two <b>: context AUC"]["values"] == [0.502]
+
+
+def test_the_page_has_the_figures_of_the_runs_and_the_keys_that_differ(page: str):
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    assert ["", "one", "two &lt;b&gt;"] in rows
+    assert ["context AUC, held out", "0.5010", "0.5020"] in rows
+    differing = rows[rows.index(["key", "one", "two &lt;b&gt;"]) + 1 :]
+    assert differing == [["optimizer.lr", "0.001", "0.002"]]
+
+
+def test_runs_of_equal_name_are_told_apart_by_their_folders(tmp_path: Path):
+    assert unique_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert unique_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+
+
+def test_more_runs_than_colors_are_a_user_error(runs: list[Path], tmp_path: Path):
+    with pytest.raises(UserError, match="at most 8"):
+        write_overlay(runs * 5, tmp_path / "page.html")
+
+
+def test_the_command_writes_one_page_for_one_run_and_one_for_several(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With one diagram in place of all, which takes less time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(html_parts, "PANELS", PANELS[:1])
+
+    one = CliRunner().invoke(app, ["report", str(runs[0])])
+    both = CliRunner().invoke(app, ["report", *map(str, runs)])
+    elsewhere = CliRunner().invoke(app, ["report", str(runs[0]), "--output", "here.html"])
+
+    assert one.output.split() == [str(runs[0] / "report.html")]
+    assert both.output.split() == ["runs_report.html"]
+    assert "2 runs" in (tmp_path / "runs_report.html").read_text()
+    assert elsewhere.output.split() == ["here.html"]
+    assert (tmp_path / "here.html").exists()

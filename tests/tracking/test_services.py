@@ -1,0 +1,86 @@
+"""Weights & Biases and MLflow, both without a connection: what a run sends is in their files afterwards.
+
+Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.run_records import eval_record, step_record
+
+from electra_dist.config import LogConfig
+from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.tracking.services import log_record, open_trackers
+
+__all__ = ["eval_record", "step_record"]
+
+SETTINGS = {"train.num_steps": 400, "objective.name": "rtd", "cluster.notify": "(hidden)"}
+
+
+def test_without_the_keys_there_is_no_tracker(tmp_path: Path):
+    assert open_trackers(LogConfig(), tmp_path, SETTINGS) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("store", ["a server's address", pytest.param("", marks=pytest.mark.drill)])
+def test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+    store: str,
+):
+    """The second start of the run continues the run of the first.
+
+    A folder stands in for the server. Without an address, the values go into mlflow.db in the run folder, whose tables
+    take seconds to create.
+    """
+    reason = "install the extra mlflow: pip install -e '.[mlflow]'"
+    tracking = pytest.importorskip("mlflow.tracking", reason=reason)
+    pytest.importorskip("alembic", reason=reason)
+    address = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if store:
+        address = (tmp_path / "server").as_uri()
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    for step in (10, 20):
+        (tracker,) = open_trackers(LogConfig(mlflow="electra"), tmp_path, SETTINGS)
+        log_record(tracker, step_record(step=step, mlm_loss=100.0 / step, mfu=None, grad_norm=float("nan")))
+        log_record(tracker, eval_record(step=step, mlm_loss=step / 4, auc=0.75))
+        tracker.close(has_failed=step == 20)
+        assert tracker.problems() == []
+
+    client = tracking.MlflowClient(address)
+    (run,) = client.search_runs([client.get_experiment_by_name("electra").experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.params == {key: str(value) for key, value in SETTINGS.items()}
+    history = client.get_metric_history(run.info.run_id, "loss/mlm")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 10.0), (20, 5.0)]
+    history = client.get_metric_history(run.info.run_id, "heldout/loss/mlm")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 2.5), (20, 5.0)]
+    assert run.data.metrics["eval/auc"] == 0.75
+    assert {"speed/mfu", "optimizer/grad_norm"}.isdisjoint(run.data.metrics)
+
+
+def test_wandb_without_a_connection_keeps_the_values_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_record: Callable[..., StepRecord]
+):
+    pytest.importorskip("wandb", reason="install the extra wandb: pip install -e '.[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tracker,) = open_trackers(LogConfig(wandb="electra"), tmp_path, SETTINGS)
+
+    log_record(tracker, step_record(step=10, mlm_loss=2.5))
+    tracker.close(has_failed=False)
+
+    assert tracker.problems() == []
+    run_id = json.loads((tmp_path / "tracking.json").read_text())["wandb"]
+    (record_file,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+    content = record_file.read_bytes()
+    assert b"loss/mlm" in content
+    assert b"train.num_steps" in content
