@@ -17,6 +17,10 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],
     "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
     "test": [
+        "wandb>=0.19",
+        "mlflow-skinny>=2.20",
+        "sqlalchemy>=2",
+        "alembic>=1.13",
         "pytest>=8",
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",

@@ -1,6 +1,6 @@
 """Read everything that the reports show of a run from the files of its folder.
 
-Cost: 25 us per record of metrics.jsonl; no import of torch.
+Cost: 0.05 ms per record of metrics.jsonl; no import of torch.
 """
 
 from __future__ import annotations

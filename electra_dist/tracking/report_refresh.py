@@ -3,7 +3,7 @@
 Guarantee: no training step waits for it, and its failure changes nothing. At most one such process exists, and none
 after `close`.
 
-Cost: 3 s of one processor core at a low priority for each update.
+Cost: 2 to 7 s of one processor core at a low priority for each update (`report/report_page.py`).
 """
 
 from __future__ import annotations
