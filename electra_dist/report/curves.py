@@ -34,6 +34,7 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics_writer import read_metrics
 
 MAX_RUNS = 8  # that one diagram can show, each in a color of its own
+_PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointer
 _SIZE_INCHES = (4.0, 2.35)  # of a diagram; the page scales it
 _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
@@ -176,8 +177,8 @@ def _for_page(svg_file: str, title: str) -> str:
 def write_curves_png(run_dir: Path, out: Path) -> Path:
     """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels.
 
-    They show the generator's and the discriminator's loss, the discriminator's accuracies, and the ROC-AUC. A value
-    that the run did not record leaves its diagram empty.
+    They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
+    value that the run did not record leaves its diagram empty.
 
     Args:
         run_dir: folder of the run, with its metrics.jsonl.
@@ -187,11 +188,11 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
         `out`, as a path.
     """
     run = RunCurves(name=Path(run_dir).name, records=with_baselines(read_metrics(Path(run_dir))))
-    first_four_panels = PANELS[:4]
+    panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
-        for axes, panel in zip(figure.subplots(2, 2).flat, first_four_panels, strict=True):
+        for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
             _draw(axes, panel, run, colors=_PRINT)
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import UserError
-from electra_dist.report.curves import MAX_RUNS
+from electra_dist.report.curves import MAX_RUNS, RunCurves
 from electra_dist.report.html_parts import curves, now, page, percent, table
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import RECENT_RECORDS, mean, median
@@ -69,8 +69,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html.escape(name)}</span>'
     run_curves = []
     for run, name in zip(runs, names, strict=True):
-        all_curves = run.curves
-        run_curves.append(type(all_curves)(name=name, records=all_curves.records))
+        run_curves.append(RunCurves(name=name, records=run.curves.records))
     note = (
         "Over optimizer steps. Curves of training steps are smoothed; points are evaluations on held-out rows; dashed "
         "grey: what a guess reaches. Move the pointer over a diagram to read the values of all runs."

@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 from electra_dist.analysis.goodput import Goodput
+from electra_dist.config import TowerConfig
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from electra_dist.model.parameter_counts import ParameterCounts
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table
 from electra_dist.report.run_record import RunRecord, read_run
@@ -222,7 +222,7 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("discriminator", _tower(config.model.discriminator, parameters.discriminator)))
         if parameters.generator_only:
             rows.append(("generator", _tower(config.model.generator, parameters.generator_only)))
-        rows.append(("parameters", _parameters(parameters)))
+        rows.append(("parameters", f"{parameters.total:,} trained in all"))
         rows.append(("vocabulary", f"{config.model.vocab_size:,} tokens"))
         rows.append(("batch", f"{config.train.global_batch:,} rows of {config.data.seq_len} tokens"))
         rows.append(("steps", f"{config.train.num_steps:,}"))
@@ -238,19 +238,14 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     return rows
 
 
-def _tower(tower: Any, num_parameters: int) -> str:
-    """Return the shape of a tower and its number of parameters as text, such as "12 layers of 768, 110,000,000".
+def _tower(tower: TowerConfig, num_parameters: int) -> str:
+    """Return the shape and size of a tower as text, such as "12 layers of 768, 110,000,000 parameters".
 
     Args:
-        tower: the tower's section of the config, a `TowerConfig`.
+        tower: the tower's section of the config.
         num_parameters: trainable parameters that are counted for it.
     """
     return f"{tower.num_layers} layers of {tower.hidden_size}, {num_parameters:,} parameters"
-
-
-def _parameters(parameters: ParameterCounts) -> str:
-    """Return the number of all trainable parameters as text."""
-    return f"{parameters.total:,} trained in all"
 
 
 def _hardware_rows(environment: Record) -> list[tuple[str, str]]:

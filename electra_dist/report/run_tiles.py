@@ -119,7 +119,9 @@ def _energy_tiles(run: RunRecord) -> list[Tile]:
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"
-    how = f"estimate: GPUs of {nodes}, {run.energy.mean_power_w:,.0f} W each, {format_duration(run.energy.seconds)}"
+    how = (
+        f"estimate: GPUs of {nodes}, {run.energy.mean_power_w:,.0f} W per node, {format_duration(run.energy.seconds)}"
+    )
     figures = [("Energy", _kwh(run.energy.kwh), how)]
     price = run.config.log.kwh_price if run.config is not None else None
     if price is not None:

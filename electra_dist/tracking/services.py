@@ -25,8 +25,7 @@ from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tracking.background_tracker import BackgroundTracker
-
-Settings = Mapping[str, str | float | bool]
+from electra_dist.tracking.settings import Settings
 
 _MAX_PARAMS = 100  # that MLflow takes at once
 _IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json

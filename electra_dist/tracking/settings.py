@@ -6,18 +6,29 @@ from typing import Any
 
 from electra_dist.config import Config
 
+Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
+
 _HIDDEN = "(hidden)"
+_DEFINING = ("seed", "model.", "objective.", "optimizer.", "data.", "train.")  # beginnings of keys
 
 
-def flat_settings(config: Config) -> dict[str, str | float | bool]:
+def flat_settings(config: Config) -> Settings:
     """Return the config as dotted keys, such as "train.num_steps", with their values; lists and null become text.
 
     The command `cluster.notify` is hidden.
     """
-    settings: dict[str, str | float | bool] = {}
+    settings: Settings = {}
     for key, value in flattened(without_secrets(config.model_dump(mode="json"))).items():
-        settings[key] = value if isinstance(value, (str, int, float, bool)) else str(value)
+        if value is None:
+            settings[key] = "null"
+        else:
+            settings[key] = value if isinstance(value, (str, int, float, bool)) else str(value)
     return settings
+
+
+def hyperparameters(settings: Settings) -> Settings:
+    """Return the settings of the sections that define what is learnt, without those of logs, checkpoints and so on."""
+    return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
 
 
 def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:

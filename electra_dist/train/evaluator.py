@@ -153,7 +153,7 @@ class Evaluator:
             for step_input in self._batches(engine, ids_RS):
                 output = engine.forward(step_input)
                 is_first_batch = not sums
-                if is_first_batch and dist.get_rank() == 0:
+                if self.num_shown_rows > 0 and is_first_batch and dist.get_rank() == 0:
                     shown_rows = first_rows(step_input.ids_BS.cpu().numpy(), output, self.num_shown_rows)
                 sums.append(output.sums)
                 scores.append(torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan))

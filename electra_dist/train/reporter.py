@@ -41,7 +41,7 @@ from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.schedule import describe, schedules_of, value_at
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
-from electra_dist.tracking.settings import flat_settings
+from electra_dist.tracking.settings import flat_settings, hyperparameters
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.scored_rows import ScoredRow, read_tokens, text_sample
@@ -108,7 +108,7 @@ class Reporter:
         self._ledger_lock = threading.Lock()  # the step loop and the checkpoint thread both append
         self._console = Console(run_dir, config.train.num_steps, start_step)
         settings = flat_settings(config)
-        self._metrics = MetricsWriter(run_dir, tensorboard=config.log.tensorboard, settings=settings)
+        self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings))
         furthest_step = self._metrics.truncate_after(start_step)
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
