@@ -216,7 +216,7 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
         color = _line_color(line)
         _draw_line(axes, line, run.records, colors.get(color, color))
     _draw_chance(axes, panel, colors.get(_SOFT, _SOFT))
-    _format_axes(axes, panel)
+    _format_axes(axes, panel, [run])
     legend_handles, _labels = axes.get_legend_handles_labels()
     if len(legend_handles) > 1:
         axes.legend(loc="best")
@@ -245,7 +245,7 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
             axes.plot(*thinned(steps, values), color=_SERIES[number], **style)
             drawn_lines[line] = Line2D([], [], color=_INK, label=line.label, **style)
     _draw_chance(axes, panel, _SOFT)
-    _format_axes(axes, panel)
+    _format_axes(axes, panel, runs)
     if len(drawn_lines) > 1:
         axes.legend(handles=list(drawn_lines.values()), loc="best")
 
@@ -286,8 +286,14 @@ def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: st
         axes.plot(*thinned(*smooth_curve(steps, values)), color=color, linewidth=1.5, label=line.label)
 
 
-def _format_axes(axes: Axes, panel: Panel) -> None:
-    """Set the title and the ticks of both axes. Call it after everything is drawn, when the ranges are known."""
+def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
+    """Set title, ranges and ticks of both axes. Call it after everything is drawn, when the range of values is known.
+
+    The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
+    """
+    last_step = max((record["step"] for run in runs for record in run.records), default=0)
+    if last_step > 0:
+        axes.set_xlim(-0.01 * last_step, 1.01 * last_step)
     axes.set_title(panel.title, loc="left")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20000 as 20k
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -49,7 +49,7 @@ h2 { margin: 34px 0 12px; font-size: 17px; color: var(--strong); }
 .chip { display: inline-block; margin-right: 18px; font-weight: 600; color: var(--strong); }
 .samples { padding: 4px 16px; line-height: 1.8; }
 .samples u { text-decoration-thickness: 2px; text-underline-offset: 3px; }
-.samples span, .samples u { border-radius: 4px; padding: 1px 2px; }
+.samples span, .samples u { border-radius: 3px; padding: 1px 0; }
 .samples s { color: var(--soft); font-size: 13px; }
 .card.scroll { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }

@@ -82,7 +82,7 @@ PANELS = (
     ),
     Panel(
         name="auc",
-        title="ROC-AUC on held-out rows, generator's replacements",
+        title="ROC-AUC of the discriminator on held-out rows",
         lines=(CurveLine(field="auc", label="ROC-AUC", kind="eval"),),
         chance=0.5,
     ),
