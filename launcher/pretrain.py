@@ -76,10 +76,25 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) ->
     finally:
         run_dir = Path(config.run_dir)
         if is_first_rank and has_begun and is_run_folder(run_dir):
-            # Importing matplotlib takes half a second, which no step waits for.
-            from electra_dist.report.report_page import write_report
+            _write_report(run_dir)
 
-            write_report(run_dir)
+
+def _write_report(run_dir: Path) -> None:
+    """Write report.html; print one line to stderr if that fails, because the run itself is not affected.
+
+    Importing matplotlib takes half a second, which no step waits for.
+    """
+    try:
+        from electra_dist.report.report_page import write_report
+
+        write_report(run_dir)
+    except Exception as error:  # noqa: BLE001  (the exit code must be that of the training, whatever the report does)
+        print(
+            f"report.html was not written ({type(error).__name__}: {error}); the run is not affected; try again with "
+            f"`electra-dist report {run_dir}`",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:

@@ -117,7 +117,7 @@ class Reporter:
         write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
-        self._tokens: list[str] = []  # the vocabulary, read at the first text samples
+        self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if engine.device.type == "cuda":
@@ -340,7 +340,6 @@ class Reporter:
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
         if rows:
-            self._tokens = self._tokens or read_tokens(self._run_dir)
             self._metrics.write_samples(record.step, [text_sample(row, self._tokens) for row in rows])
         self._console.evaluation(record)
         self._track(record)

@@ -64,7 +64,7 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 def read_tokens(run_dir: Path) -> list[str]:
     """Return the tokens of the vocabulary in a run folder, in the order of their ids."""
-    return (run_dir / RUN_VOCAB_FILE).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return (run_dir / RUN_VOCAB_FILE).read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:

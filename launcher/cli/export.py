@@ -47,8 +47,8 @@ def report(
 ) -> None:
     """Write a page about the course of a run, or one page that lays several runs over each other, and print its path.
 
-    The page is one HTML file, made from the records in the run folders, so it can be written at any time. An older
-    page is replaced.
+    The page is one HTML file, made from the records in the run folders, so it can be written at any time. It replaces
+    an older one.
     """
     if len(runs) == 1:
         print(write_report(runs[0], output))

@@ -32,6 +32,7 @@ from electra_dist.run.ledger import Event, Ledger
 from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.text_samples import TextSample
+from launcher.pretrain import _write_report
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TAGS_WITHOUT_END = {"meta", "br", "hr", "img", "input", "link"}
@@ -313,6 +314,18 @@ def test_a_report_of_a_missing_run_folder_is_a_user_error(tmp_path: Path):
     with pytest.raises(UserError, match="not a run folder"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_at_the_end_of_a_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+
+    _write_report(tmp_path)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("report.html was not written (UserError: ")
+    assert line.endswith(f"the run is not affected; try again with `electra-dist report {tmp_path}`")
 
 
 def test_the_picture_of_the_curves_is_a_png_of_1500_by_900_pixels(run_dir: Path, tmp_path: Path):
