@@ -32,7 +32,7 @@ class Energy:
 
 
 def energy_of(train: Sequence[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy of a run; None if no record has the power of the GPUs.
+    """Return the estimated energy of a run; None if no record has the power of the GPUs, or the ledger no time.
 
     Args:
         train: records of training steps in metrics.jsonl, oldest first.
@@ -49,10 +49,11 @@ def energy_of(train: Sequence[Record], account: Goodput, environment: Record) ->
             weighted_power += power_w * stands_for_s
             weight_s += stands_for_s
         step_before = record["step"]
-    if weight_s <= 0:
+    seconds = account.wall - account.queue - account.boot - account.down
+    if weight_s <= 0 or seconds <= 0:
         return None
     return Energy(
         mean_power_w=weighted_power / weight_s,
         num_nodes=max(1, len(environment.get("hosts", {}))),
-        seconds=account.wall - account.queue - account.boot - account.down,
+        seconds=seconds,
     )

@@ -41,3 +41,4 @@ def test_records_without_power_do_not_count_and_a_run_without_any_has_no_energy(
     assert energy.kwh == pytest.approx(0.5)
     assert energy_of([record(10, 1.0, None)], account, {}) is None
     assert energy_of([], account, {}) is None
+    assert energy_of([record(20, 1.0, 500.0)], Goodput(queue=10), {}) is None  # no process yet
