@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import RANDOM
 from electra_dist.compare.score_tables import AVERAGE, ScoreRow
-from electra_dist.report.curves import print_style
+from electra_dist.report.plot_style import print_style
 from electra_dist.store.atomic_files import replacing
 
 _COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from electra_dist.run.jsonl import Record
 MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 MAX_SMOOTHED = 2400  # points of a curve before it is smoothed; a longer one is averaged down to them
 SMOOTHING_SPAN = 40  # points
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """Records of one run, of which the diagrams show some fields."""
+
+    name: str  # of the run; shown where a diagram has several runs
+    records: Sequence[Record]  # of metrics.jsonl, from `panels.with_baselines`
+    resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
 
 
 def series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -28,36 +27,23 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from electra_dist.report.curve_points import evenly_spaced, series, smooth_curve, thinned
+from electra_dist.report.curve_points import RunCurves, series, smooth_curve, thinned
+from electra_dist.report.hover_values import SIZE_INCHES, axis_positions, hover_lines
 from electra_dist.report.panels import PANELS, CurveLine, Panel, with_baselines
+from electra_dist.report.plot_style import (
+    INK,
+    PRINT,
+    SERIES,
+    SOFT,
+    VARIABLES,
+    line_color,
+    print_style,
+    svg_style,
+)
 from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics_writer import read_metrics
 
-MAX_RUNS = 8  # that one diagram can show, each in a color of its own
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
-MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointer
-_SIZE_INCHES = (4.0, 2.35)  # of a diagram; the page scales it
-_POINTS_PER_INCH = 72  # unit of an SVG's viewBox
-
-# Placeholder colors for matplotlib, which needs real colors. They are replaced by CSS variables in an SVG, and by the
-# colors of _PRINT in a PNG.
-_INK = "#010101"
-_GRID = "#020202"
-_SOFT = "#030303"
-_SERIES = tuple(f"#0404{number:02d}" for number in range(1, MAX_RUNS + 1))
-_VARIABLES = {_INK: "--ink", _GRID: "--grid", _SOFT: "--soft"} | {
-    color: f"--series-{number}" for number, color in enumerate(_SERIES, start=1)
-}
-_PRINT = {_INK: "#374151", _GRID: "#e5e7eb", _SOFT: "#6b7280", _SERIES[0]: "#2563eb", _SERIES[1]: "#ea580c"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCurves:
-    """Records of one run, of which the diagrams show some fields."""
-
-    name: str  # of the run; shown where a diagram has several runs
-    records: Sequence[Record]  # of metrics.jsonl, from `panels.with_baselines`
-    resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +71,8 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
     if not any(len(series(run.records, line)[0]) for run in runs for line in lines):
         return None
     # Equal ids (svg.hashsalt) and no date make equal arguments give equal text.
-    with matplotlib.rc_context(_style() | {"svg.hashsalt": panel.name}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    with matplotlib.rc_context(svg_style() | {"svg.hashsalt": panel.name}):
+        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         if len(runs) == 1:
             _draw(axes, panel, runs[0])
@@ -94,65 +80,8 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
             _draw_overlay(axes, panel, runs)
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    hover = {**_axis_positions(axes), "scale": panel.scale, "lines": _hover_lines(panel, runs)}
+    hover = {**axis_positions(axes), "scale": panel.scale, "lines": hover_lines(panel, runs)}
     return DrawnPanel(svg=_for_page(buffer.getvalue(), panel.title), hover=hover)
-
-
-def _axis_positions(axes: Axes) -> dict[str, Any]:
-    """Return where the ends of both axes are in the SVG, and their values, from a diagram that is drawn already.
-
-    "x" is [left, right, value at the left end, value at the right end] and "y" is the same for the bottom and the top.
-    Positions are in the units of the viewBox, whose origin is the upper left corner.
-    """
-    width, height = (inches * _POINTS_PER_INCH for inches in _SIZE_INCHES)
-    box = axes.get_position()  # as shares of the figure, from the lower left corner
-    return {
-        "x": [box.x0 * width, box.x1 * width, *axes.get_xlim()],
-        "y": [(1 - box.y0) * height, (1 - box.y1) * height, *axes.get_ylim()],
-        "log": axes.get_yscale() == "log",
-    }
-
-
-def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
-    """Return the values of each line that a page shows under the pointer, at most 300 evenly spaced ones of a line.
-
-    An element has "label", "color" (the name of a CSS variable), "steps" and "values". A line that is also drawn
-    smoothed has "smooth", its smoothed values at the same steps.
-    """
-    hover_lines = []
-    for number, run in enumerate(runs):
-        for line in panel.lines:
-            steps, values = series(run.records, line)
-            is_left_out = line.is_baseline and len(runs) > 1
-            if not len(steps) or is_left_out:
-                continue
-            chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
-            label = line.label if len(runs) == 1 else f"{run.name}: {line.label}"
-            color = _line_color(line) if len(runs) == 1 else _SERIES[number]
-            hover_line: dict[str, Any] = {
-                "label": label,
-                "color": _VARIABLES[color],
-                "steps": [int(step) for step in steps[chosen]],
-                "values": [_short(value) for value in values[chosen]],
-            }
-            if line.kind == "train" and line.smooth:
-                smooth_steps, smooth_values = smooth_curve(steps, values)
-                smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
-                hover_line["smooth"] = [_short(value) for value in smooth_at_chosen]
-            hover_lines.append(hover_line)
-    return hover_lines
-
-
-def _short(value: float) -> float:
-    """Return a number rounded to five significant figures, which keeps a page small."""
-    return float(f"{value:.5g}")
-
-
-def _line_color(line: CurveLine) -> str:
-    """Return the placeholder color of a line in a diagram of one run."""
-    if line.is_baseline:
-        return _SOFT
-    return _SERIES[1] if line.is_second else _SERIES[0]
 
 
 def _for_page(svg_file: str, title: str) -> str:
@@ -169,7 +98,7 @@ def _for_page(svg_file: str, title: str) -> str:
     # Only the first tag, that of the whole diagram, loses its width and height.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
-    for color, variable in _VARIABLES.items():
+    for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
 
@@ -193,7 +122,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
         for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
-            _draw(axes, panel, run, colors=_PRINT)
+            _draw(axes, panel, run, colors=PRINT)
         FigureCanvasAgg(figure).print_png(str(out))
     return Path(out)
 
@@ -211,11 +140,11 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
     if colors is None:
         colors = {}
     for step in run.resumes:
-        axes.axvline(step, color=colors.get(_INK, _INK), linewidth=0.6, linestyle=":", alpha=0.5)
+        axes.axvline(step, color=colors.get(INK, INK), linewidth=0.6, linestyle=":", alpha=0.5)
     for line in panel.lines:
-        color = _line_color(line)
+        color = line_color(line)
         _draw_line(axes, line, run.records, colors.get(color, color))
-    _draw_chance(axes, panel, colors.get(_SOFT, _SOFT))
+    _draw_chance(axes, panel, colors.get(SOFT, SOFT))
     _format_axes(axes, panel, [run])
     legend_handles, _labels = axes.get_legend_handles_labels()
     if len(legend_handles) > 1:
@@ -242,9 +171,9 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
             style: dict[str, Any] = {"linewidth": 1.5, "linestyle": "--" if line.is_second else "-"}
             if line.kind == "eval":
                 style = {"linewidth": 0.9, "marker": "o", "markersize": 2.5, "linestyle": "-"}
-            axes.plot(*thinned(steps, values), color=_SERIES[number], **style)
-            drawn_lines[line] = Line2D([], [], color=_INK, label=line.label, **style)
-    _draw_chance(axes, panel, _SOFT)
+            axes.plot(*thinned(steps, values), color=SERIES[number], **style)
+            drawn_lines[line] = Line2D([], [], color=INK, label=line.label, **style)
+    _draw_chance(axes, panel, SOFT)
     _format_axes(axes, panel, runs)
     if len(drawn_lines) > 1:
         axes.legend(handles=list(drawn_lines.values()), loc="best")
@@ -343,52 +272,3 @@ def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     if decades > 0.8:
         return (1.0, 2.0, 5.0)
     return (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)
-
-
-def print_style() -> dict[str, object]:
-    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`.
-
-    They are the settings for an SVG with a larger font and with colors in place of the placeholders, which stand for
-    CSS variables.
-    """
-    style = _style()
-    for key, value in style.items():
-        if isinstance(value, str) and value in _PRINT:
-            style[key] = _PRINT[value]
-    return style | {"font.size": 9, "axes.titlesize": 10}
-
-
-def _style() -> dict[str, object]:
-    """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors.
-
-    A placeholder is a color that `_for_page` replaces by a CSS variable. The keys are those of matplotlib's rcParams;
-    sizes are in points.
-    """
-    return {
-        "font.family": "sans-serif",
-        "font.size": 8,
-        "svg.fonttype": "none",  # text stays text instead of becoming outlines
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _GRID,
-        "axes.facecolor": "none",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 8.5,
-        "axes.titleweight": "bold",
-        "axes.titlepad": 6,
-        "axes.xmargin": 0.01,
-        "figure.facecolor": "none",
-        "grid.color": _GRID,
-        "grid.linewidth": 0.6,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "legend.frameon": False,
-        "legend.fontsize": 7.5,
-        "lines.solid_capstyle": "round",
-        "path.simplify": True,
-    }

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import UserError
-from electra_dist.report.curves import MAX_RUNS, RunCurves
+from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.html_parts import curves, now, page, percent, table
+from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import RECENT_RECORDS, mean, median
 from electra_dist.run.jsonl import Record

@@ -18,7 +18,7 @@ from electra_dist.analysis.goodput import Goodput, goodput
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
-from electra_dist.report.curves import RunCurves
+from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.panels import with_baselines
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity

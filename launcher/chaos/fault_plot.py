@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from electra_dist.report.curves import print_style
+from electra_dist.report.plot_style import print_style
 from electra_dist.run.metrics_writer import read_metrics
 from launcher.chaos.drill import Hit
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import parameter_counts
-from electra_dist.report.curve_points import smooth_curve, smoothed, thinned
-from electra_dist.report.curves import RunCurves, draw_panel, write_curves_png
+from electra_dist.report.curve_points import RunCurves, smooth_curve, smoothed, thinned
+from electra_dist.report.curves import draw_panel, write_curves_png
 from electra_dist.report.panels import PANELS, with_baselines
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment

@@ -1,0 +1,76 @@
+"""Hold the colors and the style of diagrams, for pages that decide the colors and for pictures on white.
+
+How: matplotlib needs real colors, so diagrams are drawn with placeholders. They are replaced by CSS variables in an
+SVG, and by the colors of `PRINT` in a PNG.
+"""
+
+from __future__ import annotations
+
+from electra_dist.report.panels import CurveLine
+
+MAX_RUNS = 8  # that one diagram can show, each in a color of its own
+
+INK = "#010101"
+GRID = "#020202"
+SOFT = "#030303"
+SERIES = tuple(f"#0404{number:02d}" for number in range(1, MAX_RUNS + 1))
+VARIABLES = {INK: "--ink", GRID: "--grid", SOFT: "--soft"} | {
+    color: f"--series-{number}" for number, color in enumerate(SERIES, start=1)
+}
+PRINT = {INK: "#374151", GRID: "#e5e7eb", SOFT: "#6b7280", SERIES[0]: "#2563eb", SERIES[1]: "#ea580c"}
+
+
+def line_color(line: CurveLine) -> str:
+    """Return the placeholder color of a line in a diagram of one run."""
+    if line.is_baseline:
+        return SOFT
+    return SERIES[1] if line.is_second else SERIES[0]
+
+
+def print_style() -> dict[str, object]:
+    """Return matplotlib's settings for a PNG on white; pass them to `matplotlib.rc_context`.
+
+    They are the settings for an SVG with a larger font and with colors in place of the placeholders, which stand for
+    CSS variables.
+    """
+    style = svg_style()
+    for key, value in style.items():
+        if isinstance(value, str) and value in PRINT:
+            style[key] = PRINT[value]
+    return style | {"font.size": 9, "axes.titlesize": 10}
+
+
+def svg_style() -> dict[str, object]:
+    """Return matplotlib's settings for an SVG: text kept as text, a plain light frame, and placeholder colors.
+
+    A placeholder is a color that `curves.py` replaces by a CSS variable. The keys are those of matplotlib's rcParams;
+    sizes are in points.
+    """
+    return {
+        "font.family": "sans-serif",
+        "font.size": 8,
+        "svg.fonttype": "none",  # text stays text instead of becoming outlines
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": GRID,
+        "axes.facecolor": "none",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 8.5,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 6,
+        "axes.xmargin": 0.01,
+        "figure.facecolor": "none",
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "legend.frameon": False,
+        "legend.fontsize": 7.5,
+        "lines.solid_capstyle": "round",
+        "path.simplify": True,
+    }
