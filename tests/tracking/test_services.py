@@ -6,6 +6,7 @@ Fixtures: `step_record(...)` and `eval_record(...)` return example records with 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run(
 def test_wandb_without_a_connection_keeps_the_values_in_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_record: Callable[..., StepRecord]
 ):
+    """The service's own process writes the file, a moment after the run of the service is finished."""
     pytest.importorskip("wandb", reason="install the extra wandb: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -81,6 +83,8 @@ def test_wandb_without_a_connection_keeps_the_values_in_the_run_folder(
     assert tracker.problems() == []
     run_id = json.loads((tmp_path / "tracking.json").read_text())["wandb"]
     (record_file,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
-    content = record_file.read_bytes()
-    assert b"loss/mlm" in content
-    assert b"train.num_steps" in content
+    deadline = time.monotonic() + 60
+    while b"loss/mlm" not in record_file.read_bytes():
+        assert time.monotonic() < deadline, "the values are not in the file"
+        time.sleep(0.05)
+    assert b"train.num_steps" in record_file.read_bytes()
