@@ -32,7 +32,7 @@ def tiles(run: RunRecord) -> str:
         return ""
     cells = (
         f'<div class="tile"><span class="name">{name}</span><span class="value">{html.escape(value)}</span>'
-        f'<span class="more">{html.escape(remark)}</span></div>\n'
+        f'<span class="more">{html.escape(remark).replace(" %", "&nbsp;%")}</span></div>\n'
         for name, value, remark in all_tiles
     )
     return f'<section class="tiles">\n{"".join(cells)}</section>\n'
