@@ -125,7 +125,7 @@ class RunState(_Frozen):
     shapes: dict[str, list[int]]  # parameter -> shape
     shared: dict[str, str]  # second name of a shared parameter -> the name in `shapes`
     versions: dict[str, str]  # package -> version, of the process that saved
-    bit_settings: dict[str, str] = {}  # what may change the last bits (train/bit_settings.py); {} in older versions
+    bit_settings: dict[str, str] = {}  # what may change the last bits (engine/bit_settings.py); {} in older versions
     rows_seen: int = 0  # rows trained on since step 0
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
     skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending

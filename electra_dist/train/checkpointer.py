@@ -22,6 +22,7 @@ from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import Config, GuardConfig, ObjectiveConfig
 from electra_dist.data.row_receipt import Receipt
+from electra_dist.engine.bit_settings import bit_settings
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import (
     held_fragments,
@@ -36,7 +37,6 @@ from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.step_records import EvalRecord
-from electra_dist.train.bit_settings import bit_settings
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult

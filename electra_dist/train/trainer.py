@@ -22,6 +22,7 @@ from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
+from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.stage_switch import Stages
@@ -31,7 +32,6 @@ from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.node_strikes import node_name
 from electra_dist.schedule import value_at
-from electra_dist.train.bit_settings import changes
 from electra_dist.train.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor

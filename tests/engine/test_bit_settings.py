@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.real_runs import quick_command
 
-from electra_dist.train.bit_settings import changes
+from electra_dist.engine.bit_settings import changes
 
 SETTINGS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["1", "2"]), min_size=1)
 
@@ -31,7 +31,7 @@ def test_a_start_with_more_threads_and_another_guard_says_so(
 ) -> None:
     config = tiny_config("run", **{"train.num_steps": 12, "checkpoint.every_steps": 3})
     command = quick_command(config, 1)
-    command[1] = str(Path(__file__).parent / "faulty_pretrain.py")
+    command[1] = str(Path(__file__).parents[1] / "train" / "faulty_pretrain.py")
     for step in (4, 7):
         faults = json.dumps({"signal_at": [signal.SIGTERM, step]})
         assert subprocess.run(command, env={**os.environ, "FAULTS": faults}, timeout=300).returncode == 75
