@@ -70,6 +70,7 @@ setup(
         "electra_dist.pretrained",
         "electra_dist.report",
         "electra_dist.run",
+        "electra_dist.scoring",
         "electra_dist.speed",
         "electra_dist.store",
         "electra_dist.tracking",

@@ -328,7 +328,7 @@ def retain(
     checkpoints = []
     for step, writing_attempt, folder in committed(target):
         if policy.keep_best and folder not in scores:
-            scores[folder] = _held_out_score(target, folder)
+            scores[folder] = held_out_score(target, folder)
         score = scores.get(folder, NOT_EVALUATED)
         checkpoints.append(CheckpointInfo(step=step, attempt=writing_attempt, folder=folder, score=score))
     check_fence(target, attempt)
@@ -338,7 +338,7 @@ def retain(
             target.delete(key)
 
 
-def _held_out_score(target: Store, folder: str) -> HeldOutScore:
+def held_out_score(target: Store, folder: str) -> HeldOutScore:
     """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records.
 
     Both are None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.

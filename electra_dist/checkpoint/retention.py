@@ -58,11 +58,11 @@ def superfluous(
     keep |= {checkpoint for checkpoint in ordered if checkpoint.step in policy.keep_steps}
     if policy.keep_every_steps:
         keep |= {checkpoint for checkpoint in ordered if checkpoint.step % policy.keep_every_steps == 0}
-    keep |= set(_best_first(ordered)[: policy.keep_best])
+    keep |= set(best_first(ordered)[: policy.keep_best])
     return [checkpoint for checkpoint in ordered if checkpoint not in keep]
 
 
-def _best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+def best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Return the checkpoints with an evaluation, the best first; of equal ones the newest first.
 
     Those with a context AUC come first, the highest AUC first. The others, which an older version has written or whose

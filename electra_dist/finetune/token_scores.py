@@ -1,7 +1,9 @@
 """Computes how plausible a model finds the tokens of a sentence, with the head with which it was pretrained.
 
-How: a model reads a token in one of three ways.
+How: a model reads a token in one of four ways.
 - A discriminator gives a logit for "replaced": P(original) of a token is sigmoid(-logit).
+- The discriminator of Electric gives an energy E: -E is the token's log-probability given all other tokens, up to a
+  constant.
 - A masked language model predicts a token that shows [MASK] from all other tokens.
 - A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
   MLM and All-Tokens MLM) gives the probability that the token is the original one, from the unmasked sentence.
@@ -16,7 +18,6 @@ Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the voc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +37,53 @@ def predicts_tokens(encoder: Pretrained) -> bool:
     return "layer_norm.weight" in encoder.head_state()
 
 
+# Computes the log-probability of every token of some rows, from the rows' ids and a function that is called after each
+# batch: one fp32 tensor on the host for each row, without [CLS] and the last [SEP].
+TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
+
+
+def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
+    """Load a model with its pretraining head to a device; return a function that scores every token of rows of ids.
+
+    The score of a token is a log-probability, natural logarithm, whose meaning depends on the model. A discriminator
+    gives log P(this token is the original one). The discriminator of Electric gives minus its energy, which is
+    log p(token | all other tokens) up to a constant. A masked language model gives log p(token | all other tokens). A
+    model that restores replaced tokens gives log P(the token is the original one | the sentence). Scores of different
+    kinds of models are not comparable.
+
+    Args:
+        encoder: a model with its pretraining head.
+        device: where the model runs.
+
+    Raises:
+        UserError: the model has no pretraining head.
+    """
+    if predicts_tokens(encoder):
+        if encoder.reads_masks:
+            return _build_masked_scorer(encoder, device)
+        original_log_probs = _kept_log_prob_function(encoder, device)
+    else:
+        head_output = _replaced_logit_function(encoder, device)
+
+        def original_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+            """Return log P(original) of every token of a batch, or minus its energy, fp32 [B, S]."""
+            output_BS = head_output(ids_BS)
+            return -output_BS if encoder.gives_energies else F.logsigmoid(-output_BS)
+
+    def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
+        """Score the tokens of rows that the model reads as they stand, one pass for each row."""
+        return _inner_values(original_log_probs, encoder, ids, device, progress)
+
+    return score
+
+
 def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
     """Return the log-probability that the encoder gives to each whole sentence, natural logarithm, fp32 [N].
 
-    It is a sum over the tokens of a sentence, without [CLS] and [SEP]. A discriminator adds up log P(original). A
-    masked language model adds up log p(token | all other tokens), which is the pseudo-log-likelihood. A model that
-    restores replaced tokens adds up log P(the token is the original one | the sentence). Scores of different kinds of
-    models are not comparable.
+    It is the sum of the scores of `build_token_scorer` over the tokens of a sentence, without [CLS] and [SEP]. For a
+    masked language model this is the pseudo-log-likelihood; for Electric it is that up to a constant for each token.
 
     Args:
         encoder: a model with its pretraining head.
@@ -55,17 +94,7 @@ def sentence_log_probs(
     Raises:
         UserError: the model has no pretraining head.
     """
-    if not predicts_tokens(encoder):
-        replaced_logit = _replaced_logit_function(encoder, device)
-
-        def original_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-            """Return log P(original) of every token of a batch, fp32 [B, S]."""
-            return F.logsigmoid(-replaced_logit(ids_BS))
-
-        return _inner_sums(original_log_probs, encoder, ids, device, progress)
-    if encoder.reads_masks:
-        return pseudo_log_likelihood(encoder, ids, device, progress)
-    return _inner_sums(_kept_log_prob_function(encoder, device), encoder, ids, device, progress)
+    return _row_sums(build_token_scorer(encoder, device)(ids, progress))
 
 
 def replaced_logits(
@@ -162,17 +191,6 @@ def _kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
     return log_probs
 
 
-class _MaskedToken(NamedTuple):
-    """Token that is masked in a copy of its row: number of the row, index in the row, and original id.
-
-    The model reads the copy and has to predict the original id.
-    """
-
-    row: int  # number of the row
-    position: int  # index of the token in the row
-    original: int  # id of the token
-
-
 def pseudo_log_likelihood(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
@@ -193,15 +211,18 @@ def pseudo_log_likelihood(
     Raises:
         UserError: the model has no head that predicts tokens.
     """
+    return _row_sums(_build_masked_scorer(encoder, device)(ids, progress))
+
+
+def _build_masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
+    """Load a masked language model to a device; return a function that scores each token when it is masked.
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
     token_log_probs = _token_log_probs(encoder, device)
     backbone = encoder.backbone().to(device).eval()
     mask = encoder.special.mask
-    masked_tokens = []
-    copies = []  # copies[i] is a row in which masked_tokens[i] is masked
-    for number, row in enumerate(ids):
-        for position in range(1, len(row) - 1):  # all but [CLS] and the last [SEP]
-            masked_tokens.append(_MaskedToken(row=number, position=position, original=row[position]))
-            copies.append(_with_mask(row, position, mask))
 
     def masked_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
@@ -209,14 +230,21 @@ def pseudo_log_likelihood(
         masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
         return token_log_probs(masked_state_BH)
 
-    total_N = torch.zeros(len(ids))
-    for copy_numbers, logp_BV in predict(masked_log_probs, copies, encoder.special.pad, _BATCH, device, progress):
-        batch_tokens = [masked_tokens[number] for number in copy_numbers]
-        original_B = torch.tensor([token.original for token in batch_tokens], device=logp_BV.device)
-        row_B = torch.tensor([token.row for token in batch_tokens])
-        logp_B = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
-        total_N.index_add_(0, row_B, logp_B)
-    return total_N
+    def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
+        """Return log p(token | all other tokens) of the tokens of each row; the model reads one copy per token."""
+        originals = []  # originals[i] is the id of the token that is masked in copies[i]
+        copies = []
+        for row in ids:
+            for position in range(1, len(row) - 1):  # all but [CLS] and the last [SEP]
+                originals.append(row[position])
+                copies.append(_with_mask(row, position, mask))
+        logp_C = torch.empty(len(copies))
+        for copy_numbers, logp_BV in predict(masked_log_probs, copies, encoder.special.pad, _BATCH, device, progress):
+            original_B = torch.tensor([originals[number] for number in copy_numbers], device=logp_BV.device)
+            logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
+        return list(logp_C.split([len(row) - 2 for row in ids]))
+
+    return score
 
 
 def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
@@ -279,16 +307,16 @@ def _at_positions(
     return value_N
 
 
-def _inner_sums(
+def _inner_values(
     function: Callable[[torch.Tensor], torch.Tensor],
     encoder: Pretrained,
     ids: Ids,
     device: torch.device,
     progress: Progress,
-) -> torch.Tensor:
-    """Compute a value for every token in batches; return the sums over the rows without their ends, fp32 [N].
+) -> list[torch.Tensor]:
+    """Compute a value for every token in batches; return those of each row without its ends, fp32 on the host.
 
-    The ends of a row are its first token, [CLS], and its last one, [SEP]. The result is on the host.
+    The ends of a row are its first token, [CLS], and its last one, [SEP].
 
     Args:
         function: maps padded ids [B, S] to one value per token, [B, S].
@@ -297,13 +325,16 @@ def _inner_sums(
         device: where `function` runs.
         progress: called after each batch with ("predict", rows done, rows in total).
     """
-    sum_N = torch.empty(len(ids))
+    values = [torch.empty(0)] * len(ids)
     for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
-        last_B1 = torch.tensor([[len(ids[row]) - 1] for row in rows], device=value_BS.device)
-        position_S = torch.arange(value_BS.shape[1], device=value_BS.device)
-        is_inner_BS = (position_S > 0) & (position_S < last_B1)
-        sum_N[rows] = value_BS.masked_fill(~is_inner_BS, 0.0).sum(1).cpu()
-    return sum_N
+        for row, value_S in zip(rows, value_BS.cpu(), strict=True):
+            values[row] = value_S[1 : len(ids[row]) - 1].clone()  # a view would keep the whole batch in memory
+    return values
+
+
+def _row_sums(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of each of N tensors as one fp32 tensor [N]; the sums are taken in float64."""
+    return torch.tensor([value.double().sum().item() for value in values], dtype=torch.float32)
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:

@@ -1,32 +1,49 @@
-"""Export a run's newest checkpoint to Hugging Face folders, without a process group or a GPU."""
+"""Export a checkpoint of a run, or a mean of several, to Hugging Face folders, without a process group or a GPU."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState
+from electra_dist.checkpoint.chosen_weights import Choice
+from electra_dist.config import Config
+from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained.hf_conversion import export_towers
-from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
+from electra_dist.pretrained.run_weights import load_chosen_weights
+from electra_dist.version import VERSION
 
 
-def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
-    """Export the newest good checkpoint of a run to OUTPUT/discriminator and, if there is one, OUTPUT/generator.
+class Export(NamedTuple):
+    """Folders that an export has written, and which weights of which run are in them."""
 
-    One line on stderr names each newer checkpoint that was skipped because it is damaged.
+    config: Config  # of the run
+    state: RunState  # at the checkpoint that was exported, of a mean at the newest one
+    steps: tuple[int, ...]  # of the checkpoints in the mean, ascending; of a single one, its step
+    folders: dict[str, Path]  # by the names "discriminator" and, if there is one, "generator"
+
+
+def export_run(run_dir: Path, output: Path, choice: Choice = "newest", num_averaged: int = 1) -> Export:
+    """Export a checkpoint of a run, or a mean of several, to OUTPUT/discriminator and, if possible, OUTPUT/generator.
+
+    One line on stderr names each checkpoint that was skipped because it is damaged. Each folder also gets the file
+    pretraining.json, which says how the model was trained.
 
     Args:
         run_dir: the run folder.
         output: folder for the exports; created if missing. Files of the same names are replaced.
-
-    Returns:
-        The state of the checkpoint that was exported, and the folders by the names "discriminator" and "generator".
+        choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
+        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
 
     Raises:
-        UserError: `run_dir` is not a run, or has no good checkpoint.
+        UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written.
     """
-    run = load_run_weights(run_dir)
+    _check_writable(output)  # before the weights are read, which may take minutes
+    run = load_chosen_weights(run_dir, choice, num_averaged)
     for line in run.damaged:
         print(line, file=sys.stderr)
     tokenizer = run.tokenizer
@@ -38,4 +55,28 @@ def export_run(run_dir: Path, output: Path) -> tuple[RunState, dict[str, Path]]:
         lowercase=tokenizer.lowercase,
         out_dir=output,
     )
-    return run.state, folders
+    for tower, folder in folders.items():
+        record = PretrainingRecord(
+            objective=run.config.objective.name,
+            tower="generator" if tower == "generator" else "discriminator",
+            seq_len=run.config.data.seq_len,
+            steps=run.steps,
+            rows=run.state.rows_seen,
+            corpus_fingerprint=run.state.corpus_fingerprint,
+            electra_dist=VERSION,
+        )
+        write_pretraining_record(folder, record)
+    return Export(config=run.config, state=run.state, steps=run.steps, folders=folders)
+
+
+def _check_writable(output: Path) -> None:
+    """Raise if the folder for an export cannot be written; nothing is created.
+
+    Raises:
+        UserError: `output`, or its nearest parent that exists, is not a folder that this user may write.
+    """
+    nearest = output
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{output}: {nearest} is not a writable folder; choose another folder with --output")

@@ -17,18 +17,18 @@ gate, the baseline, Electric's two causal towers and the second head of a discri
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import BertWordPieceTokenizer
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.atomic_files import replacing
 from electra_dist.tokenizer import VOCAB_FILE
 
 State = Mapping[str, torch.Tensor]  # parameter name -> value
@@ -407,16 +407,17 @@ def _write(
         vocab_file: the corpus's vocab.txt.
         lowercase: whether the tokenizer lower-cases.
         max_positions: longest row in tokens, for the tokenizer's settings.
-        out_dir: created if missing.
+        out_dir: created if missing; each file is replaced atomically.
+
+    Raises:
+        StoreError: a file cannot be written.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
     _write_json(out_dir / "config.json", config)
-    shutil.copyfile(vocab_file, out_dir / "vocab.txt")
+    _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
     tokens = vocab_file.read_text("utf-8").removesuffix("\n").split("\n")
     ids = {token: token_id for token_id, token in enumerate(tokens)}  # the line number is the id
     tokenizer = BertWordPieceTokenizer(ids, lowercase=lowercase)
-    tokenizer.save(str(out_dir / "tokenizer.json"), pretty=False)
+    _write_file(out_dir / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lowercase,
@@ -425,8 +426,21 @@ def _write(
     for name in _SPECIAL_TOKENS:
         tokenizer_config[f"{name}_token"] = f"[{name.upper()}]"  # "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
+    # Last, so that a folder with weights is complete.
+    _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    _write_file(path, text.encode())
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write or replace a file atomically; other users may read it unless the process's umask forbids it.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    with replacing(path) as file:
+        file.write(content)

@@ -25,7 +25,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
@@ -33,6 +33,7 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
 from electra_dist.pretrained.load_towers import read_weights
+from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
@@ -116,6 +117,8 @@ class Pretrained:
     tokenizer: WordPieceTokenizer
     vocabulary: Vocabulary
     reads_masks: bool = True  # if the tower predicts tokens: trained on text with [MASK], not with replaced tokens
+    gives_energies: bool = False  # if it is a discriminator: its outputs are energies (Electric), not logits
+    trained_length: int | None = None  # tokens of a row in training; None if it is not known
 
     @classmethod
     def from_state(
@@ -127,6 +130,8 @@ class Pretrained:
         lowercase: bool,
         tower: TowerName = "discriminator",
         reads_masks: bool = True,
+        gives_energies: bool = False,
+        trained_length: int | None = None,
     ) -> Pretrained:
         """Take one tower (generator or discriminator) out of a state dict that holds both.
 
@@ -139,6 +144,9 @@ class Pretrained:
             tower: the tower to take, with the embeddings that it reads and its head.
             reads_masks: whether a tower that predicts tokens was trained on text with [MASK], not with replaced
                 tokens.
+            gives_energies: whether a discriminator's outputs are energies of tokens, as objective `electric` trains
+                them, and not logits of "replaced".
+            trained_length: tokens of a row in training; None if it is not known.
 
         Raises:
             UserError: the vocabulary has another size than the model, or the model has no such tower.
@@ -158,6 +166,8 @@ class Pretrained:
             tokenizer=WordPieceTokenizer(vocabulary, lowercase),
             vocabulary=vocabulary,
             reads_masks=reads_masks,
+            gives_energies=gives_energies,
+            trained_length=trained_length,
         )
 
     @property
@@ -315,16 +325,23 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
         vocabulary=Vocabulary.read(path),
         lowercase=config.corpus.lowercase,
         tower=tower,
-        reads_masks=_reads_masks(config.objective, tower),
+        reads_masks=_reads_masks(config.objective.name, tower),
+        gives_energies=_gives_energies(config.objective.name, tower),
+        trained_length=config.data.seq_len,
     )
 
 
-def _reads_masks(objective: ObjectiveConfig, tower: TowerName) -> bool:
+def _reads_masks(objective_name: str, tower: TowerName) -> bool:
     """Return whether a tower is trained on text with [MASK]: every generator, and the one tower of objective `mlm`.
 
     All other discriminators read text in which the generator has replaced tokens.
     """
-    return tower == "generator" or objective.name == "mlm"
+    return tower == "generator" or objective_name == "mlm"
+
+
+def _gives_energies(objective_name: str, tower: TowerName) -> bool:
+    """Return whether the outputs of a tower's head are energies of tokens: of the discriminator of Electric only."""
+    return tower == "discriminator" and objective_name == "electric"
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
@@ -350,14 +367,18 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
         vocabulary=Vocabulary.read(run.vocab_file),
         lowercase=run.tokenizer.lowercase,
         tower=tower,
-        reads_masks=_reads_masks(run.config.objective, tower),
+        reads_masks=_reads_masks(run.config.objective.name, tower),
+        gives_energies=_gives_energies(run.config.objective.name, tower),
+        trained_length=run.config.data.seq_len,
     )
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:
     """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
 
-    A model with the parameters `generator_predictions`, which predict tokens, counts as a generator.
+    A model with the parameters `generator_predictions`, which predict tokens, counts as a generator. An export of this
+    project says in pretraining.json how the tower was trained; without that file, a tower that predicts tokens counts
+    as one that was trained on text with [MASK].
 
     Raises:
         UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
@@ -374,8 +395,17 @@ def _from_hugging_face(folder: Path) -> Pretrained:
             f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
         ) from None
     vocabulary, lowercase = _hugging_face_vocabulary(folder)
+    record = read_pretraining_record(folder)
     return Pretrained.from_state(
-        name=str(folder), state=state, model=model, vocabulary=vocabulary, lowercase=lowercase, tower=tower
+        name=str(folder),
+        state=state,
+        model=model,
+        vocabulary=vocabulary,
+        lowercase=lowercase,
+        tower=tower,
+        reads_masks=record is None or _reads_masks(record.objective, record.tower),
+        gives_energies=record is not None and _gives_energies(record.objective, record.tower),
+        trained_length=None if record is None else record.seq_len,
     )
 
 

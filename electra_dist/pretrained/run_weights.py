@@ -15,6 +15,7 @@ import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.chosen_weights import Choice, read_chosen
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
@@ -22,12 +23,13 @@ from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
 
 
 class RunWeights(NamedTuple):
-    """Weights of one checkpoint of a run, with the config and the tokenizer that are needed to use them."""
+    """Weights of a run, of one checkpoint or a mean of several, with the config and the tokenizer to use them."""
 
     config: Config  # the run's config, resolved
-    state: RunState  # state of the run at the checkpoint that was read
+    state: RunState  # state of the run at the checkpoint that was read, of a mean at the newest one
     weights: dict[str, torch.Tensor]  # parameter name of the objective -> whole fp32 master weight, on the host
-    damaged: list[str]  # one line for each newer checkpoint that was skipped because it is damaged
+    damaged: list[str]  # one line for each checkpoint that was skipped because it is damaged
+    steps: tuple[int, ...]  # of the checkpoints in a mean, ascending; of a single checkpoint, its step
 
     @property
     def vocab_file(self) -> Path:
@@ -56,4 +58,25 @@ def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     """
     config = open_run(run_dir)
     state, weights, damaged = assemble(open_targets(config), step)
-    return RunWeights(config=config, state=state, weights=weights, damaged=damaged)
+    return RunWeights(config=config, state=state, weights=weights, damaged=damaged, steps=(state.step,))
+
+
+def load_chosen_weights(run_dir: Path, choice: Choice = "newest", num_averaged: int = 1) -> RunWeights:
+    """Read the weights of the checkpoint of a run that a user chooses, or their mean with the checkpoints before it.
+
+    Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
+
+    Args:
+        run_dir: the run folder; its config names the checkpoint targets.
+        choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
+        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+
+    Raises:
+        UserError: `run_dir` is not a run, or has no such good checkpoint.
+        StoreError: a checkpoint cannot be read, for example because the store is down.
+    """
+    config = open_run(run_dir)
+    chosen = read_chosen(open_targets(config), choice, num_averaged)
+    return RunWeights(
+        config=config, state=chosen.state, weights=chosen.weights, damaged=chosen.damaged, steps=chosen.steps
+    )

@@ -2,38 +2,101 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from electra_dist.pretrained.export_run import export_run
+from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
 from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
 from launcher.cli.options import RunFolder
 
+if TYPE_CHECKING:  # imports torch
+    from electra_dist.checkpoint.chosen_weights import Choice
+
+_AVERAGE = re.compile(r"last:(\d+)")
+
 
 def export(
     run: RunFolder,
     output: Annotated[Path | None, typer.Option(help="folder to write the models to; default: RUN/export")] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="STEP|best|newest",
+            help="checkpoint to export: number of its step, the best on held-out rows, or the newest",
+        ),
+    ] = "newest",
+    average: Annotated[
+        str | None,
+        typer.Option(metavar="last:N", help="export the mean of the checkpoint's weights and the N - 1 before it"),
+    ] = None,
+    license_id: Annotated[
+        str, typer.Option("--license", help="licence of the weights for the model card, such as apache-2.0")
+    ] = "unknown",
 ) -> None:
-    """Write the newest checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
+    """Write a checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
 
-    Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator').
+    Both are folders that transformers can load, for example AutoModel.from_pretrained('OUTPUT/discriminator'). Each
+    has a model card, README.md, with the training, the evaluation and the curves of the run.
     """
-    state, folders = export_run(run, output or run / EXPORT_DIR)
+    from electra_dist.pretrained.export_run import export_run
+    from electra_dist.report.model_card import check_license, write_model_cards
+
+    choice = _parse_checkpoint(checkpoint)
+    num_averaged = _parse_average(average)
+    check_license(license_id)
+    exported = export_run(run, output or run / EXPORT_DIR, choice, num_averaged)
+    cards = write_model_cards(run, exported, license_id)
     out = Console(highlight=False, soft_wrap=True)
-    out.print(f"\n[bold]{run}[/bold] at step {state.step:,}")
+    steps = ", ".join(f"{step:,}" for step in exported.steps)
+    weights = f"at step {steps}" if num_averaged == 1 else f"mean of the steps {steps}"
+    out.print(f"\n[bold]{run}[/bold] {weights}")
     out.print(f"  report         {run / REPORT_FILE}")
     out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
-    for model_name, folder in folders.items():
+    for model_name, folder in exported.folders.items():
         out.print(f"  {model_name:<14} {folder}")
+    for card in cards:
+        out.print(f"  model card     {card}")
     out.print("next:")
-    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{folders['discriminator']}'))"
+    discriminator = exported.folders["discriminator"]
+    load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{discriminator}'))"
     out.print(f'  python -c "{load_model}"')
-    out.print("  deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run")
+    out.print(f"  electra-dist finetune --model {discriminator} --task cola --data GLUE")
+
+
+def _parse_checkpoint(text: str) -> Choice:
+    """Return the checkpoint that `--checkpoint` names: a step, "best" or "newest".
+
+    Raises:
+        UserError: the text is none of these.
+    """
+    if text == "newest":
+        return "newest"
+    if text == "best":
+        return "best"
+    digits = text.replace(",", "")
+    if not digits.isascii() or not digits.isdigit():
+        raise UserError(f"--checkpoint {text}: not a checkpoint; give the number of a step, best or newest")
+    return int(digits)
+
+
+def _parse_average(text: str | None) -> int:
+    """Return the number of checkpoints that `--average` asks for; 1, which is no mean, without the option.
+
+    Raises:
+        UserError: the text is not of the form last:N with N of at least 1.
+    """
+    if text is None:
+        return 1
+    match = _AVERAGE.fullmatch(text)
+    if match is None or int(match[1]) < 1:
+        raise UserError(f"--average {text}: not a mean; give last:N, such as last:5 for 5 checkpoints")
+    return int(match[1])
 
 
 def report(

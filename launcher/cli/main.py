@@ -31,6 +31,7 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
     "config": ("launcher.cli.config", "config"),
     "export": ("launcher.cli.export", "export"),
     "report": ("launcher.cli.export", "report"),
+    "score": ("launcher.cli.score", "score"),
     "resolve": ("launcher.cli.config", "resolve"),
 }
 

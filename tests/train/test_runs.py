@@ -1,4 +1,4 @@
-"""Real `deepspeed` runs on several ranks: stages, precisions, world sizes, accumulation, kills, S3 and export."""
+"""Real `deepspeed` runs on several ranks: stages, precisions, world sizes, accumulation, kills and S3."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import math
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from support.real_runs import Kill, kill_a_rank_at, run_until_killed, write_corpus
 from support.s3_server import make_bucket, running_s3
 
@@ -174,25 +172,3 @@ def test_resume_with_other_ranks_and_stages_gives_the_losses_of_one_uninterrupte
         else:
             pretrain(config, ranks)
     assert worst_difference(losses(tmp_path / "steady"), losses(run_dir)) <= 2e-5
-
-
-def test_exported_model_loads_in_transformers(
-    tiny_config: MakeConfig, pretrain: Pretrain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
-    from typer.testing import CliRunner
-
-    from launcher.cli.main import app
-
-    pretrain(tiny_config("exported"), 2)
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "exported")])
-    assert result.exit_code == 0, result.output
-    folder = tmp_path / "exported" / "export"
-    assert AutoModel.from_pretrained(folder / "discriminator").config.num_hidden_layers == 2
-    discriminator = ElectraForPreTraining.from_pretrained(folder / "discriminator")
-    generator = ElectraForMaskedLM.from_pretrained(folder / "generator")
-    ids = torch.tensor([[2, 10, 11, 3]])
-    assert torch.isfinite(discriminator(ids).logits).all()
-    assert generator(ids).logits.shape == (1, 4, 300)
-    assert AutoTokenizer.from_pretrained(folder / "discriminator")("w1 w2")["input_ids"][0] == 2
-    shutil.rmtree(folder)

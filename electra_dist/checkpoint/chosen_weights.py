@@ -1,0 +1,138 @@
+"""Read the weights of a checkpoint that a user chooses: the newest, the best or a certain step; or a mean of several.
+
+Guarantee: every byte is verified. A damaged checkpoint never counts: if any good one will do ("newest", "best"), the
+next one in the order of the choice is read; if a certain step is asked for, that is an error. Nothing is written.
+
+How: the best checkpoint is the one that `checkpoint.keep_best` would keep first. A mean is that of the chosen
+checkpoint and the good ones before it, summed in float64 and rounded to fp32 once.
+
+Cost: a mean of n checkpoints reads n of them, one after another, and holds a float64 sum and the fp32 weights of one
+in memory. To find the best one costs one request for each checkpoint, which reads its scores.
+
+Source of the mean: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.commit import held_out_score
+from electra_dist.checkpoint.restore_state import assemble
+from electra_dist.checkpoint.retention import CheckpointInfo, best_first
+from electra_dist.errors import StoreError, UserError
+from electra_dist.store.interface import Store
+
+Choice = int | Literal["newest", "best"]  # a checkpoint: that of a step, the newest, or the best on held-out rows
+
+
+class ChosenWeights(NamedTuple):
+    """Weights of the checkpoint that a user chose, or their mean with the checkpoints before it."""
+
+    state: RunState  # run state of the chosen checkpoint, which is the newest one of a mean
+    weights: dict[str, torch.Tensor]  # parameter name -> whole fp32 tensor, on the host
+    steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; of a single one, its step
+    damaged: list[str]  # one line for each checkpoint that was passed over because it is damaged
+
+
+def read_chosen(targets: Sequence[Store], choice: Choice = "newest", num_averaged: int = 1) -> ChosenWeights:
+    """Read the fp32 master weights of the chosen checkpoint, or their mean with the checkpoints before it.
+
+    Args:
+        targets: the stores that hold checkpoints, the preferred one first.
+        choice: the checkpoint. The best one has the highest context AUC on held-out rows or, for a run without a
+            discriminator, the lowest loss.
+        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+
+    Raises:
+        UserError: there is no such good checkpoint, no evaluated one for "best", or too few for the mean.
+        StoreError: a checkpoint cannot be read.
+    """
+    if choice == "best":
+        state, weights, damaged = _read_best(targets)
+    else:
+        state, weights, damaged = assemble(targets, None if choice == "newest" else choice)
+    if num_averaged == 1:
+        return ChosenWeights(state, weights, (state.step,), damaged)
+    older_steps = [step for step in _newest_first(targets) if step < state.step]
+    averaged_steps = [state.step]
+    sums = {name: weight.double() for name, weight in weights.items()}
+    for older_state, older_weights in _read_good(targets, older_steps, damaged):
+        for name, weight in older_weights.items():
+            sums[name] += weight
+        averaged_steps.append(older_state.step)
+        if len(averaged_steps) == num_averaged:
+            means = {name: (total / num_averaged).float() for name, total in sums.items()}
+            return ChosenWeights(state, means, tuple(reversed(averaged_steps)), damaged)
+    raise UserError(
+        f"{_urls(targets)}: a mean of {num_averaged} checkpoints was asked for, but up to step {state.step:,} only "
+        f"{len(averaged_steps)} good checkpoints are there; ask for a mean of {len(averaged_steps)}, and set "
+        f"checkpoint.keep_last to {num_averaged} for the next run"
+    )
+
+
+def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+    """Read the best good checkpoint; return its state, its weights, and one line for each damaged one before it.
+
+    Raises:
+        UserError: no checkpoint with an evaluation is good, or there is none.
+        StoreError: a checkpoint cannot be read.
+    """
+    damaged: list[str] = []
+    for state, weights in _read_good(targets, _best_first(targets), damaged):
+        return state, weights, damaged
+    if damaged:
+        raise UserError(f"{_urls(targets)}: no evaluated checkpoint is good ({'; '.join(damaged)}); choose a step")
+    raise UserError(
+        f"{_urls(targets)}: no checkpoint is the best one, because none was saved at a step with an evaluation on "
+        f"held-out rows; choose a step or the newest one, and for the next run set data.heldout and "
+        f"log.eval_every_steps to a divisor of checkpoint.every_steps"
+    )
+
+
+def _read_good(
+    targets: Sequence[Store], steps: Iterable[int], damaged: list[str]
+) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
+    """Yield state and weights of the good checkpoints of some steps, in their order; read each when it is asked for.
+
+    Args:
+        targets: the stores that hold checkpoints, the preferred one first.
+        steps: steps of committed checkpoints.
+        damaged: list to which one line is appended for each damaged checkpoint, or copy of one.
+
+    Raises:
+        StoreError: a checkpoint cannot be read, so that it is not known whether it is good.
+    """
+    for step in steps:
+        try:
+            state, weights, damaged_copies = assemble(targets, step)
+        except StoreError:
+            raise
+        except UserError as error:
+            damaged.append(str(error))
+            continue
+        damaged += damaged_copies
+        yield state, weights
+
+
+def _best_first(targets: Sequence[Store]) -> list[int]:
+    """Return the steps of the checkpoints with an evaluation, the best first, each once."""
+    checkpoints = []
+    for target in targets:
+        for step, attempt, folder in committed(target):
+            score = held_out_score(target, folder)
+            checkpoints.append(CheckpointInfo(step=step, attempt=attempt, folder=folder, score=score))
+    return list(dict.fromkeys(checkpoint.step for checkpoint in best_first(checkpoints)))
+
+
+def _newest_first(targets: Sequence[Store]) -> list[int]:
+    """Return the steps of all committed checkpoints, the highest first, each once."""
+    return sorted({step for target in targets for step, _, _ in committed(target)}, reverse=True)
+
+
+def _urls(targets: Sequence[Store]) -> str:
+    """Return the URLs of the stores, for messages."""
+    return " and ".join(target.url for target in targets)

@@ -1,0 +1,254 @@
+"""Write the model card of an exported model: README.md in its folder, with the curves of the run beside it.
+
+Guarantee: the card is made from the run's own records, and a figure that was not recorded is left out. It names no
+path, host or user, because cards are published. Its front matter is what Hugging Face's hub reads.
+
+Cost: about 1 s, for the picture of the curves.
+
+Limits: the card knows no results on tasks, no languages and no sources of the text; the user adds them. An older
+README.md in the folder is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from electra_dist.errors import UserError
+from electra_dist.model.flops import run_flops
+from electra_dist.pretrained.export_run import Export
+from electra_dist.report.curves import write_curves_png
+from electra_dist.run.environment_record import read_environment
+from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.number_formats import format_count
+from electra_dist.store.atomic_files import replacing
+
+CARD_FILE = "README.md"
+CURVES_FILE = "curves.png"
+UNKNOWN_LICENSE = "unknown"  # identifier of the hub for a model whose licence is not stated
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")  # such as apache-2.0
+
+# Field of an evaluation record -> how the card names it.
+_MEASURES = {
+    "mlm_loss": "generator: loss, nats per masked token",
+    "mlm_accuracy": "generator: share of masked tokens predicted right",
+    "rtd_loss": "discriminator: loss, nats per token",
+    "auc": "discriminator: ROC-AUC of replaced against original tokens",
+    "context_auc": "discriminator: the same, where token frequency alone gives 0.5",
+    "token_loss": "large tower: loss, nats per predicted token",
+}
+
+
+def check_license(license_id: str) -> None:
+    """Raise unless a text has the form of a licence identifier of the hub, such as apache-2.0.
+
+    Raises:
+        UserError: it has another form.
+    """
+    if not _LICENSE_ID.fullmatch(license_id):
+        raise UserError(
+            f"--license {license_id}: not a licence identifier; give one such as apache-2.0, mit, cc-by-4.0 or other"
+        )
+
+
+def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_LICENSE) -> list[Path]:
+    """Write README.md and, if the run has recorded steps, curves.png into each folder of an export.
+
+    Args:
+        run_dir: the run folder, whose metrics.jsonl and environment.json are read.
+        export: what `export_run` returned.
+        license_id: licence of the weights, as an identifier of Hugging Face's hub.
+
+    Returns:
+        The paths of the cards.
+
+    Raises:
+        UserError: `license_id` is no identifier, metrics.jsonl is damaged, or a folder cannot be written.
+    """
+    check_license(license_id)
+    records = read_metrics(run_dir)
+    versions = read_environment(run_dir).get("versions", {})
+    curves = _draw_curves(run_dir) if records else None
+    cards = []
+    for tower, folder in export.folders.items():
+        if curves is not None:
+            with replacing(folder / CURVES_FILE) as file:
+                file.write(curves)
+        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id)
+        with replacing(folder / CARD_FILE) as file:
+            file.write(card.encode())
+        cards.append(folder / CARD_FILE)
+    return cards
+
+
+def _draw_curves(run_dir: Path) -> bytes:
+    """Return the picture of the run's curves as the bytes of a PNG."""
+    with tempfile.TemporaryDirectory() as folder:
+        return write_curves_png(run_dir, Path(folder) / CURVES_FILE).read_bytes()
+
+
+def model_card(
+    tower: str,
+    run_name: str,
+    export: Export,
+    records: Sequence[Record],
+    versions: Record,
+    license_id: str = UNKNOWN_LICENSE,
+) -> str:
+    """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
+
+    Args:
+        tower: "discriminator" or "generator".
+        run_name: name of the run, for the title.
+        export: the weights that were exported, with the config of their run.
+        records: records of metrics.jsonl, oldest first; may be empty.
+        versions: package -> version, of the run's newest start; may be empty.
+        license_id: licence of the weights, as an identifier of Hugging Face's hub.
+    """
+    predicts_tokens = _predicts_tokens(tower, export)
+    sections = [
+        _front_matter(predicts_tokens, license_id),
+        f"# {run_name}: ELECTRA {tower}\n",
+        _introduction(tower, export),
+        _how_to_load(predicts_tokens),
+        _training(export, records, versions),
+        _evaluation(export, records),
+        _curves(records),
+        _limits(license_id),
+        _how_to_push(),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _predicts_tokens(tower: str, export: Export) -> bool:
+    """Return whether an exported tower is an ElectraForMaskedLM; otherwise it is an ElectraForPreTraining."""
+    return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
+
+
+def _front_matter(predicts_tokens: bool, license_id: str) -> str:
+    """Return the card's metadata, a YAML block between two lines of dashes, as the hub reads it."""
+    metadata: dict[str, object] = {"license": license_id, "library_name": "transformers", "tags": ["electra"]}
+    if predicts_tokens:
+        metadata["pipeline_tag"] = "fill-mask"
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n"
+
+
+def _introduction(tower: str, export: Export) -> str:
+    """Return the paragraph that says what the model is, how large, and from which checkpoint."""
+    model = export.config.model
+    shape = model.generator if tower == "generator" else model.discriminator
+    if len(export.steps) == 1:
+        weights = f"the weights after {export.steps[0]:,} of {export.config.train.num_steps:,} steps"
+    else:
+        steps = ", ".join(f"{step:,}" for step in export.steps)
+        weights = f"the mean of the weights after {steps} of {export.config.train.num_steps:,} steps"
+    return (
+        f"The {tower} of an ELECTRA model ([Clark et al., 2020](https://arxiv.org/abs/2003.10555)), pretrained with "
+        f"electra-dist with the objective `{export.config.objective.name}`: {shape.num_layers} layers of width "
+        f"{shape.hidden_size}, a vocabulary of {model.vocab_size:,} word-pieces, {model.max_positions} positions. "
+        f"These are {weights}.\n"
+    )
+
+
+def _how_to_load(predicts_tokens: bool) -> str:
+    """Return the section with the three lines that load the model and its tokenizer."""
+    auto_class = "AutoModelForMaskedLM" if predicts_tokens else "AutoModelForPreTraining"
+    return (
+        "## Load it\n\n```python\n"
+        f"from transformers import {auto_class}, AutoTokenizer\n"
+        'tokenizer = AutoTokenizer.from_pretrained(".")  # this folder, or the name of a repository on the hub\n'
+        f'model = {auto_class}.from_pretrained(".")\n'
+        "```\n\nFor fine-tuning load it with `AutoModel`, or with a class such as "
+        "`AutoModelForSequenceClassification`.\n"
+    )
+
+
+def _training(export: Export, records: Sequence[Record], versions: Record) -> str:
+    """Return the section on the training: data, steps, tokens, FLOPs, optimizer and versions, as a table."""
+    config = export.config
+    state = export.state
+    rows = [
+        ("objective", f"`{config.objective.name}`"),
+        ("training data", f"corpus with fingerprint `{state.corpus_fingerprint}`"),
+        ("steps", f"{state.step:,} of {config.train.num_steps:,}, {config.train.global_batch:,} rows each"),
+        ("rows", f"{state.rows_seen:,} of {config.data.seq_len} tokens, padding included"),
+    ]
+    tokens = _tokens_seen(records, state.rows_seen)
+    if tokens is not None:
+        rows.append(("tokens", f"{format_count(tokens)}, padding not counted"))
+    flops = run_flops(config, state.step)
+    rows += [
+        ("training FLOPs", f"{flops:.3g}, matrix products only, forward and backward"),
+        ("learning rate", f"{config.optimizer.lr:g} at its peak, {config.optimizer.warmup_steps:,} steps of warm-up"),
+        ("precision", config.train.precision),
+        ("seed", str(config.seed)),
+    ]
+    if versions:
+        rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
+    return "## Training\n\n" + _table(("what", "value"), rows)
+
+
+def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
+    """Return the number of real tokens in the rows trained on, by the ratio that metrics.jsonl records; or None."""
+    for record in reversed(records):
+        if record["kind"] == "train" and record.get("rows_seen"):
+            return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
+    return None
+
+
+def _evaluation(export: Export, records: Sequence[Record]) -> str:
+    """Return the section with the evaluation on held-out rows that is nearest before the exported checkpoint.
+
+    It is empty if there is none. The weights of a mean were not evaluated themselves, which the section says.
+    """
+    evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
+    if not evaluations:
+        return ""
+    record = evaluations[-1]
+    rows = []
+    for field, name in _MEASURES.items():
+        value = record.get(field, math.nan)
+        if math.isfinite(value) and value != 0.0:  # 0 and NaN stand for what the objective does not have
+            rows.append((name, f"{value:.4f}"))
+    note = f"On {record['rows']:,} rows of held-out text, after step {record['step']:,}."
+    if len(export.steps) > 1:
+        note += " These are figures of that step's own weights: the mean of several steps was not evaluated."
+    return f"## Evaluation\n\n{note}\n\n{_table(('measure', 'value'), rows)}"
+
+
+def _curves(records: Sequence[Record]) -> str:
+    """Return the section that shows the picture of the curves; empty if the run has recorded no step."""
+    if not records:
+        return ""
+    return f"## Curves\n\n![losses and measures of the whole run over its steps]({CURVES_FILE})\n"
+
+
+def _limits(license_id: str) -> str:
+    """Return the section on what is not known about the model."""
+    license_note = ""
+    if license_id == UNKNOWN_LICENSE:
+        license_note = " Its licence is not stated: set `license` at the top of this file before you publish it."
+    return (
+        "## Limits\n\nThe model was scored on held-out text only, not on tasks. It has learnt what is in its training "
+        f"text, errors and prejudices included.{license_note}\n"
+    )
+
+
+def _how_to_push() -> str:
+    """Return the section on how to publish the folder on the hub."""
+    return (
+        "## Publish it\n\n```bash\npip install huggingface_hub && hf auth login\n"
+        "hf upload YOUR-NAME/YOUR-MODEL . .    # in this folder\n```\n"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

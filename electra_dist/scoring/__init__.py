@@ -1,0 +1,1 @@
+"""Scores of text by a pretrained model, as it came from pretraining."""

@@ -1,0 +1,69 @@
+"""Read texts to score from lines: one text a line, and groups of lines that an empty line ends.
+
+Guarantee: every line that is not blank is a text; a line that is not UTF-8 is an error with its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from electra_dist.errors import UserError
+
+
+class TextLine(NamedTuple):
+    """A text with its place in the input."""
+
+    line: int  # number of the line, from 1
+    group: int  # number of the group of lines between blank lines, from 1
+    text: str
+
+
+def read_text_lines(data: bytes, name: str) -> list[TextLine]:
+    """Return the texts of an input, one for each line that is not blank.
+
+    Args:
+        data: the input, in UTF-8; a byte order mark is left out, and `\\r\\n` ends a line, too.
+        name: the file, for messages.
+
+    Raises:
+        UserError: a line is not UTF-8, or there is no text.
+    """
+    texts: list[TextLine] = []
+    group = 0
+    previous_is_blank = True
+    for number, raw_line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = raw_line.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise UserError(f"{name}:{number}: not UTF-8; convert the file to UTF-8") from None
+        if not text:
+            previous_is_blank = True
+            continue
+        if previous_is_blank:
+            group += 1
+        previous_is_blank = False
+        texts.append(TextLine(line=number, group=group, text=text))
+    if not texts:
+        raise UserError(f"{name}: no text; write one text on each line")
+    return texts
+
+
+def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
+    """Return (index of a text, its rank in its group) in the order of re-ranking: groups in their order, best first.
+
+    Of equal scores the earlier line comes first. Ranks begin at 1.
+
+    Args:
+        texts: the texts, in the order of their lines.
+        scores: score of each text; a higher one is better.
+    """
+    order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
+    ranked = []
+    rank = 0
+    previous_group = 0
+    for index in order:
+        rank = rank + 1 if texts[index].group == previous_group else 1
+        previous_group = texts[index].group
+        ranked.append((index, rank))
+    return ranked

@@ -1,0 +1,323 @@
+"""A real run on two ranks, exported by the command: which weights, in which files, with which card."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from support.real_runs import SEQ_LEN, quick_command, read_losses, write_corpus, write_tiny_config
+from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
+from typer.testing import CliRunner
+
+from electra_dist.config_file import load_config
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.errors import UserError
+from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.pretrained.export_run import export_run
+from electra_dist.report.model_card import model_card
+from electra_dist.store.open_store import open_store
+from launcher.cli.main import app
+
+pytestmark = pytest.mark.multiproc
+
+STEPS = (5, 10, 15, 20)  # of the checkpoints of the run
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps on two ranks, with four checkpoints that were evaluated; tests do not change it."""
+    folder = tmp_path_factory.mktemp("exported")
+    write_corpus(str(folder / "corpus"), [70, 33, 48])
+    write_corpus(str(folder / "corpus" / "heldout"), [24], seed=9)
+    settings = {"log.eval_every_steps": 5, "checkpoint.keep_last": 10}
+    config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
+    done = subprocess.run(quick_command(config, 2), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(read_losses(folder / "run")) == 20
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may damage."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """Return the folder of a checkpoint."""
+    [folder] = (run / "checkpoints").glob(f"step-{step:08d}-a*")
+    return folder
+
+
+def damage(run: Path, step: int) -> None:
+    """Flip a bit of the first weight in a tensor file of a checkpoint."""
+    file = checkpoint(run, step) / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    header_bytes = int.from_bytes(data[:8], "little")
+    data[8 + header_bytes] ^= 1
+    file.write_bytes(data)
+
+
+def stored_weights(run: Path, step: int) -> Weights:
+    """Return the fp32 master weights of a checkpoint, read from the ranks' files without the project's code."""
+    folder = checkpoint(run, step)
+    shapes = json.loads((folder / "manifest.json").read_text())["state"]["shapes"]
+    flat = {name: torch.full((torch.Size(shape).numel(),), torch.nan) for name, shape in shapes.items()}
+    for file in folder.glob("rank-*.safetensors"):
+        for key, values in load_file(file).items():
+            kind, name, start = key.split("|")
+            if kind == "master":
+                flat[name][int(start) : int(start) + values.numel()] = values
+    return {name.removeprefix("towers."): flat[name].view(shapes[name]) for name in shapes}
+
+
+def expected_names(tower: str) -> dict[str, str]:
+    """Return Hugging Face's name of every parameter of a tower of two layers -> its name in a checkpoint.
+
+    Query, key and value are the thirds of one parameter, marked by their number, as in "...qkv.weight/1".
+    """
+    modules = {
+        "electra.embeddings.LayerNorm": "embeddings.layer_norm",
+        "electra.embeddings_project": f"{tower}.embeddings_project",
+    }
+    names = {
+        "electra.embeddings.word_embeddings.weight": "embeddings.word.weight",
+        "electra.embeddings.position_embeddings.weight": "embeddings.position.weight",
+        "electra.embeddings.token_type_embeddings.weight": "embeddings.token_type.weight",
+    }
+    for layer in range(2):
+        theirs, ours = f"electra.encoder.layer.{layer}", f"{tower}.layers.{layer}"
+        for third, part in enumerate(("query", "key", "value")):
+            for kind in ("weight", "bias"):
+                names[f"{theirs}.attention.self.{part}.{kind}"] = f"{ours}.attention.qkv.{kind}/{third}"
+        modules |= {
+            f"{theirs}.attention.output.dense": f"{ours}.attention.out",
+            f"{theirs}.attention.output.LayerNorm": f"{ours}.attention_norm",
+            f"{theirs}.intermediate.dense": f"{ours}.expand",
+            f"{theirs}.output.dense": f"{ours}.contract",
+            f"{theirs}.output.LayerNorm": f"{ours}.output_norm",
+        }
+    if tower == "discriminator":
+        modules["discriminator_predictions.dense"] = "discriminator_head.dense"
+        modules["discriminator_predictions.dense_prediction"] = "discriminator_head.out"
+    else:
+        modules["generator_predictions.dense"] = "generator_head.dense"
+        modules["generator_predictions.LayerNorm"] = "generator_head.layer_norm"
+        names["generator_lm_head.bias"] = "generator_head.bias"
+    for theirs, ours in modules.items():
+        for kind in ("weight", "bias"):
+            names[f"{theirs}.{kind}"] = f"{ours}.{kind}"
+    return names
+
+
+def check_weights(folder: Path, tower: str, weights: Weights) -> None:
+    """Check that an exported folder holds exactly these weights of a tower, bit for bit."""
+    exported = load_file(folder / tower / "model.safetensors")
+    names = expected_names(tower)
+    assert exported.keys() == names.keys()
+    for theirs, ours in names.items():
+        name, _, third = ours.partition("/")
+        expected = weights[name].chunk(3)[int(third)] if third else weights[name]
+        if name == "embeddings.word.weight":
+            expected = expected[:300]  # the table's pad rows are not exported
+        assert torch.equal(exported[theirs], expected), theirs
+
+
+def export(run: Path, *options: str, exit_code: int = 0) -> str:
+    """Run `electra-dist export` in this process, check its exit code, and return its output."""
+    result = CliRunner().invoke(app, ["export", str(run), *options])
+    if isinstance(result.exception, UserError):
+        assert exit_code == 78, result.exception
+        message = str(result.exception)
+        assert "\n" not in message
+        return message
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_exported_model_is_the_trained_one(run: Path, tmp_path: Path) -> None:
+    export(run, "--output", str(tmp_path))
+
+    weights = stored_weights(run, 20)
+    for tower in ("discriminator", "generator"):
+        check_weights(tmp_path, tower, weights)
+    config = load_config(run / "config.yaml")
+    initial = build_towers(config.model, config.seed, config.objective)
+    assert not torch.equal(initial.embeddings.word.weight, weights["embeddings.word.weight"])  # it was trained
+
+    # What transformers computes with the folders is what our towers compute with the weights of the checkpoint.
+    towers = initial.eval()
+    towers.load_state_dict(weights)
+    ids = torch.tensor([[2, 10, 11, 4, 12, 3], [2, 20, 4, 21, 22, 3]])
+    layout = derive(ids, SPECIAL)
+    bias = attention_bias(layout, torch.float32)
+    with torch.no_grad():
+        embedded = towers.embed(ids, layout)
+        large = towers.discriminator(embedded, bias, DropoutKeys.off(ids))
+        small = towers.generator(embedded, bias, DropoutKeys.off(ids))
+        table = towers.embeddings.word.weight[:300]
+        token_logits = towers.generator_head.transform(small) @ table.T + towers.generator_head.bias
+        replaced_logits = towers.discriminator_head.logits(large).view(ids.shape)
+        hf_encoder = AutoModel.from_pretrained(tmp_path / "discriminator").eval()
+        hf_discriminator = ElectraForPreTraining.from_pretrained(tmp_path / "discriminator").eval()
+        hf_generator = ElectraForMaskedLM.from_pretrained(tmp_path / "generator").eval()
+        torch.testing.assert_close(hf_encoder(ids).last_hidden_state, large, atol=1e-5, rtol=0)
+        torch.testing.assert_close(hf_discriminator(ids).logits, replaced_logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(hf_generator(ids).logits, token_logits, atol=1e-5, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "discriminator")("w1 w2")["input_ids"] == [2, 6, 7, 3]
+
+
+def test_a_step_or_the_best_checkpoint_is_exported_if_it_is_asked_for(run: Path, tmp_path: Path) -> None:
+    export(run, "--checkpoint", "10", "--output", str(tmp_path / "ten"))
+    check_weights(tmp_path / "ten", "discriminator", stored_weights(run, 10))
+
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    context_auc = {record["step"]: record["context_auc"] for record in records if record["kind"] == "eval"}
+    assert tuple(context_auc) == STEPS
+    best = max(STEPS, key=lambda step: context_auc[step])
+    export(run, "--checkpoint", "best", "--output", str(tmp_path / "best"))
+    check_weights(tmp_path / "best", "discriminator", stored_weights(run, best))
+    record = json.loads((tmp_path / "best" / "generator" / "pretraining.json").read_text())
+    assert record["steps"] == [best]
+    assert record["rows"] == 16 * best
+    assert record["seq_len"] == SEQ_LEN
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [(("last:3",), (10, 15, 20)), (("last:2", "--checkpoint", "15"), (10, 15))]
+)
+def test_the_mean_of_the_last_checkpoints_is_exported(
+    run: Path, tmp_path: Path, options: tuple[str, ...], steps: tuple[int, ...]
+) -> None:
+    output = export(run, "--average", *options, "--output", str(tmp_path))
+
+    stored = [stored_weights(run, step) for step in steps]
+    mean = {name: (sum(weights[name].double() for weights in stored) / len(steps)).float() for name in stored[0]}
+    for tower in ("discriminator", "generator"):
+        check_weights(tmp_path, tower, mean)
+    assert f"mean of the steps {', '.join(map(str, steps))}" in output
+    assert (
+        f"the mean of the weights after {', '.join(map(str, steps))} of 20 steps"
+        in (tmp_path / "discriminator" / "README.md").read_text()
+    )
+
+
+def test_damaged_checkpoints_are_named_and_do_not_count(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(copy, 15)
+
+    assert export_run(copy, tmp_path / "mean", num_averaged=2).steps == (10, 20)
+    assert "step-00000015" in capsys.readouterr().err
+    assert "is damaged" in export(copy, "--checkpoint", "15", exit_code=78)
+    assert "ask for a mean of 3" in export(copy, "--average", "last:4", exit_code=78)
+    assert export_run(copy, tmp_path / "newest").steps == (20,)
+
+
+def test_the_next_best_checkpoint_is_exported_if_the_best_is_damaged(run: Path, copy: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    context_auc = {record["step"]: record["context_auc"] for record in records if record["kind"] == "eval"}
+    best, second, *_ = sorted(STEPS, key=lambda step: -context_auc[step])
+    damage(copy, best)
+
+    assert export_run(copy, tmp_path, "best").steps == (second,)
+
+
+def test_the_card_has_the_facts_of_the_run_and_its_lines_load_the_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run, "--output", str(tmp_path), "--license", "apache-2.0")
+
+    for tower, model_class in (("discriminator", "ElectraForPreTraining"), ("generator", "ElectraForMaskedLM")):
+        card = ModelCard.load(tmp_path / tower / "README.md")
+        assert card.data.license == "apache-2.0"
+        assert card.data.library_name == "transformers"
+        corpus = read_manifest(open_store(load_config(run / "config.yaml").data.corpus))
+        assert f"`{corpus.fingerprint}`" in card.text
+        tokens = round(320 * corpus.num_tokens / corpus.num_rows)
+        assert f"| tokens | {tokens / 1000:.2f}k" in card.text
+        assert "20 of 20, 16 rows each" in card.text
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        last_evaluation = [record for record in records if record["kind"] == "eval"][-1]
+        assert f"| {last_evaluation['auc']:.4f} |" in card.text
+        assert (tmp_path / tower / "curves.png").read_bytes().startswith(b"\x89PNG")
+        assert "(curves.png)" in card.text
+        for secret in (str(run.parent), os.uname().nodename):
+            assert secret not in card.text
+        [code] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+        assert len(code.splitlines()) == 3
+        monkeypatch.chdir(tmp_path / tower)
+        names: dict[str, object] = {}
+        exec(code, names)
+        assert type(names["model"]).__name__ == model_class
+
+
+def test_the_card_counts_the_flops_of_the_steps_that_were_made(run: Path, tmp_path: Path) -> None:
+    """20 steps cost twice as much as 10."""
+    flops = []
+    for step in (10, 20):
+        card = model_card("discriminator", "run", export_run(run, tmp_path, step), records=[], versions={})
+        [figure] = re.findall(r"\| training FLOPs \| ([\d.e+]+),", card)
+        flops.append(float(figure))
+        assert f"{step} of 20, 16 rows each" in card
+        assert "license: unknown" in card
+    assert flops[1] == pytest.approx(2 * flops[0], rel=0.01)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_exported_files_are_readable_by_others_unless_the_umask_forbids_it(
+    run: Path, tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        export(run, "--output", str(tmp_path / "out"))
+    finally:
+        os.umask(before)
+
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert len(files) == 2 * 8
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
+
+
+def test_a_folder_that_cannot_be_written_and_wrong_options_are_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    message = export(run, "--output", str(tmp_path / "file" / "models"), exit_code=78)
+    assert message.startswith(f"{tmp_path}/file/models: {tmp_path}/file is not a writable folder")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # as for a user who is not root
+        with pytest.raises(UserError, match="is not a writable folder"):
+            export_run(run, tmp_path / "models")
+
+    out = ("--output", str(tmp_path / "models"))
+    assert "there is none of step 7" in export(run, *out, "--checkpoint", "7", exit_code=78)
+    assert "--checkpoint last: not a checkpoint" in export(run, *out, "--checkpoint", "last", exit_code=78)
+    for average in ("5", "last:0", "last:", "first:2"):
+        assert "give last:N" in export(run, *out, "--average", average, exit_code=78)
+    assert "not a licence identifier" in export(run, *out, "--license", "a: b", exit_code=78)
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_run_without_evaluations_has_no_best_checkpoint(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in STEPS:
+        manifest_file = checkpoint(copy, step) / "manifest.json"
+        manifest_file.write_text("{}")  # a damaged manifest has no evaluation
+    assert "none was saved at a step with an evaluation" in export(
+        copy, "--checkpoint", "best", "--output", str(tmp_path / "out"), exit_code=78
+    )
