@@ -63,6 +63,7 @@ setup(
         "electra_dist.finetune.squad",
         "electra_dist.finetune.tagging",
         "electra_dist.finetune.treebank",
+        "electra_dist.library",
         "electra_dist.model",
         "electra_dist.model.layer",
         "electra_dist.objectives",
@@ -87,7 +88,12 @@ setup(
         "launcher.slurm",
         "launcher.supervise",
     ],
-    package_data={"electra_kernels.native": ["*.cu"]},
+    package_data={
+        "electra_dist": ["py.typed"],
+        "electra_kernels": ["py.typed"],
+        "electra_kernels.native": ["*.cu"],
+        "launcher": ["py.typed"],
+    },
     # Without a C compiler the package installs all the same, and NumPy makes the same bits, slower.
     ext_modules=[
         Extension(

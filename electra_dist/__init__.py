@@ -1,5 +1,85 @@
-"""Pretrain ELECTRA models at scale with PyTorch and DeepSpeed."""
+"""Pretrain ELECTRA models at scale with PyTorch and DeepSpeed.
+
+For notebooks and scripts, this module offers the functions below; docs/api.md describes them.
+
+    import electra_dist as ed
+    corpus = ed.open_corpus("s3://bucket/corpus")
+    rows = corpus.batch(step=1000, global_batch=2048)
+    model = ed.load("runs/base", tower="discriminator")
+    ed.replaced_probability(model, ["the chef ate the meal"])
+
+Cost: the import takes a few milliseconds, because torch and the rest are imported when a function is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from electra_dist.version import VERSION as __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from electra_dist.config import Config
+    from electra_dist.config_file import load_config
+    from electra_dist.errors import UserError
+    from electra_dist.library.corpus import Corpus, open_corpus
+    from electra_dist.library.models import (
+        build_objective,
+        build_towers,
+        load,
+        load_weights,
+        replaced_probability,
+        score_texts,
+        step_input,
+    )
+    from electra_dist.run.folder import open_run
+
+# Name -> the module that defines it.
+_MODULES = {
+    "Config": "electra_dist.config",
+    "Corpus": "electra_dist.library.corpus",
+    "UserError": "electra_dist.errors",
+    "build_objective": "electra_dist.library.models",
+    "build_towers": "electra_dist.library.models",
+    "load": "electra_dist.library.models",
+    "load_config": "electra_dist.config_file",
+    "load_weights": "electra_dist.library.models",
+    "open_corpus": "electra_dist.library.corpus",
+    "open_run": "electra_dist.run.folder",
+    "replaced_probability": "electra_dist.library.models",
+    "score_texts": "electra_dist.library.models",
+    "step_input": "electra_dist.library.models",
+}
+
+__all__ = [
+    "Config",
+    "Corpus",
+    "UserError",
+    "__version__",
+    "build_objective",
+    "build_towers",
+    "load",
+    "load_config",
+    "load_weights",
+    "open_corpus",
+    "open_run",
+    "replaced_probability",
+    "score_texts",
+    "step_input",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import and return one of the names that this module offers, when it is first used.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # so that this function is called once for each name
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the names that the module offers, for completion in a notebook."""
+    return sorted(__all__)

@@ -1,0 +1,227 @@
+"""Open a corpus, and read the rows of any step of a run on it.
+
+Guarantee: the rows of a step are those that a run with the same seed, window and global batch trains on in it, because
+the order, the verification and the reading are the run's own.
+
+Cost: the first batch of a window verifies its shards (10 to 40 ms for 16 MB); the rows of a step are then copied from
+mapped files. A batch may need as many shards as a window has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from electra_dist.config import Config
+from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.loader import RowLoader
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.shard import rows_of
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.errors import ManifestMismatch
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.run.folder import IDENTITY_FILE, is_run_folder, open_run
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.train.token_counts import count_tokens
+
+# Defaults of the config, for a corpus that is opened without one.
+_SEED = 42
+_WINDOW_SHARDS = 64
+_CACHE_DIR = Path("~/.cache/electra-dist")  # for the shards of a corpus on S3
+
+
+class Corpus:
+    """An open corpus, with the order in which a run reads its rows. Close it, or use it in a `with` statement.
+
+    Only one thread may use it at a time.
+    """
+
+    def __init__(
+        self, store: Store, manifest: CorpusManifest, seed: int, shuffle_window_shards: int, cache_dir: Path
+    ) -> None:
+        """Store the order's parameters; no shard is read until the first batch.
+
+        Args:
+            store: where the corpus is.
+            manifest: its manifest.
+            seed: `seed` of the run whose order it is.
+            shuffle_window_shards: `data.shuffle_window_shards` of that run.
+            cache_dir: folder for shards fetched from S3; unused for a local corpus.
+        """
+        self.manifest = manifest
+        self._store = store
+        self._cache_dir = cache_dir
+        self._order = RowOrder([shard.rows for shard in manifest.shards], seed, shuffle_window_shards)
+        self._cache = self._open_cache()
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the digest of the corpus, which a run records."""
+        return self.manifest.fingerprint
+
+    @property
+    def special(self) -> SpecialIds:
+        """Return the ids of the special tokens."""
+        return SpecialIds.from_tokens(self.manifest.tokenizer.special)
+
+    def vocabulary(self) -> Vocabulary:
+        """Read the vocabulary of the corpus.
+
+        Raises:
+            UserError: the file is missing or is not a vocabulary.
+        """
+        name = self.manifest.tokenizer.vocab_file
+        return Vocabulary(self._store.read(name).decode(), f"{self._store.url}/{name}")
+
+    def batch(self, step: int, global_batch: int) -> torch.Tensor:
+        """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
+
+        They are the rows of all ranks together, in the order of their numbers. Rank r of W ranks reads the r-th of W
+        equal slices of them. Any step can be asked for at any time.
+
+        Args:
+            step: number of the step, from 0. The record of step t + 1 in metrics.jsonl is about the step of number t.
+            global_batch: `train.global_batch` of the run.
+
+        Raises:
+            StoreError: a shard cannot be read.
+            ManifestMismatch: a shard is not the one that the manifest lists.
+        """
+        shard_of_row, row_in_shard = self._locate(step, global_batch)
+        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
+        self._cache.keep_only(distinct_shards)
+        self._cache.prefetch(distinct_shards)
+        shards = [self._cache.open(int(shard)) for shard in distinct_shards]
+        rows = rows_of(shards, index_of_row, row_in_shard)
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def row_ids(self, step: int, global_batch: int) -> torch.Tensor:
+        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
+
+        Rows are numbered from 0 in the order of the shards in corpus.json. A run's receipts are checksums of these
+        numbers (`electra_dist.data.row_receipt`).
+        """
+        shard_of_row, row_in_shard = self._locate(step, global_batch)
+        return torch.from_numpy(self._order.row_ids(shard_of_row, row_in_shard))
+
+    def batches(self, global_batch: int, first_step: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a thread.
+
+        Args:
+            global_batch: `train.global_batch` of the run.
+            first_step: number of the first step, from 0.
+
+        Raises:
+            StoreError: a shard cannot be read.
+            ManifestMismatch: a shard is not the one that the manifest lists.
+        """
+        with contextlib.closing(self._open_cache()) as cache:
+            loader = RowLoader(cache, self._order, global_batch, rank=0, world_size=1, start_step=first_step)
+            with contextlib.closing(loader):
+                while True:
+                    yield torch.from_numpy(loader.next().ids.astype(np.int64))
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """Return how often each token id occurs in the corpus, int64 [V].
+
+        The counts are those of corpus.json; if it has none, the whole corpus is read.
+        """
+        counts_of_builder = self.manifest.totals.get("token_counts")
+        if counts_of_builder is not None:
+            return np.asarray(counts_of_builder, np.int64)
+        with contextlib.closing(self._open_cache()) as cache:
+            return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
+
+    def close(self) -> None:
+        """Close the shards and end the threads that read them."""
+        self._cache.close()
+
+    def __enter__(self) -> Corpus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_cache(self) -> ShardCache:
+        """Return a new cache of the corpus's shards, which the caller closes."""
+        return ShardCache(self._store, self.manifest, self._cache_dir)
+
+    def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the shard of each row of a step, and its number in that shard, two int64 arrays [global_batch]."""
+        if step < 0 or global_batch < 1:
+            raise ValueError(f"step {step} of {global_batch} rows: a step is at least 0, and has at least one row")
+        first_position = step * global_batch
+        _, shard_of_row, row_in_shard = self._order.locate(np.arange(first_position, first_position + global_batch))
+        return shard_of_row, row_in_shard
+
+
+def open_corpus(
+    source: str | Path | Config,
+    *,
+    seed: int | None = None,
+    shuffle_window_shards: int | None = None,
+    endpoint_url: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Corpus:
+    """Open a corpus, to read the rows of any step of a run on it.
+
+    Args:
+        source: folder or s3:// prefix of a corpus; or the folder of a run, or its config, whose corpus and order are
+            then opened.
+        seed: `seed` of the run; None for that of the config, without one 42.
+        shuffle_window_shards: `data.shuffle_window_shards` of the run; None for that of the config, without one 64.
+        endpoint_url: S3 service other than AWS; None for that of the config.
+        cache_dir: folder for shards fetched from S3; None for that of the config, without one ~/.cache/electra-dist.
+
+    Raises:
+        UserError: there is no such corpus.
+        ManifestMismatch: the corpus of a run's folder has changed since the run began.
+    """
+    config = None
+    url = str(source)
+    if isinstance(source, Config):
+        config = source
+    elif is_run_folder(Path(source)):
+        config = open_run(Path(source))
+    if config is not None:
+        url = config.data.corpus
+        seed = config.seed if seed is None else seed
+        shuffle_window_shards = shuffle_window_shards or config.data.shuffle_window_shards
+        endpoint_url = endpoint_url or config.data.endpoint_url
+        cache_dir = cache_dir or config.cache_folder
+    store = open_store(url, endpoint_url)
+    manifest = read_manifest(store)
+    if config is not None:
+        _check_fingerprint(Path(config.run_dir), url, manifest)
+    return Corpus(
+        store,
+        manifest,
+        seed=_SEED if seed is None else seed,
+        shuffle_window_shards=shuffle_window_shards or _WINDOW_SHARDS,
+        cache_dir=Path(cache_dir or _CACHE_DIR).expanduser(),
+    )
+
+
+def _check_fingerprint(run_dir: Path, url: str, manifest: CorpusManifest) -> None:
+    """Raise if a run was begun in `run_dir` with another corpus than the one that is at its place now.
+
+    Raises:
+        ManifestMismatch: the fingerprints differ.
+    """
+    identity_file = run_dir / IDENTITY_FILE
+    if not identity_file.exists():
+        return
+    fingerprint = json.loads(identity_file.read_text())["corpus_fingerprint"]
+    if fingerprint != manifest.fingerprint:
+        raise ManifestMismatch(
+            f"{url}: the corpus has changed since the run {run_dir} began: its fingerprint is "
+            f"{manifest.fingerprint[:16]} and was {fingerprint[:16]}; restore it, or open the corpus by its own path"
+        )

@@ -1,0 +1,145 @@
+"""Build the networks and the loss of a config, load the weights of a run, and score text.
+
+Guarantee: masks, samples, dropout and losses are those of a run with the same config, seed and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+from electra_dist.library.corpus import Corpus
+from electra_dist.model import initial_weights
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.objectives import build_objective as objective_builder
+from electra_dist.objectives.base import Objective, StepInput, loss_counts
+from electra_dist.objectives.corruption import CorruptingObjective
+from electra_dist.pretrained.frozen_generator import read_frozen_generator
+from electra_dist.pretrained.load_encoder import Pretrained, TowerName, device_of_choice, load_pretrained
+from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.scoring.text_scores import TextScore, TextScorer
+
+
+def build_towers(config: Config) -> ElectraTowers:
+    """Build generator and discriminator with their heads, with the weights that a run of this config starts from.
+
+    Weights that `train.init_from` names are not loaded.
+    """
+    return initial_weights.build_towers(config.model, config.seed, config.objective)
+
+
+def build_objective(config: Config, corpus: Corpus) -> Objective:
+    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
+
+    Call it with the result of `step_input`. `load_weights` puts the weights of a run into it. Weights that
+    `train.init_from` names are not loaded, but those of a frozen generator are.
+
+    Args:
+        config: the config of a run.
+        corpus: gives the ids of the special tokens, and token counts if the objective draws by them.
+
+    Raises:
+        UserError: the sections contradict each other, or the weights of a frozen generator cannot be used.
+    """
+    count_V = corpus.token_counts() if objective_builder.needs_token_counts(config.objective) else None
+    objective = objective_builder.build_objective(
+        config.model, config.objective, corpus.special, config.seed, config.kernels.backend, count_V
+    )
+    if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
+        objective.frozen_generator.load_state_dict(read_frozen_generator(config))
+    return objective
+
+
+def step_input(objective: Objective, ids: torch.Tensor, step: int = 0, seed: int = 42) -> StepInput:
+    """Return the input of an objective for all rows of a step, so that its losses are means over their tokens.
+
+    Masks, samples and dropout are those of the run with this seed at this step. Values with a schedule are those of
+    the first step.
+
+    Args:
+        objective: the module that will be called with it.
+        ids: int64 token ids [global_batch, seq_len], on the device of the module.
+        step: number of the step, from 0.
+        seed: `seed` of the run.
+    """
+    counts = loss_counts(ids, objective.special, objective.objective).sum(0).clamp(min=1)
+    first_scale, second_scale = 1.0 / counts
+    rows = torch.arange(len(ids), device=ids.device)
+    return StepInput(ids, rows, step, seed, first_scale, second_scale)
+
+
+def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: int | None = None) -> int:
+    """Copy the weights of a run into an objective, or into towers, of the same config; return the step they are of.
+
+    Every byte is verified against the checkpoint's manifest.
+
+    Args:
+        module: what `build_objective` or `build_towers` returned.
+        run_dir: the folder of the run.
+        step: number of steps after which the checkpoint was taken; None for the newest good one.
+
+    Raises:
+        UserError: it is not a run, has no such good checkpoint, or its parameters are not those of the module.
+    """
+    run = load_run_weights(Path(run_dir), step)
+    prefix = "" if isinstance(module, Objective) else "towers."
+    parameters = dict(module.named_parameters())
+    weights = {name.removeprefix(prefix): weight for name, weight in run.weights.items()}
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    if {name: weight.shape for name, weight in weights.items()} != shapes:
+        raise UserError(
+            f"{run_dir}: the parameters of the run are not those of the module; build the module with the run's own "
+            f"config, `open_run({str(run_dir)!r})`"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    return run.state.step
+
+
+def load(model: str | Path, tower: TowerName = "discriminator", step: int | None = None) -> Pretrained:
+    """Load one tower of a pretrained model with its tokenizer.
+
+    `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
+
+    Args:
+        model: the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml for random weights.
+        tower: which tower of a run; ignored for a Hugging Face folder, which holds one.
+        step: number of steps after which a run's checkpoint was taken; None for the newest good one.
+
+    Raises:
+        UserError: there is no such model, or it has no such tower.
+    """
+    return load_pretrained(str(model), tower, step=step)
+
+
+def score_texts(model: Pretrained, texts: Sequence[str]) -> list[TextScore]:
+    """Return how plausible a model finds each text and each of its tokens, as `electra-dist score` prints it.
+
+    Args:
+        model: what `load` returned.
+        texts: plain texts.
+
+    Raises:
+        UserError: the model came without its pretraining head.
+    """
+    return list(TextScorer(model, device_of_choice()).score(texts))
+
+
+def replaced_probability(model: Pretrained, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
+    """Return the tokens of each text, each with the probability that it was replaced by another one.
+
+    Args:
+        model: a discriminator, from `load`.
+        texts: plain texts.
+
+    Raises:
+        UserError: the model came without its pretraining head, or gives no such probability.
+    """
+    scorer = TextScorer(model, device_of_choice())
+    scorer.check_detects_replaced()
+    return [list(zip(text.tokens, text.replaced_probability or [], strict=True)) for text in scorer.score(texts)]
