@@ -1,29 +1,41 @@
-"""A real run on two ranks, exported by the command: which weights, in which files, with which card."""
+"""A real run on two ranks: what the command exports of it, and what the library reads of it.
+
+They share one file, so that they share one run.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from support.real_runs import SEQ_LEN, quick_command, read_losses, write_corpus, write_tiny_config
+from support.real_runs import REPOSITORY, SEQ_LEN, quick_command, read_losses, write_corpus, write_tiny_config
 from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
 from typer.testing import CliRunner
 
+import electra_dist as ed
 from electra_dist.config_file import load_config
 from electra_dist.data.corpus_manifest import read_manifest
-from electra_dist.errors import UserError
+from electra_dist.data.row_receipt import Receipt
+from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.objectives.base import Sums
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.report.model_card import model_card
 from electra_dist.store.open_store import open_store
@@ -321,3 +333,123 @@ def test_a_run_without_evaluations_has_no_best_checkpoint(
     assert "none was saved at a step with an evaluation" in export(
         copy, "--checkpoint", "best", "--output", str(tmp_path / "out"), exit_code=78
     )
+
+
+def test_the_library_reads_the_rows_that_the_run_has_trained_on(run: Path) -> None:
+    """The independent truth are the receipts of the run, and the corpus as its shards' tar files hold it."""
+    number_of_row = {}
+    for row in rows_in_shards(load_config(run / "config.yaml").data.corpus):
+        number_of_row[row.tobytes()] = len(number_of_row)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    receipts = {record["step"]: record["receipt"] for record in records if record["kind"] == "train"}
+
+    total = Receipt()
+    with ed.open_corpus(run) as corpus:
+        assert corpus.fingerprint == json.loads((run / "identity.json").read_text())["corpus_fingerprint"]
+        in_order = corpus.batches(global_batch=16, first_step=0)
+        for step in range(20):
+            ids = corpus.batch(step=step, global_batch=16)
+            assert ids.dtype == torch.int64
+            assert ids.shape == (16, SEQ_LEN)
+            numbers = [number_of_row[row.astype(np.uint16).tobytes()] for row in ids.numpy()]
+            assert corpus.row_ids(step, 16).tolist() == numbers
+            total += Receipt.of(np.array(numbers))
+            assert total.hex == receipts[step + 1]
+            assert torch.equal(next(in_order), ids)
+        in_order.close()  # type: ignore[attr-defined]
+        assert torch.equal(corpus.batch(3, 16), ed.open_corpus(load_config(run / "config.yaml")).batch(3, 16))
+    with ed.open_corpus(load_config(run / "config.yaml").data.corpus, seed=7, shuffle_window_shards=2) as by_url:
+        assert torch.equal(by_url.batch(3, 16), ids_of_step(run, 3))
+    with ed.open_corpus(load_config(run / "config.yaml").data.corpus) as other_order:  # the default seed, 42
+        assert not torch.equal(other_order.batch(3, 16), ids_of_step(run, 3))
+
+
+def rows_in_shards(corpus: str) -> Iterator[np.ndarray]:
+    """Yield the rows of a corpus in the order of its shards, read from the tar files without the project's code."""
+    for shard in sorted(Path(corpus).glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                assert file is not None
+                yield from np.load(io.BytesIO(file.read()))
+
+
+def ids_of_step(run: Path, step: int) -> torch.Tensor:
+    """Return the rows of a step of the run."""
+    with ed.open_corpus(run) as corpus:
+        return corpus.batch(step, 16)
+
+
+def test_the_library_computes_the_losses_of_the_run(run: Path) -> None:
+    """The loss of a step, from the checkpoint before it and its rows, equals the one that the run has recorded."""
+    config = ed.open_run(run)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with ed.open_corpus(run) as corpus:
+        objective = ed.build_objective(config, corpus)
+        for step in (10, 15):
+            assert ed.load_weights(objective, run, step) == step
+            output = objective(ed.step_input(objective, corpus.batch(step, 16), step, config.seed))
+            [record] = [record for record in records if record["kind"] == "train" and record["step"] == step + 1]
+            sums = Sums(*output.sums.tolist())
+            assert sums.mlm_loss_sum / sums.mlm_weight == pytest.approx(record["mlm_loss"], rel=1e-6)
+            assert sums.rtd_loss_sum / sums.rtd_weight == pytest.approx(record["rtd_loss"], rel=1e-6)
+            assert output.loss.item() == pytest.approx(record["loss"], rel=1e-6)
+
+    towers = ed.build_towers(config)
+    assert ed.load_weights(towers, run) == 20
+    for name, weight in stored_weights(run, 20).items():
+        assert torch.equal(towers.get_parameter(name), weight)
+    other = config.model.model_copy(update={"embedding_size": 20})
+    with pytest.raises(UserError, match="not those of the module"):
+        ed.load_weights(ed.build_towers(config.model_copy(update={"model": other})), run)
+
+
+def test_the_library_loads_the_towers_of_the_run_and_scores_text(run: Path, tmp_path: Path) -> None:
+    model = ed.load(run, tower="discriminator", step=15)
+    weights = stored_weights(run, 15)
+    assert torch.equal(model.state["embeddings.word.weight"], weights["embeddings.word.weight"])
+
+    export_run(run, tmp_path, 15)
+    hf_model = ElectraForPreTraining.from_pretrained(tmp_path / "discriminator").eval()
+    [tokens] = ed.replaced_probability(model, ["w1 w2 w3"])
+    with torch.no_grad():
+        expected = hf_model(torch.tensor([[2, 6, 7, 8, 3]])).logits[0, 1:-1].sigmoid()
+    assert [token for token, _ in tokens] == ["w1", "w2", "w3"]
+    assert [probability for _, probability in tokens] == pytest.approx(expected.tolist(), abs=1e-5)
+    [text] = ed.score_texts(model, ["w1 w2 w3"])
+    assert text.score == pytest.approx((1 - expected.double()).log().sum().item(), abs=1e-4)
+    with pytest.raises(UserError, match="no probability"):
+        ed.replaced_probability(ed.load(run, tower="generator"), ["w1"])
+
+
+def test_a_corpus_that_has_changed_since_the_run_began_is_refused(copy: Path) -> None:
+    identity = json.loads((copy / "identity.json").read_text())
+    (copy / "identity.json").write_text(json.dumps({**identity, "corpus_fingerprint": "f" * 64}))
+    with pytest.raises(ManifestMismatch, match="has changed since the run"):
+        ed.open_corpus(copy)
+    with (
+        pytest.raises(ValueError, match="step -1"),
+        ed.open_corpus(load_config(copy / "config.yaml").data.corpus) as c,
+    ):
+        c.batch(-1, 16)
+
+
+@pytest.mark.parametrize("script", ["score_text", "add_an_objective"])
+def test_examples_run_on_the_run(
+    run: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/examples/ runs the other scripts, which start processes."""
+    arguments = {
+        "score_text": [str(run), "w1 w2 w3", "w1"],
+        "add_an_objective": [str(run / "config.yaml"), "--steps", "8"],
+    }
+    monkeypatch.setattr(sys, "argv", [script, *arguments[script]])
+    runpy.run_path(str(REPOSITORY / "examples" / f"{script}.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    if script == "score_text":
+        assert [line.split()[0::2] for line in lines[:2]] == [["w1", "w2", "w3"], ["w1"]]
+        assert lines[2].startswith("best: w1 (-")  # fewer tokens have the higher sum
+    else:
+        losses = [float(line.split()[-1]) for line in lines]
+        assert len(losses) == 8
+        assert losses[-1] < losses[0]
