@@ -112,15 +112,16 @@ def model_card(
         license_id: licence of the weights, as an identifier of Hugging Face's hub.
     """
     predicts_tokens = _predicts_tokens(tower, export)
+    evaluation = _evaluation(export, records)
     sections = [
         _front_matter(predicts_tokens, license_id),
         f"# {run_name}: ELECTRA {tower}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens),
         _training(export, records, versions),
-        _evaluation(export, records),
+        evaluation,
         _curves(records),
-        _limits(license_id),
+        _limits(license_id, is_evaluated=bool(evaluation)),
         _how_to_push(),
     ]
     return "\n".join(section for section in sections if section)
@@ -229,14 +230,15 @@ def _curves(records: Sequence[Record]) -> str:
     return f"## Curves\n\n![losses and measures of the whole run over its steps]({CURVES_FILE})\n"
 
 
-def _limits(license_id: str) -> str:
+def _limits(license_id: str, is_evaluated: bool) -> str:
     """Return the section on what is not known about the model."""
+    known = "was scored on held-out text only, not on tasks" if is_evaluated else "was not evaluated"
     license_note = ""
     if license_id == UNKNOWN_LICENSE:
         license_note = " Its licence is not stated: set `license` at the top of this file before you publish it."
     return (
-        "## Limits\n\nThe model was scored on held-out text only, not on tasks. It has learnt what is in its training "
-        f"text, errors and prejudices included.{license_note}\n"
+        f"## Limits\n\nThe model {known}. It has learnt what is in its training text, errors and prejudices included."
+        f"{license_note}\n"
     )
 
 

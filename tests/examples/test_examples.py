@@ -27,7 +27,7 @@ def run_example(script: str, *arguments: object) -> str:
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

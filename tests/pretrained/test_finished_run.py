@@ -286,6 +286,7 @@ def test_the_card_counts_the_flops_of_the_steps_that_were_made(run: Path, tmp_pa
         flops.append(float(figure))
         assert f"{step} of 20, 16 rows each" in card
         assert "license: unknown" in card
+        assert "The model was not evaluated." in card  # without records of evaluations
     assert flops[1] == pytest.approx(2 * flops[0], rel=0.01)
 
 
