@@ -9,6 +9,7 @@ How: the score of a sentence depends on the head with which the encoder was pret
 - A discriminator, or a model that restores replaced tokens: on pairs of files, the sum over all tokens of the sentence
   of log P(this token is the original one). On pairs of `number_agreement.py`, whose sentences differ in one word, the
   logit or the log-probability of that word alone.
+- The discriminator of Electric: the same with minus its energies in place of log P.
 
 A standard error is that of the choice of pairs: sqrt(p (1 - p) / n) for n pairs of one kind, and over all pairs the
 same with the kinds as strata.
@@ -96,7 +97,7 @@ def score_sentence_pairs(
     """Score an encoder with its pretraining head on minimal pairs of whole sentences, such as those of BLiMP.
 
     The score of a sentence is the sum over all its tokens that `sentence_log_probs` returns: log P(original) of a
-    discriminator, the pseudo-log-likelihood of a masked language model.
+    discriminator, minus the energy of that of Electric, the pseudo-log-likelihood of a masked language model.
 
     Args:
         encoder: the model with its vocabulary and its pretraining head.
