@@ -14,7 +14,7 @@ Source of the mean: Izmailov et al., "Averaging weights leads to wider optima an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ from electra_dist.checkpoint.retention import CheckpointInfo, best_first
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.interface import Store
 
+# Called after each checkpoint that was read, with the number read so far and the number to read.
+CheckpointProgress = Callable[[int, int], None]
 Choice = int | Literal["newest", "best"]  # a checkpoint: that of a step, the newest, or the best on held-out rows
 
 
@@ -38,7 +40,16 @@ class ChosenWeights(NamedTuple):
     damaged: list[str]  # one line for each checkpoint that was passed over because it is damaged
 
 
-def read_chosen(targets: Sequence[Store], choice: Choice = "newest", num_averaged: int = 1) -> ChosenWeights:
+def report_nothing(num_read: int, num_to_read: int) -> None:
+    """Report no progress; the default where a function takes a `CheckpointProgress`."""
+
+
+def read_chosen(
+    targets: Sequence[Store],
+    choice: Choice = "newest",
+    num_averaged: int = 1,
+    progress: CheckpointProgress = report_nothing,
+) -> ChosenWeights:
     """Read the fp32 master weights of the chosen checkpoint, or their mean with the checkpoints before it.
 
     Args:
@@ -46,15 +57,18 @@ def read_chosen(targets: Sequence[Store], choice: Choice = "newest", num_average
         choice: the checkpoint. The best one has the highest context AUC on held-out rows or, for a run without a
             discriminator, the lowest loss.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+        progress: called before the first checkpoint is read, and after each one.
 
     Raises:
         UserError: there is no such good checkpoint, no evaluated one for "best", or too few for the mean.
         StoreError: a checkpoint cannot be read.
     """
+    progress(0, num_averaged)
     if choice == "best":
         state, weights, damaged = _read_best(targets)
     else:
         state, weights, damaged = assemble(targets, None if choice == "newest" else choice)
+    progress(1, num_averaged)
     if num_averaged == 1:
         return ChosenWeights(state, weights, (state.step,), damaged)
     older_steps = [step for step in _newest_first(targets) if step < state.step]
@@ -64,6 +78,7 @@ def read_chosen(targets: Sequence[Store], choice: Choice = "newest", num_average
         for name, weight in older_weights.items():
             sums[name] += weight
         averaged_steps.append(older_state.step)
+        progress(len(averaged_steps), num_averaged)
         if len(averaged_steps) == num_averaged:
             means = {name: (total / num_averaged).float() for name, total in sums.items()}
             return ChosenWeights(state, means, tuple(reversed(averaged_steps)), damaged)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState
-from electra_dist.checkpoint.chosen_weights import Choice
+from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, report_nothing
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
@@ -27,7 +27,13 @@ class Export(NamedTuple):
     folders: dict[str, Path]  # by the names "discriminator" and, if there is one, "generator"
 
 
-def export_run(run_dir: Path, output: Path, choice: Choice = "newest", num_averaged: int = 1) -> Export:
+def export_run(
+    run_dir: Path,
+    output: Path,
+    choice: Choice = "newest",
+    num_averaged: int = 1,
+    progress: CheckpointProgress = report_nothing,
+) -> Export:
     """Export a checkpoint of a run, or a mean of several, to OUTPUT/discriminator and, if possible, OUTPUT/generator.
 
     One line on stderr names each checkpoint that was skipped because it is damaged. Each folder also gets the file
@@ -38,12 +44,13 @@ def export_run(run_dir: Path, output: Path, choice: Choice = "newest", num_avera
         output: folder for the exports; created if missing. Files of the same names are replaced.
         choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+        progress: called before the first checkpoint is read, and after each one.
 
     Raises:
         UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written.
     """
     _check_writable(output)  # before the weights are read, which may take minutes
-    run = load_chosen_weights(run_dir, choice, num_averaged)
+    run = load_chosen_weights(run_dir, choice, num_averaged, progress)
     for line in run.damaged:
         print(line, file=sys.stderr)
     tokenizer = run.tokenizer

@@ -15,7 +15,7 @@ import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.chosen_weights import Choice, read_chosen
+from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, read_chosen, report_nothing
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
@@ -61,7 +61,12 @@ def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     return RunWeights(config=config, state=state, weights=weights, damaged=damaged, steps=(state.step,))
 
 
-def load_chosen_weights(run_dir: Path, choice: Choice = "newest", num_averaged: int = 1) -> RunWeights:
+def load_chosen_weights(
+    run_dir: Path,
+    choice: Choice = "newest",
+    num_averaged: int = 1,
+    progress: CheckpointProgress = report_nothing,
+) -> RunWeights:
     """Read the weights of the checkpoint of a run that a user chooses, or their mean with the checkpoints before it.
 
     Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
@@ -70,13 +75,14 @@ def load_chosen_weights(run_dir: Path, choice: Choice = "newest", num_averaged: 
         run_dir: the run folder; its config names the checkpoint targets.
         choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+        progress: called before the first checkpoint is read, and after each one.
 
     Raises:
         UserError: `run_dir` is not a run, or has no such good checkpoint.
         StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
-    chosen = read_chosen(open_targets(config), choice, num_averaged)
+    chosen = read_chosen(open_targets(config), choice, num_averaged, progress)
     return RunWeights(
         config=config, state=chosen.state, weights=chosen.weights, damaged=chosen.damaged, steps=chosen.steps
     )

@@ -13,6 +13,7 @@ from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
 from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
+from launcher.cli.finetune import progress_bar
 from launcher.cli.options import RunFolder
 
 if TYPE_CHECKING:  # imports torch
@@ -50,7 +51,14 @@ def export(
     choice = _parse_checkpoint(checkpoint)
     num_averaged = _parse_average(average)
     check_license(license_id)
-    exported = export_run(run, output or run / EXPORT_DIR, choice, num_averaged)
+    with progress_bar(Console(stderr=True)) as report_progress:
+        exported = export_run(
+            run,
+            output or run / EXPORT_DIR,
+            choice,
+            num_averaged,
+            progress=lambda num_read, num_to_read: report_progress("checkpoints", num_read, num_to_read),
+        )
     cards = write_model_cards(run, exported, license_id)
     out = Console(highlight=False, soft_wrap=True)
     steps = ", ".join(f"{step:,}" for step in exported.steps)

@@ -25,7 +25,7 @@ _STDIN = "-"
 def score(
     model: Annotated[str, typer.Option(help="folder of a run, folder of a Hugging Face model, or random:CONFIG.yaml")],
     texts: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="one text on each line, UTF-8; default, and -: standard input")
+        str, typer.Argument(metavar="FILE", help="one text on each line, UTF-8; default, and -: standard input")
     ] = _STDIN,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="also print a value for each token, below its text")

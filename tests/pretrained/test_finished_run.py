@@ -232,7 +232,10 @@ def test_damaged_checkpoints_are_named_and_do_not_count(
 ) -> None:
     damage(copy, 15)
 
-    assert export_run(copy, tmp_path / "mean", num_averaged=2).steps == (10, 20)
+    calls: list[tuple[int, int]] = []
+    exported = export_run(copy, tmp_path / "mean", num_averaged=2, progress=lambda *call: calls.append(call))
+    assert exported.steps == (10, 20)
+    assert calls == [(0, 2), (1, 2), (2, 2)]
     assert "step-00000015" in capsys.readouterr().err
     assert "is damaged" in export(copy, "--checkpoint", "15", exit_code=78)
     assert "ask for a mean of 3" in export(copy, "--average", "last:4", exit_code=78)
