@@ -204,7 +204,7 @@ class OptimizerConfig(Section):
         default="adamw",
         description="Optimizer. adamw: AdamW as in the paper. lamb: LAMB, which scales each parameter's update by "
         "the parameter's norm and needs engine.zero_stage: 0. muon: Muon for the matrices of the layers and AdamW for "
-        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0.",
+        "all other parameters, with the same lr and weight_decay; needs engine.zero_stage: 0, 1 or 2.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=2e-4, description="Peak learning rate; 2e-4 is the paper's value for ELECTRA-Large."

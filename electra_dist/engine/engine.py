@@ -35,7 +35,7 @@ from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
-from electra_dist.engine.optimizers.muon import check_update
+from electra_dist.engine.optimizers.muon import adopt_partitions, check_update
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.tower_clipping import TowerClipping
 from electra_dist.errors import UserError
@@ -208,6 +208,7 @@ class Engine:
                 dist_init_required=False,
             )
         if optimizer_config.name == "muon":
+            adopt_partitions(self.optimizer, self.device)
             check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():

@@ -13,7 +13,8 @@ implementations of this one update rule; `build_optimizer` takes the first that 
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
 would silently take the norm of a piece for the norm of a parameter.
 
-`optimizer.name: muon` is `ForeachMuon` of `muon.py`, also at ZeRO stage 0 only, because it needs whole matrices.
+`optimizer.name: muon` is `ForeachMuon` of `muon.py`. It runs at the ZeRO stages 0 to 2: at stages 1 and 2 the ranks
+exchange the elements of the matrices that they share.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Refuse optimizer settings that cannot work: LAMB or Muon with partitioned parameters, or in code without them.
+    """Refuse optimizer settings that cannot work: LAMB or Muon at some ZeRO stages, or in code without them.
 
-    Both need whole parameters, and at ZeRO stages 1 to 3 an optimizer gets pieces of parameters.
-    Every setting of AdamW is accepted.
+    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters. Muon gathers its matrices
+    at stages 1 and 2, but not at stage 3. Every setting of AdamW is accepted.
 
     Args:
         config: gives the optimizer and its implementation.
@@ -136,15 +137,15 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
 
 
 def _check_muon(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise unless Muon can run: at ZeRO stage 0, in this project's code.
+    """Raise unless Muon can run: at the ZeRO stages 0 to 2, in this project's code.
 
     Raises:
         UserError: names the key that does not fit and the value to set.
     """
-    if zero_stage > 0:
+    if zero_stage > 2:
         raise UserError(
-            f"optimizer.name muon needs whole matrices, but engine.zero_stage is {zero_stage}; set "
-            f"engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+            f"optimizer.name muon works at engine.zero_stage 0, 1 and 2, but engine.zero_stage is {zero_stage}; set "
+            f"engine.zero_stage: 2 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
         )
     if config.implementation not in ("auto", "foreach"):
         raise UserError(

@@ -147,9 +147,10 @@ def test_an_optimizer_whose_update_is_not_orthogonal_is_refused_at_the_start(mon
         check_update(optimizer)
 
 
-def test_muon_with_partitioned_state_or_another_implementation_is_refused() -> None:
-    check_optimizer(OptimizerConfig(name="muon"), 0)
-    with pytest.raises(UserError, match=r"engine.zero_stage is 2; set engine.zero_stage: 0"):
-        check_optimizer(OptimizerConfig(name="muon"), 2)
+def test_muon_at_stage_3_or_with_another_implementation_is_refused() -> None:
+    for stage in (0, 1, 2):
+        check_optimizer(OptimizerConfig(name="muon"), stage)
+    with pytest.raises(UserError, match=r"engine.zero_stage is 3; set engine.zero_stage: 2"):
+        check_optimizer(OptimizerConfig(name="muon"), 3)
     with pytest.raises(UserError, match="has the implementation foreach"):
         check_optimizer(OptimizerConfig(name="muon", implementation="apex"), 0)

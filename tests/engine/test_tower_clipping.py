@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.real_runs import free_port
+from support.rank_processes import finish_ranks, start_ranks
 
 from electra_dist.config import Config, ObjectiveConfig, OptimizerConfig
 from electra_dist.config_file import load_config
@@ -33,28 +30,7 @@ FP32_ROUNDING = 2e-4
 def test_an_update_with_two_norms_is_that_of_a_float64_computation_at_every_stage(
     num_ranks: int, sharing: str
 ) -> None:
-    port = str(free_port())
-    ranks = []
-    for rank in range(num_ranks):
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_SIZE": str(num_ranks),
-        }
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        path = os.pathsep.join([str(WORKER.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKER), sharing],
-                env={**os.environ, **place, **address, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    output = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, output[0][-3000:]
+    output = finish_ranks(start_ranks(WORKER, num_ranks, sharing))
     for lines in output:
         measured = [line.split() for line in lines.splitlines() if line.startswith("MEASURED")]
         assert len(measured) == 15

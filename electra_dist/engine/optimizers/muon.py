@@ -9,25 +9,34 @@ are one parameter, are three matrices. The momentum b is 0.95.
 Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), for the iteration and its coefficients; Liu
 et al. 2025 (arXiv 2502.16982), for the factor.
 
-How: parameters are whole at ZeRO stage 0, and every rank computes the same updates. `check_update` is called when an
+Guarantee: at the ZeRO stages 0, 1 and 2 the same gradients, weights and momenta give the same update. A step that the
+caller refuses changes no momentum.
+
+How: at stage 0 parameters are whole, and every rank computes the same updates. At stages 1 and 2 a rank has a flat
+partition of many parameters. It computes the momentum and u of its elements, gets the rest of the matrices that it
+shares with other ranks (`matrix_partition.py`), and applies its own part of O(u). `check_update` is called when an
 engine is built and raises unless the optimizer's update of a test matrix is orthogonal. DeepSpeed's own Muon is not
 used: it takes the gradient norm over orthogonal updates, and changes the momentum before a step can be refused.
 
-Cost: 15 matrix products for each matrix and step on every rank, in bf16 on a GPU and fp32 on a CPU; nothing was
-measured on a GPU. The state is that of AdamW, whose second moment stays zero for these matrices, so that checkpoints
-have one layout.
+Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on a CPU; nothing was measured on a GPU.
+At stage 0 every rank computes all of them, at stages 1 and 2 those of the matrices of which it keeps an element. The
+state is that of AdamW, whose second moment stays zero for these matrices, so that checkpoints have one layout.
 
-Limits: ZeRO stage 0 (`optimizer.check_optimizer`).
+Limits: not at ZeRO stage 3 (`optimizer.check_optimizer`). Tested with DeepSpeed 0.19.8, whose partitions this file
+reads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from electra_dist.engine.optimizers.adamw import ForeachAdamW, moments_of
+from electra_dist.engine.optimizers.matrix_partition import MatrixPartition
 
 MOMENTUM = 0.95
 _RMS_OF_ADAMW = 0.2  # typical root mean square of AdamW's updates, which Muon's are scaled to
@@ -36,6 +45,7 @@ _NUM_ITERATIONS = 5
 # The iteration brings singular values near 1, not to 1.
 _LEAST_SINGULAR_VALUE = 0.5
 _LARGEST_SINGULAR_VALUE = 1.5
+_TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine is built
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -65,8 +75,24 @@ class ForeachMuon(ForeachAdamW):
     """Muon for parameter groups with a key `num_matrices`, AdamW without bias correction for all other groups.
 
     `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and value,
-    otherwise 1.
+    otherwise 1. Under ZeRO stages 1 and 2 call `adopt_partitions` before the first step.
     """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        """Register parameters or parameter groups; a group may override every setting.
+
+        Args:
+            params: parameters, or dicts with a list `params` and settings of that group.
+            lr: learning rate.
+            betas: decay rates of the moments of AdamW; Muon's momentum does not depend on them.
+            eps: added to the square root of AdamW's second moment.
+            weight_decay: each update also subtracts `lr * weight_decay * p` from a parameter p.
+        """
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        # ZeRO replaces the parameters of a group by one flat partition of them.
+        self.whole_parameters = [list(group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -85,33 +111,104 @@ class ForeachMuon(ForeachAdamW):
             assert gradient is not None
             momentum.lerp_(gradient, 1.0 - MOMENTUM)
             blend = gradient.lerp(momentum, MOMENTUM)
+            if "partition" in group:
+                _update_partition(group, parameter, blend)
+                continue
             parts = [orthogonalize(part) for part in blend.chunk(group["num_matrices"])]
             scale = _RMS_OF_ADAMW * math.sqrt(max(parts[0].shape))
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parameter.add_(torch.cat(parts), alpha=-group["lr"] * scale)
 
 
-def check_update(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless an optimizer has groups for Muon, and its update of a test matrix there is orthogonal.
+def _update_partition(group: dict[str, Any], partition: torch.Tensor, blend: torch.Tensor) -> None:
+    """Update this rank's partition of the parameters of a group in place, by Muon. Collective.
 
     Args:
-        optimizer: the optimizer that deepspeed.initialize returned, which at ZeRO stage 0 is the one that was passed
-            to it. Its parameters and its state are not changed.
+        group: parameter group with the settings and a `MatrixPartition` under the key `partition`.
+        partition: this rank's elements of the parameters, 1-D.
+        blend: the same elements of (1 - b) g + b m, for gradients g, momenta m and b = 0.95.
+    """
+    matrices: MatrixPartition = group["partition"]
+    partition.mul_(1.0 - group["lr"] * group["weight_decay"])
+    for matrix in matrices.gather(blend):
+        update = orthogonalize(matrix.values).reshape(-1)[matrix.own]
+        scale = _RMS_OF_ADAMW * math.sqrt(max(matrix.values.shape))
+        partition[matrix.in_partition].add_(update.to(partition.device), alpha=-group["lr"] * scale)
+
+
+def adopt_partitions(optimizer: Any, device: torch.device) -> None:
+    """Let Muon update the flat partitions that ZeRO stage 1 or 2 has put into its groups; do nothing at stage 0.
+
+    Call it once on every rank, after deepspeed.initialize and before the first step.
+
+    Args:
+        optimizer: the optimizer that deepspeed.initialize returned for a `ForeachMuon`.
+        device: the device of this rank, on which matrices are gathered.
+
+    Raises:
+        RuntimeError: the partitions do not hold the parameters one after another. Another version of DeepSpeed may
+            have another layout.
+    """
+    base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
+    if base is optimizer or not isinstance(base, ForeachMuon):
+        return
+    for group, parameters in zip(base.param_groups, base.whole_parameters, strict=True):
+        if "num_matrices" not in group:
+            continue
+        shapes = []
+        for parameter in parameters:
+            rows, columns = parameter.shape
+            shapes += [(rows // group["num_matrices"], columns)] * group["num_matrices"]
+        [partition] = group["params"]
+        group["partition"] = MatrixPartition(shapes, partition.numel(), dist.get_rank(), dist.get_world_size(), device)
+        _check_layout(parameters, group["partition"])
+
+
+def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
+    """Raise unless DeepSpeed's own record of this rank's partition agrees with parameters one after another.
+
+    Args:
+        parameters: the whole parameters of a group. DeepSpeed has recorded in `_hp_mapping` which elements of each
+            are in this rank's partition, and where; it is None if all are on other ranks.
+        partition: the division of their matrices.
+
+    Raises:
+        RuntimeError: a parameter is at another place.
+    """
+    own = partition.partitions[partition.rank]
+    start = 0
+    for parameter in parameters:
+        link = parameter._hp_mapping
+        if link is not None:
+            recorded_start = own.start + link.hp_fragment_address.start - link.lp_fragment_address.start
+            if recorded_start != start:
+                raise RuntimeError(
+                    f"DeepSpeed keeps a parameter of shape {tuple(parameter.shape)} from element {recorded_start} of "
+                    f"its group on, and Muon expects it at {start}; set engine.zero_stage: 0, and report this"
+                )
+        start += parameter.numel()
+
+
+def check_update(optimizer: Any) -> None:
+    """Raise unless an optimizer has groups for Muon, and its update of a test matrix there is orthogonal.
+
+    At ZeRO stages 1 and 2 the test matrix is divided among the ranks, and the call is collective.
+
+    Args:
+        optimizer: the optimizer that deepspeed.initialize returned, after `adopt_partitions`. Its parameters and its
+            state are not changed.
 
     Raises:
         RuntimeError: the optimizer does not run Muon.
     """
-    muon_groups = [group for group in optimizer.param_groups if "num_matrices" in group]
-    if not muon_groups or not isinstance(optimizer, ForeachMuon):
+    base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
+    muon_groups = [group for group in base.param_groups if "num_matrices" in group]
+    if not muon_groups or not isinstance(base, ForeachMuon):
         raise RuntimeError("optimizer.name is muon, but no parameter group is updated by Muon; report this")
-    device = muon_groups[0]["params"][0].device
-    values = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
-    matrix = torch.nn.Parameter(torch.zeros(24, 16, device=device))
-    matrix.grad = values.to(device)
-    test_group = {**muon_groups[0], "params": [matrix], "lr": 1.0, "num_matrices": 1}
-    optimizer.update_group(test_group, [matrix])
-    del optimizer.state[matrix]
-    singular_values = torch.linalg.svdvals(matrix.detach() / (_RMS_OF_ADAMW * math.sqrt(24)))
+    update = _update_of_test_matrix(base, muon_groups[0])
+    if update is None:
+        return
+    singular_values = torch.linalg.svdvals(update / (_RMS_OF_ADAMW * math.sqrt(max(_TEST_SHAPE))))
     least = float(singular_values.min())
     largest = float(singular_values.max())
     if least < _LEAST_SINGULAR_VALUE or largest > _LARGEST_SINGULAR_VALUE:
@@ -119,3 +216,33 @@ def check_update(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer.name is muon, but the update of a test matrix has singular values from {least:.3g} to "
             f"{largest:.3g} instead of about 1; set optimizer.name: adamw, and report this"
         )
+
+
+def _update_of_test_matrix(optimizer: ForeachMuon, group: dict[str, Any]) -> torch.Tensor | None:
+    """Return an optimizer's update of a matrix of zeros by a random gradient. Collective where parameters are divided.
+
+    Args:
+        optimizer: computes the update; its state is not changed.
+        group: a parameter group for Muon, whose settings are used, except for a learning rate of 1.
+
+    Returns:
+        The update, [24, 16]. None if the matrix is divided among so many ranks that this one keeps no element of it.
+    """
+    gradient = torch.randn(_TEST_SHAPE, generator=torch.Generator().manual_seed(0))
+    test_group = {**group, "lr": 1.0, "num_matrices": 1}
+    partition: MatrixPartition | None = group.get("partition")
+    if partition is not None:
+        numel = -(-gradient.numel() // partition.num_ranks)  # rounded up
+        partition = MatrixPartition([_TEST_SHAPE], numel, partition.rank, partition.num_ranks, partition.device)
+        test_group["partition"] = partition
+        padding = numel * partition.num_ranks - gradient.numel()
+        padded = torch.nn.functional.pad(gradient.reshape(-1), (0, padding))
+        gradient = padded[partition.rank * numel : (partition.rank + 1) * numel]
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient, device=group["params"][0].device))
+    parameter.grad = gradient.to(parameter.device)
+    optimizer.update_group(test_group, [parameter])
+    del optimizer.state[parameter]
+    if partition is None:
+        return parameter.detach()
+    matrices = partition.gather(parameter.detach())
+    return matrices[0].values if matrices else None
