@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.real_runs import free_port
 
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 
 def start_ranks(script: Path, num_ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
