@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 
 from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.curves import draw_panel
-from electra_dist.report.page_script import SCRIPT
-from electra_dist.report.page_style import STYLE
+from electra_dist.report.page_assets import SCRIPT, STYLE
 from electra_dist.report.panels import PANELS
 
 
