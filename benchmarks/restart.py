@@ -126,6 +126,7 @@ def write_config(folder: Path, smoke: bool) -> Path:
     tree["run_dir"] = str(folder / "run")
     tree["data"] |= {"corpus": str(folder / "corpus"), "heldout": None}
     tree["train"] |= {"num_steps": LAST, "global_batch": 16, "micro_batch": 16, "precision": "fp32"}
+    tree["optimizer"] |= {"warmup_steps": LAST}
     tree["checkpoint"] |= {"every_steps": SAVED}
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     return folder / "run.yaml"

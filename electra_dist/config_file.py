@@ -3,11 +3,9 @@
 Guarantee: every mistake in a config is a UserError of one line, which names the file (or --set), the key, the nearest
 valid key and the next step. The process then ends with exit code 78.
 
-How: a config is merged from layers, of which a later one replaces values of an earlier one. The layers are the file
-that the config file names by `extends: base.yaml` (a path relative to the config file), the config file itself, and
-each override such as `--set train.micro_batch=32`. `sources` returns the layer that each value comes from.
-
-Limits: a base file may not extend another file, so at most two files describe a run.
+How: `config_layers.py` reads the layers of a config, of which a later one replaces values of an earlier one: the files
+that the config file extends, the config file itself, and each override such as `--set train.micro_batch=32`. They are
+merged and validated as one tree. `sources` returns the layer that each value comes from.
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from electra_dist.config import Config, Section
+from electra_dist.config_layers import Tree, find_config_file, merge, read_layers, read_yaml
 from electra_dist.errors import UserError
 from electra_dist.schedule import NUMBER_TAG, SCHEDULE_TAG
 
-Tree = dict[str, Any]
 S = TypeVar("S", bound=Section)
 
 _COLLECTIONS: tuple[Any, ...] = (dict, tuple)
-_SCHEDULE_KEYS = frozenset({"from", "to", "shape"})  # A mapping with all of these is a whole schedule.
-_OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
 _UNKNOWN_KEY = "extra_forbidden"  # pydantic's types of faults
 _MISSING_KEY = "missing"
 _RAISED_BY_CHECK = "value_error"
@@ -41,17 +37,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and validate the config file `path`, with overrides from the command line.
 
     Args:
-        path: YAML file; it may extend one other file.
+        path: YAML file; it may extend another file. A path configs/NAME that does not exist is taken from the files
+            that come with the package.
         overrides: Texts of the form key.path=value, where the value is YAML. A later one replaces an earlier one.
 
     Raises:
         UserError: The file is missing, is not YAML, or holds an unknown key or an invalid value. The message is one
             line with the file (or --set), the key and the next step.
     """
-    layers = _layers(Path(path), overrides)
+    layers = read_layers(Path(path), overrides)
     merged: Tree = {}
     for _, tree in layers:
-        merged = _merge(merged, tree)
+        merged = merge(merged, tree)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -69,7 +66,8 @@ def load_section(path: Path, kind: type[S]) -> S:
         UserError: The file is missing, is not YAML, or holds an unknown key or an invalid value. The message is one
             line with the file, the key and the next step.
     """
-    tree = _read_yaml(path)
+    path = find_config_file(path)
+    tree = read_yaml(path)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -81,7 +79,7 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return where each value of the resolved config comes from.
 
     Args:
-        path: YAML file of the config; it may extend one other file.
+        path: YAML file of the config, as for `load_config`.
         overrides: Texts of the form key.path=value, as for `load_config`.
 
     Returns:
@@ -92,7 +90,7 @@ def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """
     resolved = load_config(path, overrides).model_dump(mode="json")
     source_of_key = dict.fromkeys(_leaves(resolved), "default")
-    for name, tree in _layers(Path(path), overrides):
+    for name, tree in read_layers(Path(path), overrides):
         for key in _leaves(tree):
             # A later layer replaces the values of earlier ones; a number may have replaced a schedule, whose keys are
             # then not in the resolved config.
@@ -112,110 +110,6 @@ def key_description(key: str) -> str:
 def dump_yaml(config: Config) -> str:
     """Return the resolved config as YAML text, which `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
-
-
-def _layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return the layers of a config, each as (name, tree of keys), in the order in which they are merged.
-
-    A layer replaces values of the layers before it. The layers are the file that the config file extends, if there is
-    one, the config file itself, and each override. The name of a layer is the path of its file, or `--set` for an
-    override.
-    """
-    layers = []
-    tree = _read_yaml(path)
-    base_name = tree.pop("extends", None)
-    if base_name is not None:
-        base_path = path.parent / str(base_name)
-        layers.append((str(base_path), _read_base(base_path)))
-    layers.append((str(path), tree))
-    for text in overrides:
-        layers.append((_OVERRIDE, _parse_override(text)))
-    return layers
-
-
-def _read_base(path: Path) -> Tree:
-    """Return the tree of keys of the file `path`, which the config file names under `extends`.
-
-    Raises:
-        UserError: The file cannot be read, or itself extends another file.
-    """
-    tree = _read_yaml(path)
-    if "extends" in tree:
-        raise UserError(
-            f"{path}: extends: only one level is allowed; copy the keys of {tree['extends']} into this file "
-            f"and remove its extends"
-        )
-    return tree
-
-
-def _read_yaml(path: Path) -> Tree:
-    """Return the mapping in a YAML file.
-
-    Raises:
-        UserError: The file is missing, unreadable, not YAML or not a mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from None
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(_explain_yaml_error(path, error)) from None
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{path}: expected sections such as `train:`, found {type(tree).__name__}; write the keys of a config "
-            f"(configs/ has examples)"
-        )
-    return tree
-
-
-def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
-    """Return one line about a syntax error, with line and column where the parser knows them."""
-    mark = getattr(error, "problem_mark", None)
-    place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)  # the parser counts from 0
-    problem = getattr(error, "problem", error)
-    return f"{place}: not valid YAML ({problem}); correct this place"
-
-
-def _parse_override(text: str) -> Tree:
-    """Return the tree of one override: {"train": {"micro_batch": 32}} for "train.micro_batch=32".
-
-    Raises:
-        UserError: There is no key or no equals sign, or the value is not YAML.
-    """
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"--set {text}: expected key.path=value; write for example --set train.micro_batch=32")
-    try:
-        tree: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"--set {text}: the value is not valid YAML; put the value in quotes") from None
-    # Wrap the value in mappings, from the innermost key outwards.
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return tree
-
-
-def _merge(below: Tree, above: Tree) -> Tree:
-    """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
-
-    Sections that both trees have are merged key by key. Where only one of the two values is a section, that of `above`
-    replaces the other as a whole. So does a whole schedule, whose keys depend on its shape.
-    """
-    merged = dict(below)
-    for key, value in above.items():
-        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        if are_sections and not _SCHEDULE_KEYS.issubset(value):
-            merged[key] = _merge(merged[key], value)
-        else:
-            merged[key] = value
-    return merged
 
 
 def _leaves(tree: Tree, prefix: str = "") -> list[str]:

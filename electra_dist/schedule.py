@@ -18,7 +18,16 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 Number = TypeVar("Number")
 
@@ -88,22 +97,34 @@ def _tag(value: Any) -> str:
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 
-_PositiveNumber = Annotated[float, Field(gt=0)]
+def refuse_boolean(value: Any) -> Any:
+    """Return a value of the config that is not a boolean; pydantic would take `true` for the number 1.
+
+    Raises:
+        ValueError: the value is a boolean.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a value of this key")
+    return value
+
+
+_Number = Annotated[float, BeforeValidator(refuse_boolean)]
+_PositiveNumber = Annotated[_Number, Field(gt=0)]
 PositiveOrSchedule = Annotated[
     Annotated[_PositiveNumber, Tag(NUMBER_TAG)] | Annotated[Schedule[_PositiveNumber], Tag(SCHEDULE_TAG)],
     Discriminator(_tag),
 ]
-_NonNegativeNumber = Annotated[float, Field(ge=0)]
+_NonNegativeNumber = Annotated[_Number, Field(ge=0)]
 NonNegativeOrSchedule = Annotated[
     Annotated[_NonNegativeNumber, Tag(NUMBER_TAG)] | Annotated[Schedule[_NonNegativeNumber], Tag(SCHEDULE_TAG)],
     Discriminator(_tag),
 ]
-_InnerFraction = Annotated[float, Field(gt=0, lt=1)]
+_InnerFraction = Annotated[_Number, Field(gt=0, lt=1)]
 InnerFractionOrSchedule = Annotated[
     Annotated[_InnerFraction, Tag(NUMBER_TAG)] | Annotated[Schedule[_InnerFraction], Tag(SCHEDULE_TAG)],
     Discriminator(_tag),
 ]
-_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Fraction = Annotated[_Number, Field(ge=0, le=1)]
 FractionOrSchedule = Annotated[
     Annotated[_Fraction, Tag(NUMBER_TAG)] | Annotated[Schedule[_Fraction], Tag(SCHEDULE_TAG)],
     Discriminator(_tag),

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from electra_dist.config import Config
+from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.folder import is_run_folder
 
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_config(args.config, args.set)
+        if not is_run_folder(Path(config.run_dir)):
+            check_new_run(config)
         if not args.dry_run:
             return _pretrain(config, is_first_rank, args.accept_new_numerics)
         if is_first_rank:
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     except UserError as error:
         if is_first_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 

@@ -52,8 +52,8 @@ def test_mistakes_name_the_file(tmp_path: Path) -> None:
     for text, words in [
         ("run_dir: [", ["broken.yaml:", "not valid YAML"]),
         ("- a\n- b\n", ["expected sections"]),
-        (f"extends: {CONFIGS}/demo_cpu.yaml\n", ["only one level"]),
-        ("extends: nowhere.yaml\n", ["nowhere.yaml", "no such config file"]),
+        ("extends: nowhere.yaml\n", ["broken.yaml", "extends", "there is no file", "nowhere.yaml"]),
+        ("extends: [base.yaml]\n", ["broken.yaml", "extends", "['base.yaml']"]),
         ("run_dir: x\n", ["missing key `model`"]),
     ]:
         broken.write_text(text)

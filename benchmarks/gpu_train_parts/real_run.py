@@ -67,6 +67,8 @@ def plan_of(smoke: bool, corpus: Path, rows: int) -> Plan:
         toy += ["train.global_batch=4", "train.micro_batch=2"]
         return Plan(REPOSITORY / "configs" / "demo_cpu.yaml", toy, 13, None, [])
     large = [*common, "train.num_steps=40", "checkpoint.every_steps=10", f"train.micro_batch={rows}"]
+    # The rates of ELECTRA-Large's first 40 steps, by a warm-up that is not longer than this run.
+    large += ["optimizer.lr=8e-7", "optimizer.warmup_steps=40"]
     large += [f"train.global_batch={2 * rows}", "log.eval_every_steps=40", "log.eval_rows=64"]
     small = [*common, "data.seq_len=512", "log.eval_every_steps=1000000", "log.every_steps=20"]
     configs = REPOSITORY / "configs"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from electra_dist.schedule import refuse_boolean
 
 
 def _without_tilde(folder: str) -> str:
@@ -33,3 +35,20 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise ValueError for `true` or `false`, also in a list, where the key does not allow a boolean."""
+        assert info.field_name is not None
+        if _allows_boolean(cls.model_fields[info.field_name].annotation):
+            return value
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        for element in elements:
+            refuse_boolean(element)
+        return value
+
+
+def _allows_boolean(annotation: Any) -> bool:
+    """Return whether a boolean is a value of a type: of bool itself, of Any, or of a type that has one as a part."""
+    return annotation in (bool, Any) or any(_allows_boolean(part) for part in get_args(annotation))

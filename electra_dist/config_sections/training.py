@@ -17,8 +17,9 @@ class DataConfig(Section):
     )
     heldout: str | None = Field(
         default=None,
-        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. It must have the row "
-        "length and the vocabulary of the training corpus. Unset: no evaluation.",
+        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. {corpus} in it stands for "
+        "data.corpus, as in '{corpus}/heldout'. It must have the row length and the vocabulary of the training corpus. "
+        "Unset: no evaluation.",
     )
     seq_len: Positive = Field(
         default=512, description="Tokens per row; must equal the row length that the corpus was built with."
@@ -48,6 +49,18 @@ class DataConfig(Section):
         description="URL of an S3-compatible service for the s3:// URLs of this section, for example "
         "http://10.0.0.1:9000. Unset: AWS.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _heldout_beside_corpus(cls, value: Any) -> Any:
+        """Replace {corpus} in `heldout` by the training corpus, so that one key names the place of both."""
+        if not isinstance(value, dict):
+            return value
+        corpus = value.get("corpus")
+        heldout = value.get("heldout")
+        if isinstance(corpus, str) and isinstance(heldout, str):
+            return {**value, "heldout": heldout.replace("{corpus}", corpus.rstrip("/"))}
+        return value
 
 
 class TrainConfig(Section):

@@ -29,6 +29,24 @@ def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> floa
     return optimizer.lr * warmup_factor * remaining_fraction**optimizer.decay_power
 
 
+def peak_learning_rate(num_steps: int, optimizer: OptimizerConfig) -> tuple[int, float]:
+    """Return the step with the highest learning rate of a run, and that learning rate.
+
+    It is below `optimizer.lr`, because the decay begins at step 0. The rate falls after the warm-up. During it, the
+    rate is a constant times t * (1 - t / num_steps) ** decay_power, whose derivative is 0 at t = num_steps /
+    (1 + decay_power).
+
+    Args:
+        num_steps: optimizer steps of the whole run.
+        optimizer: gives `lr`, `warmup_steps` and `decay_power`.
+    """
+    turning_point = num_steps / (1.0 + optimizer.decay_power)
+    # The next smaller and the next larger whole step, if the curve turns before the warm-up ends.
+    steps = {min(optimizer.warmup_steps, int(turning_point) + offset) for offset in (0, 1)}
+    peak_step = max(steps, key=lambda step: learning_rate(step, num_steps, optimizer))
+    return peak_step, learning_rate(peak_step, num_steps, optimizer)
+
+
 def generator_learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> float | None:
     """Return the generator's learning rate of the update that follows after `step` finished steps.
 

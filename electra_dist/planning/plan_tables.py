@@ -20,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from electra_dist.config import Config, TowerConfig
+from electra_dist.config_checks import keys_without_effect
 from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.flops import GPUS_WITHOUT_BF16
 from electra_dist.model.parameter_counts import frozen_generator_parameters
@@ -82,7 +84,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
     """Return the plan as tables: parameters, data, memory per GPU, compute and possible numbers of GPUs.
 
     The state is weights, gradients and what the optimizer keeps, in memory. A run with schedules has one more table,
-    of their values.
+    of their values, and so has a config with keys that have no effect.
 
     Args:
         config: the configuration of the run.
@@ -100,6 +102,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
         _largest_micro_batch(config),
         _compute(config, budget),
         _world_sizes(config, budget),
+        *_without_effect(config),
     ]
 
 
@@ -187,10 +190,9 @@ def _shape(tower: TowerConfig) -> str:
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
     """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash."""
     train = config.train
-    optimizer = config.optimizer
     seq_len = config.data.seq_len
     rows = [
-        ["steps", f"{train.num_steps:,}", f"warm-up {optimizer.warmup_steps:,}, peak lr {optimizer.lr:g}"],
+        ["steps", f"{train.num_steps:,}", _describe_learning_rate(config)],
         ["rows per step", f"{budget.rows_per_step:,}", f"of {seq_len} tokens, {_masked_percent(config)} % masked"],
         ["tokens per step", f"{budget.tokens_per_step:,}", ""],
         ["rows in all", f"{budget.rows:,}", ""],
@@ -202,6 +204,24 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
         corpus_size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
         rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {corpus_size}"])
     return PlanSection("Data", rows)
+
+
+def _describe_learning_rate(config: Config) -> str:
+    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
+
+    The peak is below `optimizer.lr`, because the decay begins at step 0. A generator with a learning rate of its own
+    has its peak in a second part.
+    """
+    num_steps = config.train.num_steps
+    parts = []
+    settings = {"": config.optimizer}
+    if config.optimizer.generator is not None:
+        settings["generator: "] = config.optimizer.for_generator
+    for prefix, optimizer in settings.items():
+        peak_step, peak = peak_learning_rate(num_steps, optimizer)
+        at_peak = f"peak lr {peak:.4g} at step {peak_step:,} (lr {optimizer.lr:g})"
+        parts.append(f"{prefix}warm-up {optimizer.warmup_steps:,}, {at_peak}")
+    return "; ".join(parts)
 
 
 def _masked_percent(config: Config) -> str:
@@ -222,6 +242,12 @@ def _schedules(config: Config) -> list[PlanSection]:
         rows.append([f"objective.{key}", schedule.shape, *(f"{value:.4g}" for value in values)])
     header = ["key", "shape", *(f"{percent} %" for percent in _SCHEDULE_PERCENTS)]
     return [PlanSection("Schedules", rows, header=header, note="values after shares of the run's steps", prose=False)]
+
+
+def _without_effect(config: Config) -> list[PlanSection]:
+    """Return the table of the keys that are set and change nothing, with the reasons; no table if there is none."""
+    rows = [[key, reason] for key, reason in keys_without_effect(config).items()]
+    return [PlanSection("Keys without effect", rows)] if rows else []
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:

@@ -17,6 +17,7 @@ from electra_kernels.native import cpu_library
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.collectives import gather
 from electra_dist.config import Config
+from electra_dist.config_checks import keys_without_effect
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
@@ -142,13 +143,14 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float, predi
 
 
 def _build_notes(config: Config, module: Objective) -> list[str]:
-    """Return the lines for the log on how the module runs: attention, row order, frozen generator, compilation.
+    """Return the lines for the log on how the module runs, and on keys of the config that have no effect.
 
     Args:
         config: the resolved config of the run.
         module: the model with its loss, whose attention implementation is chosen already.
     """
     notes = [attention_note(module.attention, config, local_device().type)]
+    notes += [f"config: {key} has no effect: {reason}" for key, reason in keys_without_effect(config).items()]
     if cpu_library.permute is None:
         notes.append(
             "electra_kernels CPU library: not built, so NumPy orders the rows, which is slower; install a C compiler, "

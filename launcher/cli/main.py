@@ -1,20 +1,23 @@
 """The command `electra-dist`: prepares corpora, submits runs, and inspects, evaluates and exports them.
 
-How: the module of a subcommand is imported only when the subcommand is used, so that `electra-dist status` loads
-neither torch nor matplotlib. An error that the user can correct (UserError) is printed as one line, and the process
-ends with exit code 78.
+How: the module of a subcommand is imported only when the subcommand is used, so that `electra-dist status`, `--help`
+and the completion of a shell load neither torch nor matplotlib. An error that the user can correct (UserError) is
+printed as one line, and the process ends with exit code 78; after Ctrl-C it ends with 75.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.version import VERSION
 
 COMMANDS = {  # command -> (module, function or Typer application), in the order of `--help`
     "corpus": ("launcher.cli.corpus", "app"),
@@ -39,7 +42,7 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 class _CommandsOnUse(TyperGroup):
     """Command group that imports the module of a subcommand only when that subcommand is used.
 
-    `COMMANDS` lists the subcommands and their modules.
+    `COMMANDS` lists the subcommands and their modules. Lists of the subcommands are made from their sources.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -47,33 +50,93 @@ class _CommandsOnUse(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return the subcommand `cmd_name`; return None for an unknown name, which Click then reports.
+        """Return a subcommand as lists show it, with its name and its description; None for an unknown name.
 
-        An entry of `COMMANDS` names either a Typer application with subcommands of its own, such as `corpus`, or a
-        function, such as `status`. For a function, a Click command is made from its signature.
+        It cannot be run: `resolve_command` returns the one that can.
         """
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name]
-        function_or_app = getattr(import_module(module), attribute)
-        if isinstance(function_or_app, typer.Typer):
-            command_app = function_or_app
-        else:
-            command_app = typer.Typer(add_completion=False)
-            command_app.command(cmd_name)(function_or_app)
-        command = typer.main.get_command(command_app)
-        command.name = cmd_name
-        return command
+        return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return (name, command, remaining arguments) for the arguments of the command line; import the command.
+
+        For an unknown name, the base class ends the process with a message that suggests similar names.
+        """
+        name, command, remaining = super().resolve_command(ctx, args)
+        if name is None or command is None:
+            return name, command, remaining
+        return name, _import_command(name), remaining
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; end with exit code 75 and without a traceback if the user interrupts it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_STOPPED) from None
 
 
-app = typer.Typer(cls=_CommandsOnUse, no_args_is_help=True, add_completion=False)
+def _import_command(name: str) -> Any:
+    """Import and return a subcommand.
+
+    An entry of `COMMANDS` names either a Typer application with subcommands of its own, such as `corpus`, or a
+    function, such as `status`. For a function, a command is made from its signature.
+    """
+    module, attribute = COMMANDS[name]
+    function_or_app = getattr(import_module(module), attribute)
+    if isinstance(function_or_app, typer.Typer):
+        command_app = function_or_app
+    else:
+        command_app = typer.Typer(add_completion=False)
+        command_app.command(name)(function_or_app)
+    command = typer.main.get_command(command_app)
+    command.name = name
+    return command
+
+
+def _description(module: str, attribute: str) -> str:
+    """Return the description of a subcommand from the source of its module, without importing the module.
+
+    Args:
+        module: the module, such as "launcher.cli.status".
+        attribute: name of the function, whose docstring is returned, or of the Typer application, whose `help` is.
+    """
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    with open(spec.origin, encoding="utf-8") as file:
+        statements = ast.parse(file.read()).body
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef) and statement.name == attribute:
+            return ast.get_docstring(statement) or ""
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+            help_texts = [keyword.value for keyword in statement.value.keywords if keyword.arg == "help"]
+            if attribute in names and help_texts:
+                return str(ast.literal_eval(help_texts[0]))
+    return ""
+
+
+def _print_version(is_asked: bool) -> None:
+    """Print the version of this package and end the process, if `--version` is on the command line."""
+    if is_asked:
+        print(f"electra-dist {VERSION}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_CommandsOnUse, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback()
-def _group() -> None:
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
     """Prepare corpora, submit runs to Slurm, and inspect, evaluate and export runs.
 
-    Exit codes: 0 success, 1 a check failed, 2 wrong usage, 78 an error that you must fix (printed as one line).
+    Exit codes: 0 success, 1 a check failed, 2 wrong usage, 75 interrupted, 78 an error that you must fix (printed as
+    one line).
     """
 
 
@@ -85,5 +148,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

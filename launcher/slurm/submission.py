@@ -24,9 +24,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from electra_dist.config import Config
+from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
-from electra_dist.run.folder import SLURM_DIR, check_numerics
+from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
@@ -64,6 +65,8 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         raise UserError(
             f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
         )
+    if not is_run_folder(run_dir):
+        check_new_run(config)
     check_numerics(run_dir, submission.accept_new_numerics)
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     # The submission has these options and others; the request for the script takes them over unchanged.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return preflight_code
         return supervisor.run()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 

@@ -18,7 +18,7 @@ import sys
 
 import torch.distributed as dist
 
-from electra_dist.errors import UserError
+from electra_dist.errors import UserError, error_line
 
 # Keys of the process group's store.
 _NUM_ERRORS = "user_errors"
@@ -43,7 +43,7 @@ def report_once(error: UserError) -> None:
         is_first = num_errors == 1
         store.set(_IS_REPORTED, "1")
     if is_first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(error_line(error), file=sys.stderr, flush=True)
 
 
 def another_rank_reported() -> bool:

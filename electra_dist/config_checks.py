@@ -1,0 +1,102 @@
+"""Check a config before its run begins: refuse contradictions, and report keys that have no effect.
+
+The sections themselves refuse what can never be computed. The checks of this module are for configs that can be
+computed but are hardly meant: they refuse a new run only. A run that has begun with such a config goes on, and its
+folder can still be opened.
+
+Limits: this module must not import torch, because commands on a login node check a config without it.
+"""
+
+from __future__ import annotations
+
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+
+_PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss of detection
+_USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
+
+
+def check_new_run(config: Config) -> None:
+    """Refuse settings with which a new run is hardly meant to begin.
+
+    They are a warm-up that is longer than the run, for either tower, and an optimizer state in host memory at ZeRO
+    stage 0.
+
+    Args:
+        config: the resolved config of a run that has not begun yet.
+
+    Raises:
+        UserError: names the keys, their values and the next step.
+    """
+    num_steps = config.train.num_steps
+    warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
+    if config.optimizer.generator is not None and config.optimizer.generator.warmup_steps is not None:
+        warmups["optimizer.generator.warmup_steps"] = config.optimizer.generator.warmup_steps
+    for key, warmup_steps in warmups.items():
+        if warmup_steps > num_steps:
+            raise UserError(
+                f"{key} {warmup_steps:,} is longer than the run, train.num_steps {num_steps:,}, so the learning rate "
+                f"would never reach its peak; set {key} to at most {num_steps}, or raise train.num_steps"
+            )
+    if config.engine.offload_optimizer and config.engine.zero_stage == 0:
+        raise UserError(
+            "engine.offload_optimizer: true needs engine.zero_stage 1, 2 or 3, because DeepSpeed ignores it at stage "
+            "0; set engine.zero_stage: 1 or engine.offload_optimizer: false"
+        )
+
+
+def keys_without_effect(config: Config) -> dict[str, str]:
+    """Return the keys that are set to another value than their default and change nothing, each with the reason.
+
+    They are keys that the chosen objective or generator does not use, and those of evaluations without data.heldout.
+
+    Args:
+        config: the resolved config of a run.
+
+    Returns:
+        For each dotted key why it has no effect, as a phrase such as "objective.name: mlm has no generator".
+    """
+    unused = _unused_by_objective(config) | _unused_by_generator(config)
+    if not config.objective.draws_at_random:
+        unused["objective.random_from"] = "objective.random_share is 0"
+    if config.data.heldout is None:
+        unused |= dict.fromkeys(("log.eval_every_steps", "log.eval_rows"), "data.heldout is not set")
+    return {key: reason for key, reason in unused.items() if _is_changed(config, key)}
+
+
+def _unused_by_objective(config: Config) -> dict[str, str]:
+    """Return the keys that the objective does not use, each with the reason, whatever their values are."""
+    name = config.objective.name
+    unused = {}
+    if name == "mlm":
+        reason = "objective.name: mlm has no generator"
+        unused |= dict.fromkeys(("objective.temperature", "objective.disallow_correct"), reason)
+    if name in _PREDICTS_ONLY:
+        unused["objective.rtd_weight"] = f"objective.name: {name} does not detect replaced tokens"
+    if name not in _USES_TOKEN_WEIGHT:
+        unused["objective.token_weight"] = f"only the objectives {' and '.join(_USES_TOKEN_WEIGHT)} use it"
+    if name == "electric":
+        unused["objective.mask_token_prob"] = "the noise model of objective.name: electric reads no [MASK]"
+    return unused
+
+
+def _unused_by_generator(config: Config) -> dict[str, str]:
+    """Return the keys that the kind of generator does not use, each with the reason, whatever their values are."""
+    generator = config.objective.generator
+    if generator == "trained":
+        return {}
+    unused = {"objective.mlm_weight": f"objective.generator: {generator} is not trained"}
+    if generator == "frozen":
+        return unused
+    unused["objective.mask_token_prob"] = f"objective.generator: {generator} reads no text"
+    if generator == "uniform":
+        unused["objective.temperature"] = "objective.generator: uniform draws every token equally often"
+    return unused
+
+
+def _is_changed(config: Config, key: str) -> bool:
+    """Return whether a key such as `objective.temperature` has another value than its default."""
+    section_name, field_name = key.split(".")
+    section = getattr(config, section_name)
+    default = type(section).model_fields[field_name].default
+    return bool(getattr(section, field_name) != default)

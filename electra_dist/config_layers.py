@@ -1,0 +1,207 @@
+"""Read the layers of a config: a YAML file, the files that it extends, and the overrides of the command line.
+
+Guarantee: a file that cannot be read, a key that a mapping has twice, a chain of `extends` that returns to its
+beginning and an override that is not KEY=VALUE are UserErrors of one line, which names the file with the line, or the
+override, and the next step.
+
+How: `extends: base.yaml` names a file relative to the one that extends it, and that file may extend another one. The
+layers come in the order in which they are merged: the last file of the chain first, the config file itself after it,
+then the overrides. A later layer replaces values of earlier ones.
+
+Limits: this module must not import torch, because commands on a login node load a config without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from electra_dist.errors import UserError
+
+Tree = dict[str, Any]
+
+CONFIGS_DIR = "configs"
+_OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
+_SCHEDULE_KEYS = frozenset({"from", "to", "shape"})  # A mapping with all of these is a whole schedule.
+_MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
+
+
+class _DuplicateKey(yaml.constructor.ConstructorError):
+    """Error for a key that a mapping of a YAML file has twice."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that refuses a mapping with the same key twice; the plain one takes the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping of the file as a dict.
+
+        Raises:
+            _DuplicateKey: a key occurs twice; the error has the line of the second one.
+        """
+        line_of_key: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key = key_node.value
+            if not isinstance(key, str) or key == _MERGE_KEY:
+                continue
+            line = key_node.start_mark.line + 1  # the parser counts from 0
+            if key in line_of_key:
+                problem = f"the key `{key}` is set twice in one section, first in line {line_of_key[key]}"
+                raise _DuplicateKey(None, None, problem, key_node.start_mark)
+            line_of_key[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def find_config_file(path: Path) -> Path:
+    """Return where a config file is: `path` itself or, for configs/NAME, the file that comes with the package.
+
+    The files of the package are found from any folder, so that `--config configs/small.yaml` works after an
+    installation without a checkout. A file that exists at `path` always has precedence.
+
+    Args:
+        path: path as the user gave it. It is returned unchanged if no such file comes with the package either.
+    """
+    is_shipped_name = not path.is_absolute() and path.parts[:1] == (CONFIGS_DIR,)
+    if path.exists() or not is_shipped_name:
+        return path
+    package = Path(__file__).resolve().parent
+    # An installed package has the folder inside it, a checkout beside it.
+    for folder in (package / CONFIGS_DIR, package.parent / CONFIGS_DIR):
+        shipped = folder.joinpath(*path.parts[1:])
+        if shipped.is_file():
+            return shipped
+    return path
+
+
+def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
+    """Return the layers of a config, each as (name, tree of keys), in the order in which they are merged.
+
+    The name of a layer is the path of its file, or `--set` for an override.
+
+    Args:
+        path: YAML file of the config.
+        overrides: texts of the form key.path=value, where the value is YAML.
+
+    Raises:
+        UserError: a file or an override cannot be read, or the files extend one another in a circle.
+    """
+    layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
+    chain: list[Path] = []
+    next_path: Path | None = find_config_file(path)
+    while next_path is not None:
+        _check_chain(chain, next_path)
+        chain.append(next_path)
+        tree = read_yaml(next_path)
+        layers.insert(0, (str(next_path), tree))
+        next_path = _base_of(next_path, tree.pop("extends", None))
+    return layers
+
+
+def _check_chain(chain: Sequence[Path], path: Path) -> None:
+    """Raise UserError if a file of the chain of `extends` is extended a second time, or does not exist.
+
+    Args:
+        chain: the files so far, each of which extends the next one.
+        path: the file that the last of them extends.
+    """
+    names = " -> ".join(str(file) for file in (*chain, path))
+    if path.resolve() in [file.resolve() for file in chain]:
+        raise UserError(f"{path}: extends: the files extend one another in a circle ({names}); remove one `extends`")
+    if chain and not path.exists():
+        raise UserError(
+            f"{chain[-1]}: extends: there is no file {path}; correct the path, which is relative to this file"
+        )
+
+
+def _base_of(path: Path, name: object) -> Path | None:
+    """Return the path of the file that a config file extends; None if it extends none.
+
+    Args:
+        path: the config file.
+        name: value of its key `extends`; None if it has no such key.
+
+    Raises:
+        UserError: the value is not a path.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise UserError(f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: base.yaml")
+    return path.parent / name
+
+
+def read_yaml(path: Path) -> Tree:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        UserError: the file is missing, unreadable, not YAML or not a mapping, or a key occurs twice in a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from None
+    try:
+        tree = yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise UserError(_explain_yaml_error(path, error)) from None
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path}: expected sections such as `train:`, found {type(tree).__name__}; write the keys of a config "
+            f"(configs/ has examples)"
+        )
+    return tree
+
+
+def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
+    """Return one line about a fault of a YAML file, with line and column where the parser knows them."""
+    mark = getattr(error, "problem_mark", None)
+    position = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)  # the parser counts from 0
+    problem = getattr(error, "problem", error)
+    if isinstance(error, _DuplicateKey):
+        return f"{position}: {problem}; keep one of the two"
+    return f"{position}: not valid YAML ({problem}); correct this place"
+
+
+def parse_override(text: str) -> Tree:
+    """Return the tree of one override: {"train": {"micro_batch": 32}} for "train.micro_batch=32".
+
+    Raises:
+        UserError: there is no key or no equals sign, or the value is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"--set {text}: expected key.path=value; write for example --set train.micro_batch=32")
+    try:
+        tree: Any = yaml.load(value, _UniqueKeyLoader)
+    except _DuplicateKey as error:
+        raise UserError(f"--set {text}: {error.problem}; keep one of the two") from None
+    except yaml.YAMLError:
+        raise UserError(f"--set {text}: the value is not valid YAML; put the value in quotes") from None
+    # Wrap the value in mappings, from the innermost key outwards.
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
+
+    Sections that both trees have are merged key by key. Where only one of the two values is a section, that of `above`
+    replaces the other as a whole. So does a whole schedule, whose keys depend on its shape.
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if are_sections and not _SCHEDULE_KEYS.issubset(value):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
