@@ -111,13 +111,13 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
     if path.resolve() in [file.resolve() for file in chain]:
         raise UserError(f"{path}: extends: the files extend one another in a circle ({names}); remove one `extends`")
     if chain and not path.exists():
-        raise UserError(
-            f"{chain[-1]}: extends: there is no file {path}; correct the path, which is relative to this file"
-        )
+        raise UserError(f"{chain[-1]}: extends: there is no file {path}; give a path relative to this file")
 
 
 def _base_of(path: Path, name: object) -> Path | None:
     """Return the path of the file that a config file extends; None if it extends none.
+
+    The path is relative to the config file. configs/NAME is the file of the package if there is none at that path.
 
     Args:
         path: the config file.
@@ -130,7 +130,9 @@ def _base_of(path: Path, name: object) -> Path | None:
         return None
     if not isinstance(name, str):
         raise UserError(f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: base.yaml")
-    return path.parent / name
+    base = path.parent / name
+    shipped = find_config_file(Path(name))
+    return shipped if not base.exists() and shipped.exists() else base
 
 
 def read_yaml(path: Path) -> Tree:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_run_folder(Path(config.run_dir)):
             check_new_run(config)
         if not args.dry_run:
-            return _pretrain(config, is_first_rank, args.accept_new_numerics)
+            return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
         if is_first_rank:
             # Imported only for a dry run, so that training starts sooner.
             from electra_dist.planning.plan_tables import print_plan
@@ -53,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
-def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) -> int:
+def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
     """Train on this rank; at the end rank 0 writes report.html, also if training failed.
 
     Args:
         config: the resolved config of the run.
         is_first_rank: whether this is rank 0.
         accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
+        from_scratch: whether to begin again at step 0 and set aside what the run folder holds.
 
     Returns:
         The exit code of training, of `electra_dist/errors.py`.
@@ -72,7 +73,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool) ->
 
     has_begun = True
     try:
-        return run(config, accept_new_numerics, _predict_rows)
+        return run(config, accept_new_numerics, _predict_rows, from_scratch)
     except UserError:
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
@@ -119,6 +120,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--accept-new-numerics",
         action="store_true",
         help="continue a run that an older version began, although masks, samples or dropout will differ",
+    )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin the run again at step 0; its checkpoints and records are renamed, and nothing is deleted",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and write nothing")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds this argument

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
+
 from electra_dist.config import Config
+from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
@@ -20,3 +23,23 @@ def open_targets(config: Config) -> list[Store]:
         UserError: a URL is malformed or has an unknown scheme, or S3 is named without boto3 being installed.
     """
     return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
+
+
+def check_targets(config: Config) -> None:
+    """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes anything.
+
+    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. The
+    default target is not checked, because it is inside the run folder. Costs two requests for each store. Rank 0 only.
+
+    Raises:
+        StoreError: a store cannot be written; the message names the key, the store and the next step.
+    """
+    if not config.checkpoint.targets:
+        return
+    for target in open_targets(config):
+        key = f"write-test-{uuid.uuid4().hex}"
+        try:
+            target.write(key, b"")
+            target.delete(key)
+        except StoreError as error:
+            raise type(error)(f"checkpoint.targets: {error}") from None

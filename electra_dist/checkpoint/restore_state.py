@@ -2,8 +2,9 @@
 
 Guarantee: each rank reads only the ranges of parameters that it holds, and verifies them while it reads. Together the
 ranks have verified every byte before training goes on. A checkpoint that is damaged, incomplete or of another run is
-reported and set aside (renamed, not deleted). The next one to be tried is its copy in another target (a store that
-receives every checkpoint), then the next older one. All ranks load the same checkpoint. No pickle is read.
+reported, and set aside (renamed, not deleted) once a good one is loaded. The next one to be tried is its copy in
+another target (a store that receives every checkpoint), then the next older one. All ranks load the same checkpoint.
+If there are checkpoints and none is good, the run ends instead of beginning again. No pickle is read.
 
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
@@ -71,8 +72,9 @@ def load_newest(
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into this rank's part of the training state. Collective.
 
-    A checkpoint that is damaged or of another run is set aside: its manifest is renamed, so that no later load takes
-    it. Then its copy in another store is tried, or the next older checkpoint. All ranks load the same one.
+    If a checkpoint is damaged or of another run, its copy in another store is tried, or the next older checkpoint. All
+    ranks load the same one. Those that were rejected are then set aside: their manifests are renamed, so that no later
+    load takes them. If none is good, nothing is renamed, and the run must not begin again by itself.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
@@ -83,14 +85,14 @@ def load_newest(
             the user accepts the change.
 
     Returns:
-        The state of the loaded checkpoint, None if there is no good one; and one line for each checkpoint that was set
-            aside. If the state is None and there are lines, the fragments are partly overwritten: the caller must
-            initialise them again.
+        The state of the loaded checkpoint, None if there is no checkpoint; and one line for each checkpoint that was
+            set aside.
 
     Raises:
+        UserError: there are checkpoints, and none of them can be used; the message lists them.
         StoreError: a checkpoint cannot be read, and no other target has it. No older one is loaded, to lose no steps.
     """
-    damaged: list[tuple[int, str]] = []  # step of each checkpoint that was set aside, and the line about it
+    rejected: list[tuple[_Candidate, str]] = []  # each damaged checkpoint, and what is wrong with it
     unreadable: _Candidate | None = None
     unreadable_reason = ""
     for candidate in from_rank_0(lambda: _newest_first(targets)):
@@ -102,18 +104,34 @@ def load_newest(
         faults = [fault for fault in gather(own_fault) if fault is not None]
         if not faults:
             assert state is not None
-            return state, [_note(line, step, state.step, target) for step, line in damaged]
+            return state, [_set_aside(targets, damaged, fault, state.step, target) for damaged, fault in rejected]
         damages = [fault.text for fault in faults if fault.proves_damage]
         if damages:
-            line = f"checkpoint {target.url}/{candidate.folder} is set aside: {damages[0]}"
-            damaged.append((candidate.step, line))
-            _set_aside_on_rank_0(target, candidate.folder, damages[0])
+            rejected.append((candidate, damages[0]))
         else:
             unreadable = candidate
             unreadable_reason = faults[0].text
     if unreadable is not None:
         raise StoreError(unreadable_reason)
-    return None, [_note_without_replacement(line) for _, line in damaged]
+    if rejected:
+        raise _none_is_good(targets, rejected)
+    return None, []
+
+
+def set_all_aside(targets: Sequence[Store]) -> list[str]:
+    """Set aside every committed checkpoint of all stores, good or not, so that a run begins again at step 0.
+
+    Nothing is deleted: the manifests are renamed. Only rank 0 calls it, and no save may be under way.
+
+    Returns:
+        One line for each checkpoint.
+    """
+    lines = []
+    for target in targets:
+        for _, _, folder in committed(target):
+            set_aside(target, folder, "the run was begun again from scratch")
+            lines.append(f"checkpoint {target.url}/{folder} is set aside, because the run begins again from scratch")
+    return lines
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
@@ -277,22 +295,39 @@ def _read_own_part(
     return manifest.state, None
 
 
-def _set_aside_on_rank_0(target: Store, folder: str, reason: str) -> None:
-    """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective."""
-    from_rank_0(lambda: set_aside(target, folder, reason))
-
-
-def _note_without_replacement(line: str) -> str:
-    """Return the log line about a damaged checkpoint if no good checkpoint is left, so that training starts at step 0.
-
-    It also names the command that restores the checkpoint, if the user has a copy of it elsewhere.
+def _set_aside(targets: Sequence[Store], damaged: _Candidate, fault: str, used_step: int, used_target: Store) -> str:
+    """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective.
 
     Args:
-        line: which checkpoint is damaged and why.
+        targets: the stores that hold checkpoints.
+        damaged: the checkpoint.
+        fault: what is wrong with it.
+        used_step: step of the good checkpoint that was loaded.
+        used_target: the store that it was loaded from.
+
+    Returns:
+        The line for the log.
     """
-    return (
-        f"{line}; no other one is left, so training starts at step 0; if there is a copy elsewhere, stop the run and "
-        f"run `electra-dist checkpoint repair --from URL`"
+    target = targets[damaged.target_index]
+    from_rank_0(lambda: set_aside(target, damaged.folder, fault))
+    line = f"checkpoint {target.url}/{damaged.folder} is set aside: {fault}"
+    return _note(line, damaged.step, used_step, used_target)
+
+
+def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, str]]) -> UserError:
+    """Return the error for a run that has checkpoints of which none can be used.
+
+    Args:
+        targets: the stores that hold checkpoints.
+        rejected: each checkpoint, and what is wrong with it.
+    """
+    faults = "; ".join(
+        f"{targets[candidate.target_index].url}/{candidate.folder}: {fault}" for candidate, fault in rejected
+    )
+    return UserError(
+        f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
+        f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "
+        f"--from-scratch of launcher/pretrain.py, which deletes nothing"
     )
 
 

@@ -17,9 +17,9 @@ class DataConfig(Section):
     )
     heldout: str | None = Field(
         default=None,
-        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. {corpus} in it stands for "
-        "data.corpus, as in '{corpus}/heldout'. It must have the row length and the vocabulary of the training corpus. "
-        "Unset: no evaluation.",
+        description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. {corpus} in it stands "
+        "for data.corpus, as in '{corpus}/heldout'. It must have the row length and the vocabulary of the training "
+        "corpus. Unset: no evaluation.",
     )
     seq_len: Positive = Field(
         default=512, description="Tokens per row; must equal the row length that the corpus was built with."

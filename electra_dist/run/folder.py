@@ -18,7 +18,7 @@ from typing import Any
 from electra_dist.config import FIRST_NUMERICS, NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import OtherNumerics, UserError
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import replacing, writable
 
 # Written by every start before its first step.
 CONFIG_FILE = "config.yaml"
@@ -46,6 +46,7 @@ TRACKING_FILE = "tracking.json"
 MLFLOW_FILE = "mlflow.db"
 WANDB_DIR = "wandb"
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
+EARLIER_DIR = "earlier-{number:04d}"  # records of a run that was begun again from scratch
 # Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
@@ -198,6 +199,35 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
     for name, content in contents.items():
         with replacing(Path(config.run_dir) / name) as file:
             file.write(content)
+
+
+def move_records_aside(run_dir: Path) -> list[str]:
+    """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0.
+
+    The records are what a start would continue or cut off: metrics, ledger, log, TensorBoard, report, export, the list
+    of skipped steps and the measured micro-batch. Config, identity, tokenizer, cache, checkpoints and the folders of
+    Slurm and of supervisors stay where they are. Nothing is deleted. Only rank 0 calls it.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+
+    Returns:
+        One line for each file or folder that was moved.
+    """
+    names = (METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR)
+    names += (REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE)
+    existing = [name for name in names if (run_dir / name).exists()]
+    if not existing:
+        return []
+    number = 1
+    while (run_dir / EARLIER_DIR.format(number=number)).exists():
+        number += 1
+    folder = run_dir / EARLIER_DIR.format(number=number)
+    with writable(folder):
+        folder.mkdir()
+        for name in existing:
+            (run_dir / name).rename(folder / name)
+    return [f"{run_dir / name} is now {folder / name}" for name in existing]
 
 
 def _first_difference(old: object, new: object, key: str = "") -> str:

@@ -194,8 +194,8 @@ class Checkpointer:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
         Args:
-            pristine: whether the engine still holds the initial weights, as after it was built. If there is no good
-                checkpoint, they are then left as they are, unless a damaged checkpoint was partly read over them.
+            pristine: whether the engine still holds the initial weights, as after it was built. If there is no
+                checkpoint, they are then left as they are.
 
         Returns:
             restored: state of the loaded checkpoint; None if there is none.
@@ -203,6 +203,7 @@ class Checkpointer:
                 later start tries to load it.
 
         Raises:
+            UserError: there are checkpoints, and none of them can be used.
             StoreError: a checkpoint cannot be read, and no other store has a copy of it.
         """
         fragments = held_fragments(self._module, self._optimizer)
@@ -211,8 +212,7 @@ class Checkpointer:
         restored, set_aside = load_newest(self._targets, fragments, self._state, older_identities)
         if self._loss_scale is not None:
             self._loss_scale.restore(restored.loss_scale if restored else None)
-        has_initial_weights = pristine and not set_aside
-        if restored is None and has_initial_weights:
+        if restored is None and pristine:
             return None, set_aside
         if restored is None:
             self._initialise(fragments)
@@ -223,8 +223,7 @@ class Checkpointer:
         """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins.
 
         Masters are the fp32 copies of the parameters in the optimizer, moments its running averages. This is needed
-        after a rollback to step 0, and where a damaged checkpoint was partly read. `publish` must follow, which copies
-        the masters to the parameters.
+        after a rollback to step 0. `publish` must follow, which copies the masters to the parameters.
 
         Args:
             fragments: views of the ranges of masters and moments that this rank holds; they are written in place.

@@ -57,7 +57,9 @@ class RunInputs:
     accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
 
 
-def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = False) -> RunInputs:
+def check_inputs(
+    config: Config, world_size: int, accept_new_numerics: bool = False, from_scratch: bool = False
+) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
     It writes nothing and needs no process group; every rank calls it by itself.
@@ -66,6 +68,7 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
         config: the resolved config.
         world_size: number of ranks that the run is about to start with.
         accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
+        from_scratch: whether the run begins again at step 0, also if it has checkpoints.
 
     Raises:
         UserError: an input cannot be used; the message names the file, key or URL at fault and the next step.
@@ -80,7 +83,8 @@ def check_inputs(config: Config, world_size: int, accept_new_numerics: bool = Fa
     corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     identity = run_identity(config, corpus.manifest.fingerprint)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
-    if needs_source(config.train, open_targets(config)):
+    begins_now = from_scratch and config.train.init_from is not None
+    if begins_now or needs_source(config.train, open_targets(config)):
         check_source(config.starting_weights, _read_vocabulary(config.data.corpus, corpus))
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, _read_vocabulary(config.data.corpus, corpus))

@@ -14,8 +14,9 @@ import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
 
-from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.collectives import gather
+from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
+from electra_dist.checkpoint.restore_state import set_all_aside
+from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.config_checks import keys_without_effect
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
@@ -31,7 +32,7 @@ from electra_dist.objectives.build_objective import build_objective, needs_token
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.frozen_generator import read_frozen_generator, with_generator_digest
 from electra_dist.pretrained.starting_weights import begin_with_source
-from electra_dist.run.folder import begin_run_folder, run_identity
+from electra_dist.run.folder import begin_run_folder, move_records_aside, run_identity
 from electra_dist.train.health.error_relay import another_rank_reported, report_once
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
@@ -42,7 +43,12 @@ from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
 
 
-def run(config: Config, accept_new_numerics: bool = False, predict_rows: PredictRows | None = None) -> int:
+def run(
+    config: Config,
+    accept_new_numerics: bool = False,
+    predict_rows: PredictRows | None = None,
+    from_scratch: bool = False,
+) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
@@ -54,6 +60,8 @@ def run(config: Config, accept_new_numerics: bool = False, predict_rows: Predict
         accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
         predict_rows: predicts the largest micro-batch, from which `train.micro_batch: auto` starts its measurement on
             a GPU; None if there is no prediction.
+        from_scratch: whether to begin again at step 0 in a folder that has checkpoints. They and the records of the
+            run are set aside, and nothing is deleted.
 
     Returns:
         An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request, or
@@ -67,11 +75,11 @@ def run(config: Config, accept_new_numerics: bool = False, predict_rows: Predict
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.objective.generator == "frozen":
         config = with_generator_digest(config)
-    inputs = check_inputs(config, world_size, accept_new_numerics)
+    inputs = check_inputs(config, world_size, accept_new_numerics, from_scratch)
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
-        return _run(config, inputs, import_s, begin, predict_rows)
+        return _run(config, inputs, import_s, begin, predict_rows, from_scratch)
     except UserError as error:
         report_once(error)
         return EXIT_USER_ERROR
@@ -84,7 +92,26 @@ def run(config: Config, accept_new_numerics: bool = False, predict_rows: Predict
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
 
 
-def _run(config: Config, inputs: RunInputs, import_s: float, begin: float, predict_rows: PredictRows | None) -> int:
+def _set_earlier_run_aside(config: Config) -> list[str]:
+    """Set aside the checkpoints and the records of a run that begins again at step 0. Rank 0 only.
+
+    Returns:
+        One line for the log for each checkpoint, file or folder that was set aside.
+
+    Raises:
+        StoreError: a checkpoint store or the run folder cannot be written.
+    """
+    return [*set_all_aside(open_targets(config)), *move_records_aside(Path(config.run_dir))]
+
+
+def _run(
+    config: Config,
+    inputs: RunInputs,
+    import_s: float,
+    begin: float,
+    predict_rows: PredictRows | None,
+    from_scratch: bool,
+) -> int:
     """Build the model and the engine and train until the run ends. Collective.
 
     Args:
@@ -93,6 +120,7 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float, predi
         import_s: seconds from the start of the process to the start of `run`.
         begin: `time.perf_counter()` at the start of `run`.
         predict_rows: as in `run`.
+        from_scratch: as in `run`.
 
     Returns:
         An exit code of `electra_dist/errors.py`, equal on all ranks.
@@ -103,10 +131,12 @@ def _run(config: Config, inputs: RunInputs, import_s: float, begin: float, predi
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
+    from_rank_0(lambda: check_targets(config))  # before anything is written into the run folder
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
+    notes = from_rank_0(lambda: _set_earlier_run_aside(config)) if from_scratch else []
     token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
-    notes = _build_notes(config, module)
+    notes += _build_notes(config, module)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))
     notes += [f"init_from: {note}" for note in source_notes]

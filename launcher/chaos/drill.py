@@ -19,12 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.run.folder import supervise_log
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
+from electra_dist.store.local_store import LocalStore
 from launcher.chaos.faults import FAULTS, Fault, SmallDisk, Victim, kill_everything
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
@@ -169,6 +171,9 @@ class Drill:
             Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
         """
         fault = FAULTS[planned.kind]
+        if fault.bad_checkpoint:
+            # A run without another checkpoint would end with exit code 78, because it never goes back to step 0.
+            self._wait_for(lambda: len(committed(LocalStore(self._victim().checkpoints))) > 1 or None)
         beat_before = self._wait_for_moment(planned)
         ledger_before = read_ledger(self._run_dir)
         self._saved = newest_checkpoint(ledger_before)

@@ -10,7 +10,7 @@ import torch
 from support import checkpoints as small
 
 from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, RunState, committed, folder_name
-from electra_dist.checkpoint.restore_state import assemble, load_newest
+from electra_dist.checkpoint.restore_state import assemble, load_newest, set_all_aside
 from electra_dist.errors import StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
@@ -40,13 +40,38 @@ def test_newest_good_checkpoint_is_loaded_and_a_damaged_newer_one_is_set_aside(t
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_load_without_a_good_checkpoint_returns_none_and_a_note(target: Store, tmp_path: Path) -> None:
-    small.save([target], tmp_path / "staging", 10)
-    target.delete(f"{folder_name(10, 1)}/{FILE}")
-    found, notes, _ = load([target])
-    assert found is None and committed(target) == []
-    assert "rank-00001.safetensors is missing; no other one is left" in notes[0]
+def test_load_without_a_good_checkpoint_is_refused_lists_all_and_changes_nothing(
+    target: Store, tmp_path: Path
+) -> None:
+    """Only a store that never had a checkpoint lets a run begin at step 0."""
     assert load([target])[:2] == (None, [])
+    for step in (10, 20):
+        small.save([target], tmp_path / "staging", step)
+        target.delete(f"{folder_name(step, 1)}/{FILE}")
+    keys = target.list()
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            load([target])
+        message = str(caught.value)
+        assert message.count("rank-00001.safetensors is missing") == 2 and "--from-scratch" in message
+        assert f"{target.url}/{folder_name(10, 1)}" in message and f"{target.url}/{folder_name(20, 1)}" in message
+        assert target.list() == keys
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_begun_from_scratch_finds_no_checkpoint_and_all_files_are_kept(
+    two_targets: list[Store], tmp_path: Path
+) -> None:
+    for step in (10, 20):
+        small.save(two_targets, tmp_path / "staging", step)
+    num_objects = len(two_targets[0].list("step-"))
+    lines = set_all_aside(two_targets)
+    assert [f"{folder_name(step, 1)} is set aside" in line for step, line in zip((10, 20, 10, 20), lines)] == [
+        True
+    ] * 4
+    assert load(two_targets)[:2] == (None, [])
+    # Each manifest has a new name, and the reason lies beside it.
+    assert len(two_targets[0].list("step-")) == num_objects + 2
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -91,8 +116,8 @@ def test_newest_checkpoint_of_all_targets_is_loaded(two_targets: list[Store], tm
 def test_checkpoint_of_another_run_is_not_loaded(tmp_path: Path, difference: dict, reason: str) -> None:
     store = open_store(str(tmp_path))
     small.save([store], tmp_path / "staging", 10, fields={"skipped": (3,)})
-    found, notes, _ = load([store], **{"skipped": (3,), **difference})
-    assert found is None and reason in notes[0]
+    with pytest.raises(UserError, match=reason):
+        load([store], **{"skipped": (3,), **difference})
 
 
 @pytest.mark.usefixtures("one_rank")
