@@ -17,7 +17,7 @@ from typing import NoReturn
 from electra_dist.config import Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.folder import is_run_folder
 
 
@@ -51,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_first_rank:
             print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        # Before the handlers of a run are installed, or the second Ctrl-C, which does not wait for a checkpoint.
+        if is_first_rank:
+            print("interrupted; the next start goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:

@@ -40,6 +40,7 @@ from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import read_json_object
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 _LEAST_MEASURED_ROWS = 16  # on a GPU, for the larger of the two measurements, if they fit
@@ -71,7 +72,9 @@ def with_micro_batch(
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
-    known_sizes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    known_sizes: dict[str, int] = {}
+    if file.exists():
+        known_sizes = read_json_object(file, "delete it, and the next start measures again")
     size_on_this_rank = known_sizes.get(key, 0)
     if size_on_this_rank == 0:
         size_on_this_rank = _largest(config, module, device, predict_rows)

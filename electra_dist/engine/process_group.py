@@ -9,6 +9,9 @@ from datetime import timedelta
 
 import deepspeed
 import torch
+import torch.distributed as dist
+
+from electra_dist.engine.meeting_port import agreed_port
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 
@@ -28,7 +31,12 @@ def init_distributed() -> None:
     On a machine with GPUs this rank's GPU becomes the current one before the ranks meet: the first collective of a run
     would otherwise run on GPU 0 for all ranks of a node, and hang.
 
+    A port that is in use is replaced by the next free one, if the ranks are those of one node.
+
     Collective: it returns when all ranks have joined. Calling it again in the same process changes nothing.
+
+    Raises:
+        UserError: no port is free.
     """
     for name, value in _SINGLE_RANK.items():
         os.environ.setdefault(name, value)
@@ -43,7 +51,10 @@ def init_distributed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
     local_device()
-    deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
+    if dist.is_initialized():
+        return
+    with agreed_port():
+        deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
 
 
 def ranks_on_this_node() -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -36,9 +35,11 @@ from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
+from electra_dist.store.json_file import read_json_object
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
+_AGAIN = "download or export the model again"  # next step in messages about a damaged file
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
 
 
@@ -383,7 +384,7 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     Raises:
         UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
     """
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json_object(folder / "config.json", _AGAIN)
     model = _model_config(folder, settings)
     weights = read_weights(folder)
     tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
@@ -461,20 +462,26 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     tokenizer_config.json for lower-casing, whose default is True.
 
     Raises:
-        UserError: the folder has no vocabulary.
+        UserError: the folder has no vocabulary, or a file of the tokenizer is damaged.
     """
     tokenizer_file = folder / "tokenizer.json"
     vocab_file = folder / VOCAB_FILE
     settings_file = folder / "tokenizer_config.json"
     if tokenizer_file.exists():
-        tokenizer = json.loads(tokenizer_file.read_text("utf-8"))
-        ids: dict[str, int] = tokenizer["model"]["vocab"]
-        tokens_by_id = sorted(ids, key=lambda token: ids[token])
-        vocabulary = Vocabulary("\n".join(tokens_by_id), str(tokenizer_file))
-        return vocabulary, tokenizer["normalizer"]["lowercase"]
+        tokenizer = read_json_object(tokenizer_file, _AGAIN)
+        try:
+            ids: dict[str, int] = tokenizer["model"]["vocab"]
+            lowercase: bool = tokenizer["normalizer"]["lowercase"]
+            tokens_by_id = sorted(ids, key=lambda token: ids[token])
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{tokenizer_file}: not the tokenizer of an ELECTRA model, because it has no model.vocab or no "
+                f"normalizer.lowercase; {_AGAIN}"
+            ) from None
+        return Vocabulary("\n".join(tokens_by_id), str(tokenizer_file)), lowercase
     if not vocab_file.exists():
         raise UserError(
             f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
         )
-    settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
+    settings = read_json_object(settings_file, _AGAIN) if settings_file.exists() else {}
     return Vocabulary.read(vocab_file), settings.get("do_lower_case", True)

@@ -15,7 +15,6 @@ Limits: the checkpoints that Google released hold no optimizer state, and some c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
+from electra_dist.store.json_file import read_json_object
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 _INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
@@ -255,7 +255,7 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
-    check_shape(str(file), json.loads(file.read_text()), model, tower)
+    check_shape(str(file), read_json_object(file, "download or export the model again"), model, tower)
     weights = read_weights(folder)
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:

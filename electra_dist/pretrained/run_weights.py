@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets
@@ -19,6 +20,7 @@ from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, r
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
+from electra_dist.errors import UserError
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
 
 
@@ -38,9 +40,22 @@ class RunWeights(NamedTuple):
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access."""
-        text = (Path(self.config.run_dir) / TOKENIZER_FILE).read_text()
-        return TokenizerEntry.model_validate_json(text)
+        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access.
+
+        Raises:
+            UserError: the file is missing or damaged; the next start of the run writes it again.
+        """
+        file = Path(self.config.run_dir) / TOKENIZER_FILE
+        try:
+            return TokenizerEntry.model_validate_json(file.read_bytes())
+        except OSError as error:
+            reason = error.strerror
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+        raise UserError(
+            f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
+            f"of this run, or start the run once more, which writes it again from the corpus"
+        )
 
 
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:

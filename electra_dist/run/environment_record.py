@@ -26,6 +26,7 @@ import psutil
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import read_json_object
 from electra_dist.version import VERSION
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
@@ -179,8 +180,12 @@ def write_environment(
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the run folder's environment.json; empty if the file does not exist."""
+    """Return the content of the run folder's environment.json; empty if the file does not exist.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = Path(run_dir) / ENVIRONMENT_FILE
     if not path.exists():
         return {}
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json_object(path, "move it away; the next start of the run writes it again")

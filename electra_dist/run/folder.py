@@ -9,7 +9,6 @@ Cost: opening reads one YAML file. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from electra_dist.config import FIRST_NUMERICS, NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import OtherNumerics, UserError
 from electra_dist.store.atomic_files import replacing, writable
+from electra_dist.store.json_file import read_json_object
 
 # Written by every start before its first step.
 CONFIG_FILE = "config.yaml"
@@ -123,7 +123,13 @@ def recorded_numerics(run_dir: Path) -> int:
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return NUMERICS
-    return int(json.loads(identity_file.read_text()).get("numerics", FIRST_NUMERICS))
+    return int(_read_identity(identity_file).get("numerics", FIRST_NUMERICS))
+
+
+def _read_identity(identity_file: Path) -> dict[str, Any]:
+    """Return the content of a run's identity.json; raise UserError if the file is damaged."""
+    next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
+    return read_json_object(identity_file, next_step)
 
 
 def check_numerics(run_dir: Path, accept_new_numerics: bool) -> None:
@@ -165,7 +171,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     if not identity_file.exists():
         return
     # Numerics is compared last: a run of another config is refused as such.
-    identity_of_folder = {**json.loads(identity_file.read_text()), "numerics": None}
+    identity_of_folder = {**_read_identity(identity_file), "numerics": None}
     difference = _first_difference(identity_of_folder, {**identity, "numerics": None})
     if difference:
         raise UserError(

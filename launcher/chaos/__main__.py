@@ -27,7 +27,7 @@ from pathlib import Path
 
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.jsonl import Record, encode
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.metrics_writer import read_metrics
@@ -299,6 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:

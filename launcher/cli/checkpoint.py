@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +20,8 @@ from rich.table import Table
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
 from launcher.cli.checkpoint_paths import find_checkpoint, find_targets
+from launcher.cli.console import open_console, print_json
+from launcher.cli.options import AsJson
 
 if TYPE_CHECKING:  # These modules import torch; only the subcommands that read tensors load them.
     from electra_dist.checkpoint.repair import Found
@@ -35,7 +38,7 @@ _MAX_VALUE_CHARS = 60  # of a field of the state, in the output of `diff`
 
 
 @app.command("list")
-def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
+def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson = False) -> None:
     """List every checkpoint: step, attempt (start of the run that saved it), time, ranks, ZeRO stage, size and state.
 
     All targets (folders or S3 prefixes for the checkpoints of a run) are listed. States: committed (complete), damaged
@@ -44,9 +47,14 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
     """
     from electra_dist.checkpoint.repair import survey
 
-    out = Console()
-    for target in find_targets(path, endpoint_url):
-        checkpoints = survey(target)
+    surveys = [(target, survey(target)) for target in find_targets(path, endpoint_url)]
+    if as_json:
+        print_json(
+            [{"target": target.url, "checkpoints": [_json_tree(each) for each in found]} for target, found in surveys]
+        )
+        return
+    out = open_console(soft_wrap=False)
+    for target, checkpoints in surveys:
         if not checkpoints:
             out.print(f"{target.url}: no checkpoints")
             continue
@@ -56,6 +64,24 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None) -> None:
         for checkpoint in checkpoints:
             table.add_row(*_table_row(checkpoint))
         out.print(table)
+
+
+def _json_tree(checkpoint: Found) -> dict[str, Any]:
+    """Return a checkpoint as a JSON object; what only a manifest has is null for a checkpoint without a good one."""
+    manifest = checkpoint.manifest
+    state = manifest.state if manifest else None
+    return {
+        "url": checkpoint.url,
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+        "status": checkpoint.status,
+        "note": checkpoint.note,
+        "saved_at": manifest.saved_at if manifest else None,
+        "size_bytes": manifest.size_bytes if manifest else None,
+        "ranks": state.world_size if state else None,
+        "zero_stage": state.zero_stage if state else None,
+        "rows_seen": state.rows_seen if state else None,
+    }
 
 
 def _table_row(checkpoint: Found) -> list[str]:
@@ -87,6 +113,7 @@ def verify(
     path: Where,
     step: Annotated[int | None, typer.Option(help="verify only the checkpoints of this step; default: all")] = None,
     endpoint_url: Endpoint = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte of every checkpoint that has a manifest, and print what is wrong in each.
 
@@ -95,14 +122,20 @@ def verify(
     """
     checkpoints = _checkpoints_to_verify(path, step, endpoint_url)
     total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
-    num_good = 0
-    with _progress_of_bytes(total_bytes) as (out, advance):
+    verified: list[Verified] = []
+    with _progress_of_bytes(total_bytes, to_stderr=as_json) as (out, advance):
         for checkpoint in checkpoints:
-            if _verify_and_print(checkpoint, out, advance):
-                num_good += 1
-    out.print(f"{num_good} of {len(checkpoints)} checkpoints are good")
+            verified.append(_verify(checkpoint, advance))
+            if not as_json:
+                _print_verified(verified[-1], out)
+    num_good = sum(not one.faults for one in verified)
+    if as_json:
+        print_json({"good": num_good, "checkpoints": [asdict(one) for one in verified]})
+    else:
+        out.print(f"{num_good} of {len(checkpoints)} checkpoints are good")
     if num_good < len(checkpoints):
-        out.print(f"next: electra-dist checkpoint repair {path}")
+        if not as_json:
+            out.print(f"next: electra-dist checkpoint repair {path}")
         raise typer.Exit(EXIT_CRASH)
 
 
@@ -136,12 +169,22 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
     return checkpoints
 
 
-def _verify_and_print(checkpoint: Found, out: Console, advance: Callable[[int], None]) -> bool:
-    """Read every byte of a checkpoint, print "good" or "BAD" and each fault, and return whether it is good.
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """Result of reading every byte of one checkpoint; it is good if there are no faults."""
+
+    url: str
+    step: int
+    size_bytes: int  # 0 if the manifest is damaged
+    seconds: float
+    faults: list[str]
+
+
+def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
+    """Read every byte of a checkpoint and return what is wrong with it.
 
     Args:
         checkpoint: the checkpoint to verify, which has a manifest.
-        out: where to print.
         advance: called after each piece with the number of bytes in it, to move a progress bar.
     """
     from electra_dist.checkpoint.file_reader import verify as verify_files
@@ -149,12 +192,21 @@ def _verify_and_print(checkpoint: Found, out: Console, advance: Callable[[int], 
     begin = time.perf_counter()
     manifest, faults = verify_files(checkpoint.target, checkpoint.folder, advance)
     elapsed_s = time.perf_counter() - begin
-    size_mb = manifest.size_bytes / 1e6 if manifest else 0.0
-    verdict = "[red]BAD[/red] " if faults else "[green]good[/green]"
-    out.print(f"{verdict} {checkpoint.url}  {size_mb:,.1f} MB in {elapsed_s:.1f} s")
-    for fault in faults:
+    return Verified(
+        url=checkpoint.url,
+        step=checkpoint.step,
+        size_bytes=manifest.size_bytes if manifest else 0,
+        seconds=elapsed_s,
+        faults=list(faults),
+    )
+
+
+def _print_verified(verified: Verified, out: Console) -> None:
+    """Print "good" or "BAD" for a checkpoint, its size and the time of reading it, and a line for each fault."""
+    verdict = "[red]BAD[/red] " if verified.faults else "[green]good[/green]"
+    out.print(f"{verdict} {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s")
+    for fault in verified.faults:
         out.print(f"     {fault}")
-    return not faults
 
 
 @app.command()
@@ -164,6 +216,7 @@ def diff(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="the checkpoint to compare with, named like A")],
     endpoint_url: Endpoint = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: the fields of their states, and the largest difference of each parameter.
 
@@ -175,7 +228,25 @@ def diff(
     right = _open_side(b, endpoint_url)
     compared = _compare_parameters(left, right)
     different = [parameter for parameter in compared if not parameter.equal]
-    out = Console()
+    same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
+    if as_json:
+        _print_diff_json(left, right, different, len(compared))
+    else:
+        _print_diff(left, right, different, len(compared))
+    if different or not same_shapes:
+        raise typer.Exit(EXIT_CRASH)
+
+
+def _print_diff(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
+    """Print the differences of two checkpoints as tables, and a last line with the verdict.
+
+    Args:
+        left: checkpoint A.
+        right: checkpoint B.
+        different: the parameters that differ.
+        num_compared: number of parameters that both have in the same shape.
+    """
+    out = open_console(soft_wrap=False)
     state_table = _state_table(left, right)
     if state_table.row_count:
         out.print(state_table)
@@ -183,11 +254,32 @@ def diff(
         out.print(_parameter_table(different))
     same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
     if same_shapes and not different:
-        out.print(f"equal bit for bit: {len(compared)} parameters, weights and both moments")
+        out.print(f"equal bit for bit: {num_compared} parameters, weights and both moments")
         return
     note = "" if same_shapes else "; the other parameters are missing or of another shape in A or B"
-    out.print(f"different: {len(different)} of {len(compared)} parameters{note}")
-    raise typer.Exit(EXIT_CRASH)
+    out.print(f"different: {len(different)} of {num_compared} parameters{note}")
+
+
+def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
+    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and the state's fields.
+
+    The arguments are those of `_print_diff`.
+    """
+    from electra_dist.checkpoint.state_diff import state_differences
+
+    fields = state_differences(left.manifest.state, right.manifest.state)
+    same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
+    print_json(
+        {
+            "a": f"{left.store.url}/{left.folder}",
+            "b": f"{right.store.url}/{right.folder}",
+            "equal": same_shapes and not different,
+            "compared": num_compared,
+            "same_shapes": same_shapes,
+            "state": [{"field": field, "a": a, "b": b} for field, a, b in fields],
+            "parameters": [asdict(difference) for difference in different],
+        }
+    )
 
 
 def _compare_parameters(left: Side, right: Side) -> list[Difference]:
@@ -203,7 +295,7 @@ def _compare_parameters(left: Side, right: Side) -> list[Difference]:
     num_parameters = len(left.manifest.state.shapes)
     differences = parameter_differences(left, right)
     try:
-        with Progress(transient=True) as progress:
+        with Progress(transient=True, console=Console(stderr=True)) as progress:
             return list(progress.track(differences, total=num_parameters, description="parameters"))
     except TornCheckpoint as error:
         raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
@@ -287,17 +379,20 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
 
 
 @contextmanager
-def _progress_of_bytes(total: int | None) -> Iterator[tuple[Console, Callable[[int], None]]]:
+def _progress_of_bytes(
+    total: int | None, *, to_stderr: bool = False
+) -> Iterator[tuple[Console, Callable[[int], None]]]:
     """Show a progress bar of the bytes verified while a `with` block runs.
 
     Args:
         total: bytes of a full bar; None if unknown.
+        to_stderr: whether the bar is on stderr, because stdout is for a JSON object.
 
     Yields:
         A console, which prints above the bar, and a function that moves the bar. The caller passes to it the number of
         bytes verified since its last call.
     """
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(stderr=True) if to_stderr else open_console()
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:
         bar = progress.add_task("verified", total=total)

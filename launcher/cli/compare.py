@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # torch is loaded when the command runs, not for --help
     from electra_dist.compare.comparison_plan import Plan
@@ -40,7 +40,7 @@ def compare(
     from electra_dist.config_file import load_section
     from launcher.cli.finetune import progress_bar
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     comparison = Comparison(load_section(file, CompareConfig), file, glue)
     out.print(_plan_table(comparison.plan))
     if dry_run:

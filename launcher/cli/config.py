@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.config_file import dump_yaml, key_description, load_config, sources
+from launcher.cli.console import open_console
 from launcher.cli.options import ConfigFile, Overrides
 
 
@@ -32,7 +32,7 @@ def config(
         if describe:
             row.append(key_description(key))
         table.add_row(*row)
-    Console().print(table)
+    open_console(markup=False, soft_wrap=False).print(table)
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.config_file import load_config
 from electra_dist.model.flops import run_flops, token_flops
 from electra_dist.planning.paper_flops import TABLE
+from launcher.cli.console import open_console
 
 
 def flops(
@@ -25,7 +25,7 @@ def flops(
     Each model is counted twice: by the paper's method, and by the one that is used for MFU (model FLOPs utilisation).
     The output explains the difference. With FILE, the FLOPs of that run are printed, too.
     """
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     table = Table("model", "in the paper", "its method", "for MFU", title="training FLOPs")
     for model in TABLE:
         mfu_flops = model.mfu()

@@ -11,4 +11,5 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file of a run, for exampl
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
 RunFolder = Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
+from launcher.cli.console import print_json
+from launcher.cli.options import AsJson
 
 
 def plan(
@@ -30,14 +33,18 @@ def plan(
     gpu_hour_price: Annotated[
         float | None, typer.Option(min=0, help="price of one GPU-hour, in any currency; adds the cost of the run")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Estimate what a run would take: parameters, tokens, memory, FLOPs and days.
 
     With --nodes, also estimate the time on 1, 2, 4, ... nodes. Nothing is run or written.
     """
     from electra_dist.planning.multi_node_scaling import Cluster, parse_fabric
+    from electra_dist.planning.plan_json import plan_json
     from electra_dist.planning.plan_tables import print_plan
 
+    config = load_config(file, overrides or ())
+    check_new_run(config)
     cluster = None  # Without --nodes, only the GPUs that the config names are estimated.
     if nodes is not None:
         cluster = Cluster(
@@ -48,4 +55,7 @@ def plan(
             gpu_tokens_per_s=step_tokens_per_s,
             gpu_hour_price=gpu_hour_price,
         )
-    print_plan(load_config(file, overrides or ()), cluster=cluster)
+    if as_json:
+        print_json(plan_json(config, cluster))
+    else:
+        print_plan(config, cluster=cluster)

@@ -14,6 +14,7 @@ import typer
 
 from electra_dist.config_file import load_config
 from electra_dist.run.folder import open_run
+from launcher.cli.console import open_console
 from launcher.cli.options import Overrides
 
 if TYPE_CHECKING:
@@ -95,7 +96,6 @@ def advice(profile: StepProfile) -> list[str]:
 
 def _print_tables(profile: StepProfile) -> None:
     """Print the facts of a step, then one row for each of its parts."""
-    from rich.console import Console
     from rich.table import Table
 
     facts = Table(show_header=False, box=None)
@@ -114,6 +114,6 @@ def _print_tables(profile: StepProfile) -> None:
     for part in profile.parts:
         ceiling = "" if part.ceiling_ms is None else f"{part.ceiling_ms:,.1f}"
         parts.add_row(part.name, f"{part.ms:,.1f}", f"{part.share:.1%}", ceiling)
-    console = Console()
+    console = open_console(soft_wrap=False)
     console.print(facts)
     console.print(parts)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from electra_dist.analysis.context_auc import is_stuck, stuck_warning
 from electra_dist.analysis.goodput import goodput
-from electra_dist.analysis.hung_ranks import hang_limits, hung
+from electra_dist.analysis.hung_ranks import Hung, hang_limits, hung
 from electra_dist.analysis.run_classification import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
@@ -30,6 +29,8 @@ from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
+from launcher.cli.console import open_console, print_json
+from launcher.cli.options import AsJson
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
@@ -60,14 +61,18 @@ class Facts:
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")],
+    run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")], as_json: AsJson = False
 ) -> None:
     """Show where a run stands, its jobs and nodes, and what to do next. Changes nothing.
 
     The goodput, which it also shows, is the time of useful training steps divided by all time outside Slurm's queue.
     """
-    out = Console(highlight=False, soft_wrap=True, markup=False)
-    for line in lines(facts(run)):
+    seen = facts(run)
+    if as_json:
+        print_json(json_tree(seen))
+        return
+    out = open_console(markup=False)
+    for line in lines(seen):
         out.print(line)
 
 
@@ -152,6 +157,40 @@ def lines(seen: Facts) -> list[str]:
     page.append("next:")
     page += [f"    {command}" for command in _next_commands(seen, state)]
     return page
+
+
+def json_tree(seen: Facts) -> dict[str, Any]:
+    """Return what the status page shows as a JSON object; unknown values are null. Times are in seconds.
+
+    Args:
+        seen: the snapshot of the run that `facts` has read.
+    """
+    state = run_state(seen.ledger, _evidence(seen))
+    account = goodput(seen.ledger, seen.jobs)
+    step = _steps_done(seen)
+    last_event = seen.ledger[-1] if seen.ledger else None
+    evaluation = seen.last_eval or {}
+    expires_s = 3600 * seen.config.cluster.strike_expires_h
+    return {
+        "run": str(seen.run),
+        "state": state,
+        "reason": _reason_in_parentheses(seen, state).strip(" ()"),
+        "last_event": last_event,
+        "step": step,
+        "num_steps": seen.config.train.num_steps,
+        "loss": seen.last["loss"] if seen.last else None,
+        "step_s": seen.last["step_s"] if seen.last else None,
+        "eta_s": seen.last["step_s"] * max(0, seen.config.train.num_steps - step) if seen.last else None,
+        "checkpoint": _newest_checkpoint_event(seen),
+        "context_auc": evaluation.get("context_auc"),
+        "goodput": account.fraction,
+        "seconds": account.parts(),
+        "jobs": [asdict(job) for job in _jobs(seen)],
+        "nodes_out": [asdict(out) for out in _nodes_out(seen)],
+        "silent_ranks": [asdict(rank) for rank in _hung_ranks(seen)] if state == "living" else [],
+        "excluded_nodes": list(excluded_nodes(seen.strikes, seen.now, expires_s=expires_s)),
+        "next": _next_commands(seen, state),
+    }
 
 
 def _evidence(seen: Facts) -> RunEvidence:
@@ -240,9 +279,7 @@ def _step(seen: Facts) -> str:
     last = seen.last
     if last is None:
         return f"0 of {num_steps:,}"
-    # The last steps of a finished run may have no metrics record, but its `done` event has the step.
-    done_steps = [event["step"] for event in seen.ledger if event["event"] == "done"]
-    step = max([0, last["step"], *done_steps])
+    step = _steps_done(seen)
     progress = f"{step:,} of {num_steps:,} ({100 * step / num_steps:.1f} %), loss {last['loss']:.4f}"
     if step >= num_steps:
         return progress
@@ -250,15 +287,30 @@ def _step(seen: Facts) -> str:
     return f"{progress}, eta {format_duration(remaining_s)}"
 
 
+def _steps_done(seen: Facts) -> int:
+    """Return the number of steps that the run has recorded as done.
+
+    The last steps of a finished run may have no metrics record, but its `done` event has the step.
+    """
+    done_steps = [event["step"] for event in seen.ledger if event["event"] == "done"]
+    recorded_steps = [seen.last["step"]] if seen.last else []
+    return max([0, *recorded_steps, *done_steps])
+
+
+def _newest_checkpoint_event(seen: Facts) -> Record | None:
+    """Return the event of the last checkpoint that the ledger records; None if it records none."""
+    checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
+    return checkpoints[-1] if checkpoints else None
+
+
 def _newest_checkpoint(seen: Facts) -> str:
     """Return the step and the age of the last checkpoint that the ledger records, "step 10, 1m20s old".
 
     Returns "none yet" if it records none.
     """
-    checkpoints = [event for event in seen.ledger if event["event"] == "checkpoint"]
-    if not checkpoints:
+    newest = _newest_checkpoint_event(seen)
+    if newest is None:
         return "none yet"
-    newest = checkpoints[-1]
     age_s = seen.now - _seconds(newest["time"])
     return f"step {newest['step']:,}, {format_duration(age_s)} old"
 
@@ -281,8 +333,8 @@ def _context_auc_lines(seen: Facts) -> list[str]:
     return page_lines
 
 
-def _hung_rank_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each hung rank, at most `_HUNG_RANKS_SHOWN`, the likely culprit first.
+def _hung_ranks(seen: Facts) -> list[Hung]:
+    """Return the hung ranks of a living run, the likely culprit first.
 
     A rank is hung if its last heartbeat is older than the limit of the phase that it is in (setup, step, checkpoint,
     ...); the config section `cluster` sets the limits. The culprit is probably the rank with the fewest steps, because
@@ -290,10 +342,14 @@ def _hung_rank_lines(seen: Facts) -> list[str]:
     """
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
     beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
-    hung_ranks = hung(beats, seen.now, hang_limits(seen.config.cluster), read_all_beats=lambda: beats)
+    return hung(beats, seen.now, hang_limits(seen.config.cluster), read_all_beats=lambda: beats)
+
+
+def _hung_rank_lines(seen: Facts) -> list[str]:
+    """Return a line of the status page for each hung rank, at most `_HUNG_RANKS_SHOWN`, the likely culprit first."""
     return [
         f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
-        for rank in hung_ranks[:_HUNG_RANKS_SHOWN]
+        for rank in _hung_ranks(seen)[:_HUNG_RANKS_SHOWN]
     ]
 
 
@@ -335,7 +391,7 @@ def _next_commands(seen: Facts, state: State) -> list[str]:
     # The run does not run: start it again, in the way in which it was started before.
     if seen.submitted_by:
         return [seen.submitted_by]
-    return [f"deepspeed launcher/pretrain.py --config {run}/{CONFIG_FILE}"]
+    return [f"deepspeed --module launcher.pretrain --config {run}/{CONFIG_FILE}"]
 
 
 def _jobs(seen: Facts) -> tuple[QueuedJob, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from launcher.cli.console import open_console
 from launcher.slurm.batch_script import Container, batch_script
 from launcher.slurm.submission import Submission, prepare
 from launcher.slurm.submission import submit as submit_jobs
@@ -89,7 +89,7 @@ def submit(
         print(batch_script(request, excluded_nodes), end="")
         return
     job_ids = submit_jobs(resolved_config, request, excluded_nodes)
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     run = shlex.quote(resolved_config.run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"
     out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")

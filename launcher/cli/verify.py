@@ -7,8 +7,9 @@ The command computes the receipts that this order gives and compares them with t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,11 +28,15 @@ from electra_dist.run.ledger import read_ledger
 from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
+from launcher.cli.console import open_console, print_json
+from launcher.cli.options import AsJson
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
 
-def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]) -> None:
+def verify_command(
+    run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")], as_json: AsJson = False
+) -> None:
     """Verify that the run was trained on exactly the corpus rows that its seed prescribes, up to the step reached.
 
     A run records receipts (number of rows used so far and digest of their ids) in its metrics and checkpoints. They
@@ -39,11 +44,12 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
     78 there is nothing to verify.
     """
     config = open_run(run)
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
     rows_per_shard = [shard.rows for shard in corpus.shards]
     order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
-    checkpoints = _read_checkpoint_states(config, out)
+    damaged: list[str] = []
+    checkpoints = _read_checkpoint_states(config, damaged)
     skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
     marks = read_marks(run, checkpoints)
     if not marks:
@@ -51,7 +57,10 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
             f"{run}: nothing to verify: no step was logged and no checkpoint exists; train some steps first"
         )
     expected = Expected(order, rows_per_shard, config.train.global_batch, skipped_steps)
-    with Progress(transient=True) as progress:
+    if not as_json:
+        for line in damaged:
+            out.print(line)
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         bar = progress.add_task("receipts", total=None)
 
         def show_progress(done: int, total: int) -> None:
@@ -59,20 +68,54 @@ def verify_command(run: Annotated[Path, typer.Argument(help="folder of a run, fo
             progress.update(bar, completed=done, total=total)
 
         result = verify(marks, expected, corpus, show_progress)
-    _print_result(run, result, expected, out)
+    if as_json:
+        print_json(_json_tree(run, result, expected, damaged))
+    else:
+        _print_result(run, result, expected, out)
     if result.deviation:
         raise typer.Exit(EXIT_CRASH)
 
 
-def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, RunState]]:
+def _json_tree(run: Path, result: AuditResult, expected: Expected, damaged: list[str]) -> dict[str, Any]:
+    """Return the result of an audit of the rows that a run used as a JSON object; `deviation` is null if it is good.
+
+    Args:
+        run: the run folder.
+        result: result of the audit; at least one receipt was checked.
+        expected: the run's row order, global batch and skipped steps.
+        damaged: one line for each checkpoint whose manifest is damaged.
+    """
+    last = result.last
+    assert last is not None
+    return {
+        "run": str(run),
+        "good": result.deviation is None,
+        "receipts": result.num_marks,
+        "starts": _num_starts(run),
+        "step": last.step,
+        "rows": last.receipt.rows,
+        "receipt": last.receipt.hex,
+        "rows_per_epoch": expected.order.rows_per_epoch,
+        "skipped_steps": [step for step in expected.skipped if step < last.step],
+        "deviation": asdict(result.deviation) if result.deviation else None,
+        "damaged_checkpoints": damaged,
+    }
+
+
+def _num_starts(run: Path) -> int:
+    """Return how often the ranks of a run were started."""
+    return sum(event["event"] in ("start", "resume") for event in read_ledger(run))
+
+
+def _read_checkpoint_states(config: Config, damaged: list[str]) -> list[tuple[str, RunState]]:
     """Return the URL and the run state of every complete checkpoint of a run.
 
     The run state is a part of the checkpoint's manifest, with the step and the rows used. A checkpoint whose manifest
-    is damaged is left out, and a line with the command that repairs it is printed.
+    is damaged is left out.
 
     Args:
         config: the run's config, which names the stores of its checkpoints.
-        out: where to print.
+        damaged: receives a line with the command that repairs it for each checkpoint with a damaged manifest.
     """
     checkpoints = []
     for store in open_targets(config):
@@ -82,7 +125,7 @@ def _read_checkpoint_states(config: Config, out: Console) -> list[tuple[str, Run
                 checkpoints.append((url, read_manifest(store, folder).state))
             except TornCheckpoint as error:
                 advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
-                out.print(f"checkpoint {url} is damaged ({error}); {advice}")
+                damaged.append(f"checkpoint {url} is damaged ({error}); {advice}")
     return checkpoints
 
 
@@ -114,8 +157,7 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
     """
     last = result.last
     assert last is not None
-    num_starts = sum(event["event"] in ("start", "resume") for event in read_ledger(run))
-    out.print(f"{run}: {result.num_marks:,} receipts checked, {num_starts} starts, step {last.step:,}")
+    out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
     skipped_steps = [step for step in expected.skipped if step < last.step]
     if skipped_steps:
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.node_strikes import add_strike, node_name
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
 
 
 def _check(config: Config, node: str, *, is_first_of_node: bool, world_size: int) -> list[Finding]:

@@ -34,6 +34,9 @@ from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.job import note
 
+# As `man sbatch` lists the forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and the words for no limit.
+_TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submission(JobOptions):
@@ -54,9 +57,11 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         The resolved config, the request for the batch script, and the names of the nodes with a strike, to exclude.
 
     Raises:
-        UserError: the config is wrong, the ranks cannot share the global batch, or the run is finished already.
+        UserError: the config or the time limit is wrong, the ranks cannot share the global batch, or the run is
+            finished already.
         OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
     """
+    _check_time_limit(submission.time_limit)
     config = load_config(submission.config_file, submission.overrides)
     ranks_per_node = max(1, submission.gpus_per_node)  # Without GPUs, a node has one CPU rank.
     check_ranks(config, submission.num_nodes, ranks_per_node)
@@ -160,6 +165,16 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     raise UserError(
         f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
         f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
+    )
+
+
+def _check_time_limit(time_limit: str | None) -> None:
+    """Raise UserError unless a time limit has a form that sbatch's --time accepts; None is the partition's limit."""
+    if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
+        return
+    raise UserError(
+        f"--time {time_limit}: not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, for "
+        f"example --time 24:00:00"
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
 
@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:  # before the supervisor handles signals
+        print("interrupted; no rank was started", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from electra_dist.engine.meeting_port import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.run.folder import MEETING_DIR
 from electra_dist.store.atomic_files import replacing
@@ -198,10 +199,23 @@ class Rendezvous:
         increment = 2 if is_first else 1
         self.number = self._newest_start() + increment
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.
-        port = _free_port() if self._port is None else self._port + self.number % _NUM_PORTS
+        port = _free_port() if self._port is None else self._next_port(self._port)
         self._write(self._start_file(self.number), {"port": port})
         self._delete_old_files()
         return port
+
+    def _next_port(self, first: int) -> int:
+        """Return the port of this start: the first one from its turn on that is free on this node.
+
+        Args:
+            first: the first of the ports that successive starts use in turn.
+
+        Returns:
+            The port; that of the start's turn if all are in use.
+        """
+        turn = self.number % _NUM_PORTS
+        ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
+        return next((port for port in ports if is_free(port)), ports[0])
 
     def _delete_old_files(self) -> None:
         """Delete the announcements and reports of all starts except the newest three, the current one included."""

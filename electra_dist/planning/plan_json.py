@@ -1,0 +1,62 @@
+"""Return the plan of a run as a JSON value, for `electra-dist plan --json`, with the numbers of the printed tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from electra_dist.config import Config
+from electra_dist.config_checks import keys_without_effect
+from electra_dist.engine.learning_rate import peak_learning_rate
+from electra_dist.engine.state_layout import PARTS, state_layout
+from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
+from electra_dist.planning.budget import make_budget
+from electra_dist.planning.multi_node_scaling import Cluster, scale
+
+
+def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
+    """Return what a run would take: parameters, rows, tokens, FLOPs, memory and time. Bytes and seconds are plain.
+
+    Args:
+        config: the configuration of the run.
+        cluster: adds predictions for 1, 2, 4, ... nodes of this cluster; None leaves them out.
+
+    Returns:
+        A tree that JSON can hold. `compute` is null in fp32, for which no peak of a GPU is known.
+
+    Raises:
+        UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
+    """
+    budget = make_budget(config)
+    peak_step, peak = peak_learning_rate(config.train.num_steps, config.optimizer)
+    tree = {
+        "run_dir": config.run_dir,
+        "objective": config.objective.name,
+        "steps": config.train.num_steps,
+        "learning_rate": {"lr": config.optimizer.lr, "peak": peak, "peak_step": peak_step},
+        **asdict(budget),
+        "state_bytes_per_gpu": {f"zero_{stage}": _state_bytes(config, stage) for stage in range(4)},
+        "largest_micro_batch": {
+            gpu: micro_batch_limit(
+                config,
+                memory_gb,
+                early_generator=config.engine.early_generator,
+                recompute=config.engine.activation_checkpointing,
+            ).fitting_rows
+            for gpu, memory_gb in GPU_MEMORY_GB.items()
+        },
+        "keys_without_effect": keys_without_effect(config),
+    }
+    if cluster is not None:
+        tree["scaling"] = [
+            asdict(prediction) | {"step_s": prediction.step_s, "efficiency": prediction.efficiency}
+            for prediction in scale(config, cluster)
+        ]
+    return tree
+
+
+def _state_bytes(config: Config, stage: int) -> dict[str, float]:
+    """Return the bytes of each part of the training state on one of `plan.num_gpus` GPUs at a ZeRO stage."""
+    layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
+    num_parameters = make_budget(config).parameters.total
+    return {part: layout.bytes_per_gpu(part, num_parameters, config.plan.num_gpus) for part in PARTS}

@@ -1,0 +1,49 @@
+"""Print what a command finds: tables that keep all their cells in a pipe, and JSON for other programs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from rich.console import Console
+
+_WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
+
+
+def open_console(*, markup: bool = True, soft_wrap: bool = True) -> Console:
+    """Return a console for stdout.
+
+    On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
+    if the environment asks for colours (FORCE_COLOR), so that other programs can read the lines.
+
+    Args:
+        markup: whether `[red]` and the like in a text are instructions; False for texts with names that users choose.
+        soft_wrap: whether the terminal breaks long lines, as for text; False for tables, whose cells rich breaks.
+    """
+    console = Console(highlight=False, soft_wrap=soft_wrap, markup=markup)
+    if console.file.isatty():
+        return console
+    return Console(
+        highlight=False,
+        soft_wrap=soft_wrap,
+        markup=markup,
+        width=_WIDTH_OF_A_PIPE,
+        force_terminal=False,
+        color_system=None,
+    )
+
+
+def print_json(tree: object) -> None:
+    """Print a JSON value on stdout, indented by two spaces; NaN and infinities, which JSON lacks, become null."""
+    print(json.dumps(_without_nan(tree), indent=2))
+
+
+def _without_nan(tree: object) -> object:
+    """Return a JSON value with None in place of every number that is not finite."""
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return None
+    if isinstance(tree, dict):
+        return {key: _without_nan(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_without_nan(value) for value in tree]
+    return tree
