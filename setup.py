@@ -1,8 +1,9 @@
 """Packages, extras and the `electra-dist` command. Ranges here; the exact tested versions in constraints.txt."""
 
 import runpy
+from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 VERSION = runpy.run_path("electra_dist/version.py")["VERSION"]
 
@@ -42,54 +43,37 @@ setup(
     name="electra-dist",
     version=VERSION,
     description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    project_urls={
+        "Paper": "https://arxiv.org/abs/2003.10555",
+        "Reference code": "https://github.com/google-research/electra",
+    },
+    keywords=["electra", "pretraining", "language model", "distributed training", "deepspeed"],
+    # Only what the tests run on.
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
-    # The import name `kernels` belongs to a Hugging Face package that transformers looks for.
-    package_dir={"electra_kernels": "kernels/electra_kernels"},
+    # The import name `kernels` belongs to a Hugging Face package that transformers looks for. The configs of the
+    # repository are installed inside electra_dist, where config_layers.find_config_file finds them.
+    package_dir={"electra_kernels": "kernels/electra_kernels", "electra_dist.configs": "configs"},
     packages=[
-        "electra_dist",
-        "electra_dist.analysis",
-        "electra_dist.checkpoint",
-        "electra_dist.compare",
-        "electra_dist.config_sections",
-        "electra_dist.corpus",
-        "electra_dist.corpus.inputs",
-        "electra_dist.corpus.report",
-        "electra_dist.data",
-        "electra_dist.engine",
-        "electra_dist.engine.optimizers",
-        "electra_dist.finetune",
-        "electra_dist.finetune.output",
-        "electra_dist.finetune.seeds",
-        "electra_dist.finetune.squad",
-        "electra_dist.finetune.tagging",
-        "electra_dist.finetune.treebank",
-        "electra_dist.library",
-        "electra_dist.model",
-        "electra_dist.model.layer",
-        "electra_dist.objectives",
-        "electra_dist.planning",
-        "electra_dist.pretrained",
-        "electra_dist.report",
-        "electra_dist.run",
-        "electra_dist.scoring",
-        "electra_dist.speed",
-        "electra_dist.store",
-        "electra_dist.tracking",
-        "electra_dist.train",
-        "electra_dist.train.health",
-        "electra_kernels",
-        "electra_kernels.layer",
-        "electra_kernels.native",
-        "electra_kernels.triton",
-        "launcher",
-        "launcher.chaos",
-        "launcher.cli",
-        "launcher.preflight",
-        "launcher.slurm",
-        "launcher.supervise",
+        *find_packages(include=["electra_dist", "electra_dist.*", "launcher", "launcher.*"]),
+        *find_packages("kernels"),
+        "electra_dist.configs",
     ],
     package_data={
         "electra_dist": ["py.typed"],
+        "electra_dist.configs": ["*.yaml", "*/*.yaml"],
         "electra_kernels": ["py.typed"],
         "electra_kernels.native": ["*.cu"],
         "launcher": ["py.typed"],

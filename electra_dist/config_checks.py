@@ -67,7 +67,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
 def _unused_by_objective(config: Config) -> dict[str, str]:
     """Return the keys that the objective does not use, each with the reason, whatever their values are."""
     name = config.objective.name
-    unused = {}
+    unused: dict[str, str] = {}
     if name == "mlm":
         reason = "objective.name: mlm has no generator"
         unused |= dict.fromkeys(("objective.temperature", "objective.disallow_correct"), reason)

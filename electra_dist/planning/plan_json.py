@@ -35,6 +35,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
         "steps": config.train.num_steps,
         "learning_rate": {"lr": config.optimizer.lr, "peak": peak, "peak_step": peak_step},
         **asdict(budget),
+        "parameters": budget.parameters._asdict() | {"total": budget.parameters.total},
         "state_bytes_per_gpu": {f"zero_{stage}": _state_bytes(config, stage) for stage in range(4)},
         "largest_micro_batch": {
             gpu: micro_batch_limit(

@@ -220,8 +220,8 @@ def move_records_aside(run_dir: Path) -> list[str]:
     Returns:
         One line for each file or folder that was moved.
     """
-    names = (METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR)
-    names += (REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE)
+    names = [METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
+    names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     existing = [name for name in names if (run_dir / name).exists()]
     if not existing:
         return []

@@ -181,7 +181,7 @@ def test_a_dead_run_without_slurm_is_shown_with_the_deepspeed_command(run: Path)
     ledger(run, event("crash", 50, step=12))
     page = shown(run)
     assert page[0].endswith(": dead (crash, 50s ago)")
-    assert commands(page) == [f"deepspeed launcher/pretrain.py --config {run}/config.yaml"]
+    assert commands(page) == [f"deepspeed --module launcher.pretrain --config {run}/config.yaml"]
 
 
 def test_a_node_with_a_strike_is_shown_with_its_reason(run: Path):

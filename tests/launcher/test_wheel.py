@@ -1,0 +1,114 @@
+"""The wheel has all that a user needs: it is built, installed in a new environment and used outside the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from support.real_runs import REPOSITORY, step_records, write_corpus, write_tiny_config
+
+from electra_dist.version import VERSION
+
+NOT_COPIED = (".git", ".venv", "build", "runs", "corpora", "site", "*.egg-info", "__pycache__", "*.so")
+
+
+class Installation:
+    """A virtual environment with the wheel in it, and the folder outside the repository in which commands run."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.python = folder / "venv" / "bin" / "python"
+        self.cwd = folder / "elsewhere"
+        self.cwd.mkdir()
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, str(wheel)], check=True)
+        # The dependencies are those of this environment. A path in a .pth file does not bring its editable packages.
+        (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        self.package = site_packages / "electra_dist"
+
+    def run(self, *command: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run a command of the environment; a name without a folder is a script of it."""
+        program, *arguments = (str(part) for part in command)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["PATH"] = f"{self.python.parent}:{environment['PATH']}"
+        return subprocess.run(
+            [str(self.python.parent / program), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=self.cwd,
+            env=environment,
+            timeout=timeout,
+        )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the repository, so that the build leaves nothing in it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*NOT_COPIED, "tests", "benchmarks", "docs"))
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", str(folder), str(source)], check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Installation:
+    return Installation(wheel.parent, wheel)
+
+
+def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata_name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(metadata_name).decode())
+    wanted = {f"electra_dist/{file.relative_to(REPOSITORY)}" for file in (REPOSITORY / "configs").rglob("*.yaml")}
+    for package in ("electra_dist", "launcher"):
+        wanted |= {str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / package).rglob("*.py")}
+    kernels = REPOSITORY / "kernels"
+    wanted |= {str(file.relative_to(kernels)) for file in kernels.rglob("*") if file.suffix in (".py", ".cu")}
+    assert wanted | {"electra_dist/py.typed"} <= names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown" and "# electra-dist" in metadata.get_payload()
+    assert metadata.get_all("Project-URL")
+    pythons = [line for line in metadata.get_all("Classifier", []) if "Python :: 3." in line]
+    assert pythons == ["Programming Language :: Python :: 3.11"]
+
+
+def test_the_installed_commands_run_outside_the_repository(installed: Installation) -> None:
+    version = installed.run("electra-dist", "--version")
+    assert (version.returncode, version.stdout) == (0, f"electra-dist {VERSION}\n"), version.stderr
+    shown = installed.run("electra-dist", "config", "configs/small.yaml")
+    assert str(installed.package / "configs" / "base.yaml") in shown.stdout, shown.stderr
+    assert str(REPOSITORY) not in shown.stdout
+    supervise = installed.run("python", "-m", "launcher.supervise", "--config", "configs/nowhere.yaml")
+    assert supervise.returncode == 78 and "configs/nowhere.yaml: no such config file" in supervise.stderr
+    deepspeed = ("python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--module", "launcher.pretrain")
+    plan = installed.run(*deepspeed, "--config", "configs/large_25pct_mask.yaml", "--dry-run")
+    assert plan.returncode == 0 and "354.66 M" in plan.stdout, plan.stderr
+    assert list(installed.cwd.iterdir()) == []
+
+
+@pytest.mark.drill
+def test_the_installed_package_trains_under_deepspeed_and_under_the_supervisor(
+    installed: Installation, tmp_path: Path
+) -> None:
+    write_corpus(str(tmp_path / "corpus"), [70, 33])
+    deepspeed = ("python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--module", "launcher.pretrain")
+    for number, command in enumerate((deepspeed, ("python", "-m", "launcher.supervise"))):
+        run_dir = tmp_path / f"run-{number}"
+        settings = {"data.heldout": None, "train.num_steps": 3}
+        config = write_tiny_config(tmp_path / f"{number}.yaml", run_dir, str(tmp_path / "corpus"), **settings)
+        done = installed.run(*command, "--config", config, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert len(step_records(run_dir)) == 3
