@@ -1,0 +1,120 @@
+"""What every command has: -h, --version, completion, JSON, tables that survive a pipe, and one line for each error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from electra_dist.errors import EXIT_STOPPED, error_line
+from electra_dist.version import VERSION
+from launcher import pretrain
+from launcher.chaos import __main__ as chaos
+from launcher.cli import main, status
+from launcher.cli.main import COMMANDS, app
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DEMO = REPOSITORY / "configs" / "demo_cpu.yaml"
+LARGE = REPOSITORY / "configs" / "large_25pct_mask.yaml"
+MakeConfig = Callable[..., Path]
+
+
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `electra-dist` with its output in a pipe."""
+    program = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+def test_help_and_completion_list_every_command_and_import_none_of_them() -> None:
+    listing = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import app; app(standalone_mode=False)"
+    loaded = "print('LOADED', [name for name in sys.modules if name.startswith('launcher.cli.')])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{listing}\n{loaded}", "-h"], capture_output=True, text=True, timeout=60
+    )
+    assert all(f" {name} " in done.stdout for name in COMMANDS), done.stderr
+    assert "Show where a run stands" in done.stdout  # the first line of the function's docstring
+    assert "LOADED ['launcher.cli.main']" in done.stdout
+    completion = {"_ELECTRA_DIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "compare", "config"]
+
+
+@pytest.mark.parametrize("arguments", [[name] for name in COMMANDS] + [["checkpoint", "diff"]])
+def test_every_command_has_the_short_help_option(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*arguments, "-h"])
+    assert shown.exit_code == 0 and "Usage:" in shown.stdout
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"electra-dist {VERSION}\n"
+
+
+def test_tables_in_a_pipe_are_whole_and_without_colours() -> None:
+    """A terminal of 40 columns and a wish for colours do not change what a pipe receives."""
+    done = command("config", DEMO, "--describe", COLUMNS="40", FORCE_COLOR="1")
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if " checkpoint.every_steps " in line]
+    assert "frequency of interruptions that this run has measured." in row and "demo_cpu.yaml" in row
+    assert not any(mark in done.stdout for mark in ("…", "..."))
+
+
+def test_plan_prints_the_numbers_of_the_budget_as_json() -> None:
+    tree = json.loads(CliRunner().invoke(app, ["plan", str(LARGE), "--json", "--nodes", "2"]).stdout)
+    assert round(tree["parameters"]["total"] / 1e6, 2) == 354.66
+    assert tree["tokens"] == 400_000 * 2048 * 512
+    # The paper's schedule: the decay has taken 10,000 of 400,000 steps off the peak.
+    assert tree["learning_rate"] == {"lr": 2e-4, "peak": pytest.approx(2e-4 * 0.975), "peak_step": 10_000}
+    assert [row["nodes"] for row in tree["scaling"]] == [1, 2]
+
+
+def test_a_keyboard_interrupt_ends_every_program_with_75_and_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_config: MakeConfig
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "facts", interrupted)
+    assert CliRunner().invoke(app, ["status", "run"]).exit_code == EXIT_STOPPED
+    monkeypatch.setattr(pretrain, "_pretrain", interrupted)
+    assert pretrain.main(["--config", str(tiny_config())]) == EXIT_STOPPED
+    monkeypatch.setattr(chaos, "drill", interrupted)
+    assert chaos.main([str(tiny_config())]) == EXIT_STOPPED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_is_one_line_also_with_a_line_break_in_a_file_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    name = tmp_path / "a\nb\x1b[31m.yaml"
+    monkeypatch.setattr(sys, "argv", ["electra-dist", "config", str(name)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    printed = capsys.readouterr().err
+    assert ended.value.code == 78
+    assert printed.count("\n") == 1 and "a\\nb\\x1b[31m.yaml: no such config file" in printed
+    assert error_line(ValueError(os.fsdecode(b"text-\xff.txt"))) == "error: text-\\udcff.txt"
+
+
+@pytest.mark.parametrize("limit", ["banana", "24h", "1:2:3:4", "", "24:00:00\n"])
+def test_a_time_limit_that_slurm_does_not_know_is_refused(limit: str, tiny_config: MakeConfig) -> None:
+    arguments = ["submit", "--config", str(tiny_config()), "--nodes", "1", "--gpus-per-node", "1", "--time", limit]
+    refused = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert "--time" in str(refused.exception) and "24:00:00" in str(refused.exception)
+
+
+@pytest.mark.parametrize("limit", ["60", "60:00", "24:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED"])
+def test_every_form_of_a_time_limit_is_accepted(limit: str, tiny_config: MakeConfig) -> None:
+    arguments = ["submit", "--config", str(tiny_config()), "--nodes", "1", "--gpus-per-node", "1", "--time", limit]
+    accepted = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert accepted.exit_code == 0 and f"#SBATCH --time={limit}" in accepted.stdout
