@@ -9,6 +9,7 @@ import torch
 from transformers import ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.finetune.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.encoder import DropoutKeys
@@ -16,9 +17,11 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.pretrained.hf_conversion import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.run_weights import RunWeights
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[2] / "configs"
 # Rows of two texts and of one text: 2 is [CLS], 3 is [SEP].
 PAIR_ROW = [2, 60, 61, 3, 70, 71, 72, 3]
 SINGLE_ROW = [2, 62, 74, 75, 3]
@@ -118,3 +121,36 @@ def test_folders_without_an_electra_model_and_too_small_vocabularies_are_refused
     state = build_towers(model, 3).state_dict()
     with pytest.raises(UserError, match="the vocabulary has 50 entries"):
         Pretrained.from_state("x", state, model, small_vocabulary, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"model": '),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"vocab": ["a"]}, "normalizer": {}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "normalizer": null}'),
+        ("config.json", "\x00"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_refused_in_one_line(
+    encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path, name: str, text: str
+) -> None:
+    state = build_towers(model, 3).state_dict()
+    vocab = vocabulary_file(vocabulary, tmp_path)
+    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    (tmp_path / "hf" / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: .*again") as caught:
+        load_pretrained(str(tmp_path / "hf"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [b'{"sha256": ', b"[]", b"\xff\xfe", None])
+def test_a_damaged_tokenizer_file_of_a_run_is_refused_in_one_line(tmp_path: Path, damage: bytes | None) -> None:
+    if damage is not None:
+        (tmp_path / "tokenizer.json").write_bytes(damage)
+    config = load_config(CONFIGS / "demo_cpu.yaml", [f"run_dir={tmp_path}"])
+    run = RunWeights(config=config, state=None, weights={}, damaged=[])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"tokenizer\.json: .* start the run once more") as caught:
+        run.tokenizer  # noqa: B018
+    assert "\n" not in str(caught.value)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.real_runs import REPOSITORY, read_losses
+from typer.testing import CliRunner
 
 from launcher import pretrain
+from launcher.cli.main import app
 
 MakeConfig = Callable[..., Path]
 
@@ -35,6 +37,10 @@ def test_a_run_without_a_good_checkpoint_is_refused_and_begins_again_only_from_s
     run_dir = tmp_path / "run"
     assert one_rank(config).returncode == 0
     uncut = read_losses(run_dir)
+    audit = CliRunner().invoke(app, ["verify", str(run_dir), "--json"])
+    good = json.loads(audit.stdout)
+    assert (good["good"], good["step"], good["rows"], good["deviation"]) == (True, 12, 12 * 16, None)
+
     for tensors in run_dir.glob("checkpoints/step-*/*.safetensors"):
         tensors.write_bytes(tensors.read_bytes()[:-1])
     records = (run_dir / "metrics.jsonl").read_bytes()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import checkpoints as small
@@ -57,6 +59,33 @@ def test_list_shows_every_state_in_every_target(run: tuple[str, list[Store]]) ->
     near, far = text.split(targets[1].url)
     assert [word in near for word in ("set aside its file rusted", "leftover", "committed", "160")] == [True] * 4
     assert "damaged manifest.json" in far and far.count("committed") == 2
+
+
+def test_list_verify_and_diff_print_json_for_other_programs(run: tuple[str, list[Store]]) -> None:
+    path, targets = run
+    set_aside(targets[0], folder_name(10, 1), "its file rusted")
+    small.damage(targets[1], f"{folder_name(20, 1)}/{FILE}")
+
+    def tree(*arguments: str, code: int) -> Any:
+        result = CliRunner().invoke(app, ["checkpoint", *arguments, "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    near, far = tree("list", path, code=0)
+    assert [near["target"], far["target"]] == [target.url for target in targets]
+    assert [(c["step"], c["status"], c["ranks"]) for c in near["checkpoints"]] == [
+        (10, "set aside", None),
+        (20, "committed", 2),
+        (30, "committed", 2),
+    ]
+    verified = tree("verify", path, code=1)
+    bad = [checkpoint["url"] for checkpoint in verified["checkpoints"] if checkpoint["faults"]]
+    assert (verified["good"], bad) == (4, [f"{targets[1].url}/{folder_name(20, 1)}"])
+    left, right = (f"{targets[0].url}/{folder_name(step, 1)}" for step in (20, 30))
+    difference = tree("diff", left, right, code=1)
+    assert not difference["equal"] and {"field": "step", "a": 20, "b": 30} in difference["state"]
+    assert difference["parameters"][0]["largest"].keys() == {"master", "exp_avg", "exp_avg_sq"}
+    assert tree("diff", left, left, code=0)["equal"]
 
 
 def test_list_of_an_empty_folder_prints_no_checkpoints(tmp_path: Path) -> None:

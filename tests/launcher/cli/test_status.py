@@ -97,6 +97,18 @@ def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodp
     assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
 
 
+def test_the_page_is_also_printed_as_json(run: Path, monkeypatch: pytest.MonkeyPatch):
+    queue(monkeypatch, RUNNING, WAITING)
+    result = CliRunner().invoke(app, ["status", str(run), "--json"])
+    tree = json.loads(result.stdout)
+    assert (tree["state"], tree["step"], tree["num_steps"]) == ("living", 12, 20)
+    assert (tree["loss"], tree["eta_s"]) == (8.5185, 16.0)
+    assert tree["checkpoint"]["step"] == 10 and tree["goodput"] == pytest.approx(20 / 37)
+    assert [job["job"] for job in tree["jobs"]] == ["7", "8"]
+    assert tree["next"][0] == f"tail -f {run}/slurm/job-7.log"
+    assert tree["context_auc"] is None
+
+
 def test_the_context_auc_of_the_newest_evaluation_is_shown_with_a_warning_if_it_is_low(run: Path):
     train = {"kind": "train", "step": 12, "loss": 8.5185, "step_s": 2.0}
     older_version = {"kind": "eval", "step": 4, "auc": 0.9}
