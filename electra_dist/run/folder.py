@@ -46,7 +46,7 @@ TRACKING_FILE = "tracking.json"
 MLFLOW_FILE = "mlflow.db"
 WANDB_DIR = "wandb"
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
-EARLIER_DIR = "earlier-{number:04d}"  # records of a run that was begun again from scratch
+EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
 # Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
@@ -226,11 +226,11 @@ def move_records_aside(run_dir: Path) -> list[str]:
     if not existing:
         return []
     number = 1
-    while (run_dir / EARLIER_DIR.format(number=number)).exists():
+    while (run_dir / EARLIER_DIR / f"{number:04d}").exists():
         number += 1
-    folder = run_dir / EARLIER_DIR.format(number=number)
+    folder = run_dir / EARLIER_DIR / f"{number:04d}"
     with writable(folder):
-        folder.mkdir()
+        folder.mkdir(parents=True)
         for name in existing:
             (run_dir / name).rename(folder / name)
     return [f"{run_dir / name} is now {folder / name}" for name in existing]

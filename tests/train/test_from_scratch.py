@@ -57,7 +57,7 @@ def test_a_run_without_a_good_checkpoint_is_refused_and_begins_again_only_from_s
     again = one_rank(config, "--from-scratch")
     assert again.returncode == 0, again.stderr
     assert read_losses(run_dir) == uncut  # the same run, from its first step
-    assert (run_dir / "earlier-0001" / "metrics.jsonl").read_bytes() == records
+    assert (run_dir / "earlier" / "0001" / "metrics.jsonl").read_bytes() == records
     kept = files(run_dir / "checkpoints")
     for name, content in checkpoints.items():
         set_aside = name.replace("manifest.json", "manifest.set-aside.json")
