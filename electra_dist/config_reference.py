@@ -18,11 +18,11 @@ from electra_dist.schedule import Schedule
 
 _INTRODUCTION = """# Configuration
 
-A run is described by one YAML file. `extends: OTHER.yaml` starts from another file, which may extend a further one, and
-`--set section.key=value` overrides a key. A file `configs/NAME` that does not exist is taken from those that come with
-the package. An unknown key is an error that names the nearest valid one; a key that is set twice in a file is one, too. `electra-dist config FILE --describe`
-shows the same descriptions with the values of a file and where each value comes from. This page is generated from
-`electra_dist/config_sections/`; do not edit it.
+A run is described by one YAML file. `extends: OTHER.yaml` starts from another file, which may extend a further one,
+and `--set section.key=value` overrides a key. A file `configs/NAME` that does not exist is taken from those that come
+with the package. An unknown key is an error that names the nearest valid one; a key that is set twice in a file is an
+error, too. `electra-dist config FILE --describe` shows the same descriptions with the values of a file and where each
+value comes from. This page is generated from `electra_dist/config_sections/`; do not edit it.
 """
 _SCHEDULES = """A key of the type schedule takes a number, or a mapping of the keys of this table, for example
 `{from: 4, to: 1, shape: linear}`. [objectives.md](objectives.md#schedules) has recipes. A schedule that is given as a
