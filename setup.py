@@ -23,7 +23,7 @@ EXTRAS = {
         "sqlalchemy>=2",
         "alembic>=1.13",
         "pytest>=8",
-        "setuptools>=77",  # a test builds the wheel without a network
+        "setuptools>=68",  # a test builds the wheel without a network
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.9",
@@ -46,7 +46,7 @@ setup(
     description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license_expression="Apache-2.0",
+    license="Apache-2.0",
     license_files=["LICENSE"],
     project_urls={
         "Paper": "https://arxiv.org/abs/2003.10555",

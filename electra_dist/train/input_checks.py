@@ -17,7 +17,7 @@ from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
-from electra_dist.engine.optimizer import check_optimizer
+from electra_dist.engine.optimizer import check_optimizer, choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build_objective import check_objective
 from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
@@ -78,6 +78,7 @@ def check_inputs(
     check_precision(config.train.precision)
     check_objective(config.model, config.objective)
     check_optimizer(config.optimizer, config.engine.zero_stage)
+    _check_apex(config)
     _check_keep_best(config)
     _check_kernels(config.kernels.backend)
     corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
@@ -97,6 +98,17 @@ def check_inputs(
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
         )
     return RunInputs(corpus=corpus, heldout=heldout, accept_new_numerics=accept_new_numerics)
+
+
+def _check_apex(config: Config) -> None:
+    """Raise UserError if the config demands NVIDIA's apex and it cannot be used on this machine.
+
+    The engine checks every implementation when it is built, after the run folder was written. This check needs no
+    compilation, so it can come before.
+    """
+    if config.optimizer.implementation == "apex":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
 
 
 def _check_keep_best(config: Config) -> None:

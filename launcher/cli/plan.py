@@ -9,6 +9,7 @@ import typer
 
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
+from electra_dist.run.folder import is_run_folder
 from launcher.cli.console import print_json
 from launcher.cli.options import AsJson
 
@@ -44,7 +45,8 @@ def plan(
     from electra_dist.planning.plan_tables import print_plan
 
     config = load_config(file, overrides or ())
-    check_new_run(config)
+    if not is_run_folder(Path(config.run_dir)):
+        check_new_run(config)
     cluster = None  # Without --nodes, only the GPUs that the config names are estimated.
     if nodes is not None:
         cluster = Cluster(

@@ -78,7 +78,7 @@ def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> 
     wanted |= {str(file.relative_to(kernels)) for file in kernels.rglob("*") if file.suffix in (".py", ".cu")}
     assert wanted | {"electra_dist/py.typed"} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
-    assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == VERSION and metadata["License"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown" and "# electra-dist" in metadata.get_payload()
     assert metadata.get_all("Project-URL")
     pythons = [line for line in metadata.get_all("Classifier", []) if "Python :: 3." in line]
