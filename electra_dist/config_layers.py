@@ -64,16 +64,20 @@ def find_config_file(path: Path) -> Path:
     Args:
         path: path as the user gave it. It is returned unchanged if no such file comes with the package either.
     """
-    is_shipped_name = not path.is_absolute() and path.parts[:1] == (CONFIGS_DIR,)
-    if path.exists() or not is_shipped_name:
-        return path
+    return path if path.exists() else _shipped_file(path) or path
+
+
+def _shipped_file(path: Path) -> Path | None:
+    """Return the file of the package that a path configs/NAME means; None for any other path or if there is none."""
+    if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
+        return None
     package = Path(__file__).resolve().parent
     # An installed package has the folder inside it, a checkout beside it.
     for folder in (package / CONFIGS_DIR, package.parent / CONFIGS_DIR):
         shipped = folder.joinpath(*path.parts[1:])
         if shipped.is_file():
             return shipped
-    return path
+    return None
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
@@ -131,8 +135,7 @@ def _base_of(path: Path, name: object) -> Path | None:
     if not isinstance(name, str):
         raise UserError(f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: base.yaml")
     base = path.parent / name
-    shipped = find_config_file(Path(name))
-    return shipped if not base.exists() and shipped.exists() else base
+    return base if base.exists() else _shipped_file(Path(name)) or base
 
 
 def read_yaml(path: Path) -> Tree:

@@ -110,6 +110,13 @@ def test_files_of_the_package_are_found_from_any_folder_and_yield_to_files_there
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/small.yaml") == load_config(CONFIGS / "small.yaml")
     assert sources("configs/small.yaml")["train.num_steps"] == str(CONFIGS / "small.yaml")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "base.yaml").touch()  # a file of the working folder is never extended by its name alone
+    extending = tmp_path / "mine" / "run.yaml"
+    extending.write_text("extends: base.yaml\n")
+    assert "there is no file" in refusal(extending)
+    extending.write_text("extends: configs/small.yaml\nseed: 3\n")
+    assert load_config(extending) == load_config(CONFIGS / "small.yaml", ["seed=3"])
     (tmp_path / CONFIGS_DIR).mkdir()
     own = Path(CONFIGS_DIR, "small.yaml")
     own.write_text(f"extends: {DEMO}\n")
