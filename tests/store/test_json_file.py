@@ -1,0 +1,42 @@
+"""A damaged JSON file is one line that names the file and the next step, also where a run folder has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from electra_dist.errors import StoreMissing, UserError
+from electra_dist.run.environment_record import read_environment
+from electra_dist.run.folder import check_run_folder, recorded_numerics
+from electra_dist.store.json_file import read_json_object
+
+DAMAGES = [b"", b"{", b'{"a": 1}x', b"[1]", b"3", b"\xff\xfe\x00"]
+
+
+@pytest.mark.parametrize("content", DAMAGES)
+def test_a_file_without_a_json_object_is_refused_with_the_next_step(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="damaged, .*; restore it") as caught:
+        read_json_object(file, "restore it")
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_object_is_returned_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"a": [1, null]}')
+    assert read_json_object(tmp_path / "file.json", "") == {"a": [1, None]}
+    with pytest.raises(StoreMissing, match="nowhere"):
+        read_json_object(tmp_path / "nowhere.json", "")
+
+
+def test_damaged_files_of_a_run_folder_are_refused(tmp_path: Path) -> None:
+    for name, read in {
+        "identity.json": recorded_numerics,
+        "environment.json": read_environment,
+    }.items():
+        (tmp_path / name).write_text("{")
+        with pytest.raises(UserError, match=name):
+            read(tmp_path)
+    with pytest.raises(UserError, match="identity"):
+        check_run_folder(tmp_path, {"seed": 1})
