@@ -18,7 +18,7 @@ DAMAGES = [b"", b"{", b'{"a": 1}x', b"[1]", b"3", b"\xff\xfe\x00"]
 def test_a_file_without_a_json_object_is_refused_with_the_next_step(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="damaged, .*; restore it") as caught:
+    with pytest.raises(UserError, match=r"damaged, .*; restore it") as caught:
         read_json_object(file, "restore it")
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
