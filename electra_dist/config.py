@@ -44,6 +44,7 @@ __all__ = [
     "CHECKPOINTS_DIR",
     "FIRST_NUMERICS",
     "NUMERICS",
+    "REFERENCE_MASKING_NUMERICS",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -73,6 +74,9 @@ CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
 # them raises it: a run that an older version began then goes on only with --accept-new-numerics.
 NUMERICS = 2
 FIRST_NUMERICS = 1  # of versions whose identity has no such number
+# The same of runs with `objective.masking: reference`, whose number of masked positions is rounded in float32 since
+# then. A later change of all runs raises both numbers beyond this one.
+REFERENCE_MASKING_NUMERICS = 3
 
 
 class Config(Section):
@@ -188,16 +192,26 @@ class Config(Section):
         """
         return self.checkpoint.targets or (str(Path(self.run_dir) / CHECKPOINTS_DIR),)
 
-    def identity(self, numerics: int = NUMERICS) -> dict[str, Any]:
+    @property
+    def numerics(self) -> int:
+        """Return the number of the random draws and the rounding that this version computes the run with."""
+        if self.objective.masking == "reference":
+            return REFERENCE_MASKING_NUMERICS
+        return NUMERICS
+
+    def identity(self, numerics: int | None = None) -> dict[str, Any]:
         """Return the values that determine the results of a run, as a JSON tree.
 
         A run cannot resume from a checkpoint if one of them has changed since. All other values (number of ranks,
         micro-batch, ZeRO stage, logging) may change at a restart.
 
         Args:
-            numerics: number of the draws and the rounding that the run uses; another one than NUMERICS gives the
+            numerics: number of the draws and the rounding that the run uses; a number below `self.numerics` gives the
                 identity that an older version recorded for this config. The key is absent for 1, the first number.
+                None: `self.numerics`.
         """
+        if numerics is None:
+            numerics = self.numerics
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
@@ -227,16 +241,16 @@ class Config(Section):
             section["generator"] = self.optimizer.generator.model_dump(mode="json", exclude_none=True)
         return section
 
-    def identity_sha256(self, numerics: int = NUMERICS) -> str:
+    def identity_sha256(self, numerics: int | None = None) -> str:
         """Return the SHA-256 of `identity(numerics)` in hexadecimal.
 
-        Checkpoints with another digest belong to another run, or to this run before NUMERICS was raised.
+        Checkpoints with another digest belong to another run, or to this run before its numerics was raised.
         """
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
         """Return the digests that versions with older numerics computed for this config: numerics -> digest."""
-        return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, NUMERICS)}
+        return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
 
 
 # Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.

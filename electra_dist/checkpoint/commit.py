@@ -39,7 +39,7 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     read_manifest,
 )
 from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
-from electra_dist.config import NUMERICS, CheckpointConfig, canonical_json
+from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
@@ -113,7 +113,8 @@ def _check_older_run(
     Args:
         target: the store, for messages.
         found_document: content of the file of the newest start.
-        older_runs: numerics (number of the random draws and the rounding) -> what identified this run then.
+        older_runs: each numerics (number of the random draws and the rounding) below this run's -> what identified
+            this run then.
         accept_new_numerics: whether the user accepts the change.
 
     Raises:
@@ -124,7 +125,8 @@ def _check_older_run(
         if found_document == _attempt_document(older_run):
             if accept_new_numerics:
                 return
-            raise OtherNumerics(target.url, numerics, NUMERICS)
+            current = max(older_runs) + 1
+            raise OtherNumerics(target.url, numerics, current)
     raise UserError(
         f"{target.url} holds checkpoints of another run (another config or corpus); "
         f"set checkpoint.targets to a folder that only this run uses"

@@ -1,12 +1,13 @@
 """Implements adversarial ELECTRA: by REINFORCE, the generator learns to fool the discriminator (paper, appendix F).
 
-The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss. Its reward for the sample at a
-masked slot is the discriminator's loss there, R = -log D(right label), under the assumption that other replacements do
-not matter. The generator's parameters follow
+The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss. Its reward for the token that it
+inserts at a masked slot is the discriminator's loss there, R = -log D(right label), under the assumption that other
+replacements do not matter. The generator's parameters follow
 
-    (R - b) * gradient of log p(sample),   b = -log sigmoid(w . h + c), a learned baseline of the slot
+    (R - b) * gradient of log p(inserted token),   b = -log sigmoid(w . h + c), a learned baseline of the slot
 
 where h is the generator's state of the slot and p the distribution that was sampled from, temperature included. The
+inserted token is the sample of the slot, except where `masking: reference` has drawn a position more than once. The
 baseline learns by cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), and sends no gradient to h.
 Samples are keyed by (seed, step, row), as in the other objectives. The surrogate loss of a step has the right
 gradient; its value has no meaning.
@@ -58,14 +59,18 @@ class AdversarialGenerator(ReplacedTokenDetection):
         )
         rtd = self.detect(batch, corruption)
 
+        # A position that was drawn twice (`masking: reference`) holds the mean of its samples' ids. The discriminator
+        # judges the token that the row holds, so the reward is for that token and not for the sample of a slot.
+        inserted_M = corrupted_BS.gather(1, masking.position_BN).flatten()
+
         # The discriminator's logit is that of "replaced", so that of the right label has the other sign where the
-        # sample equals the original token.
+        # inserted token equals the original one.
         is_replaced_BN = label_BS.gather(1, masking.position_BN)
         logit_BN = rtd.logits_T.view_as(batch.ids_BS).gather(1, masking.position_BN)
         right_logit_M = torch.where(is_replaced_BN, logit_BN, -logit_BN).flatten()
         weight_M = masking.weight_BN.flatten()
         policy_loss_sum = self._policy_loss_sum(
-            states_MH, mlm.sampled_M, right_logit_M, weight_M, batch.values.temperature
+            states_MH, inserted_M, right_logit_M, weight_M, batch.values.temperature
         )
         generator_loss = weighted(batch.values.mlm_weight, batch.first_scale, policy_loss_sum)
         loss = generator_loss + weighted(batch.values.rtd_weight, batch.second_scale, rtd.loss_sum)
@@ -75,32 +80,33 @@ class AdversarialGenerator(ReplacedTokenDetection):
     def _policy_loss_sum(
         self,
         states_MH: torch.Tensor,
-        sampled_M: torch.Tensor,
+        inserted_M: torch.Tensor,
         right_logit_M: torch.Tensor,
         weight_M: torch.Tensor,
         temperature: Scalar,
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
-        For each masked position, REINFORCE multiplies the gradient of log p(sample) by the advantage R - b. The reward
+        For each masked position, REINFORCE multiplies the gradient of log p(inserted token) by the advantage R - b. The reward
         R is the discriminator's loss at the position, -log D(right label). The baseline b is an estimate of R by a
         linear layer on the generator's state. Subtracting it lowers the variance of the gradient.
 
         Args:
             states_MH: the generator's states at M masked positions, with gradient.
-            sampled_M: int64 token that the generator sampled at each position.
+            inserted_M: int64 token that the corrupted row holds at each position: the generator's sample or, where a
+                position was drawn more than once, the token of the mean of its samples' ids.
             right_logit_M: the discriminator's logit of the right label (replaced or original) at each position.
             weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
             temperature: the temperature at which the samples were drawn.
         """
-        # log p(sample) under the distribution that was sampled from, so its logits are divided by the temperature.
+        # log p(inserted token) under the distribution that was sampled from, so its logits are divided by the temperature.
         head = self.towers.generator_head
         inverse_temperature = 1.0 / temperature
         log_prob_M, _ = token_log_probs(
             head.transform(states_MH) * inverse_temperature,
             self.towers.embeddings.word.weight,
             head.bias * inverse_temperature,
-            sampled_M,
+            inserted_M,
             head.vocab_size,
         )
         right_logit_M = right_logit_M.to(log_prob_M.dtype)

@@ -8,10 +8,10 @@ never waits for the device.
 How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
 real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has
 candidates. `without_replacement` takes the n candidates with the smallest random keys, by the fused operation
-`electra_kernels.mask_positions`. `reference` repeats Google's
-draw with replacement: a position that is drawn twice has two slots, so it counts twice in the loss, and its new id is
-the mean of its samples' ids, rounded down (`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 %
-are masked at 25 %. The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT,
+`electra_kernels.mask_positions`. `reference` repeats Google's draw with replacement: a position that is drawn twice
+has two slots, so it counts twice in the loss, and its new id is the mean of its samples' ids, rounded down
+(`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 % are masked at 25 %. It computes n in float32
+as Google's code does, which gives one slot more for rows of 190, 350 and 390 tokens at 15 %. The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT,
 it never reads a random token.
 
 Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one launch on a GPU, where
@@ -107,11 +107,15 @@ def num_masked(
     num_candidates_B = is_candidate(ids_BS, special).sum(1)
     seq_len = ids_BS.shape[1]
     most_masked = num_slots(objective.mask_prob, seq_len)
-    num_wanted_B = wanted_counts(mask_prob, most_masked, seq_len, ids_BS.device)[num_real_B]
+    in_float32 = objective.masking == "reference"
+    num_wanted_R = wanted_counts(mask_prob, most_masked, seq_len, ids_BS.device, in_float32=in_float32)
+    num_wanted_B = num_wanted_R[num_real_B]
     return torch.minimum(num_wanted_B, num_candidates_B)
 
 
-def wanted_counts(mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device) -> torch.Tensor:
+def wanted_counts(
+    mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
+) -> torch.Tensor:
     """Return how many positions a row masks if it has enough candidates, by its real tokens, int64 [seq_len + 1].
 
     The number of a row with r tokens that are not [PAD] is at index r: `mask_prob` * r, rounded half to even, at least
@@ -123,17 +127,24 @@ def wanted_counts(mask_prob: Scalar, most_masked: int, seq_len: int, device: tor
         most_masked: number of slots of a row.
         seq_len: tokens per row.
         device: the device of the rows.
+        in_float32: whether the share and the product are float32, as in Google's code, and not float64. 0.15 is
+            slightly above 15 % in float32 and slightly below in float64, so 15 % of 190 are 29 or 28 positions.
     """
     if isinstance(mask_prob, torch.Tensor):
-        num_real_R = torch.arange(seq_len + 1, dtype=torch.float64, device=device)
-        return torch.round(num_real_R * mask_prob).long().clamp(1, most_masked)
-    return _constant_counts(mask_prob, most_masked, seq_len, device)
+        dtype = torch.float32 if in_float32 else torch.float64
+        num_real_R = torch.arange(seq_len + 1, dtype=dtype, device=device)
+        return torch.round(num_real_R * mask_prob.to(dtype)).long().clamp(1, most_masked)
+    return _constant_counts(mask_prob, most_masked, seq_len, device, in_float32)
 
 
 @functools.lru_cache(maxsize=16)
-def _constant_counts(mask_prob: float, most_masked: int, seq_len: int, device: torch.device) -> torch.Tensor:
+def _constant_counts(
+    mask_prob: float, most_masked: int, seq_len: int, device: torch.device, in_float32: bool
+) -> torch.Tensor:
     """Return `wanted_counts` of a share that is a plain number, from the cache if it was computed before."""
-    rounded = np.rint(np.arange(seq_len + 1) * mask_prob).astype(np.int64)
+    dtype = np.float32 if in_float32 else np.float64
+    product_R = np.arange(seq_len + 1, dtype=dtype) * dtype(mask_prob)
+    rounded = np.rint(product_R).astype(np.int64)
     return torch.from_numpy(rounded.clip(1, most_masked)).to(device)
 
 

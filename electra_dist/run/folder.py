@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_dist.config import FIRST_NUMERICS, NUMERICS, Config, canonical_json
+from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import OtherNumerics, UserError
 from electra_dist.store.atomic_files import replacing, writable
@@ -106,45 +106,43 @@ def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there."""
-    identity_file = run_dir / IDENTITY_FILE
-    if not identity_file.exists():
-        return {}
-    identity: dict[str, Any] = json.loads(identity_file.read_text(encoding="utf-8"))
-    return identity
+    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there.
 
-
-def recorded_numerics(run_dir: Path) -> int:
-    """Return the numerics with which the run in a folder was last started; this version's if there is no run.
-
-    Numerics is the number of the random draws and the rounding of a version of this package. It is read from
-    identity.json, where the number 1 is left out.
+    Raises:
+        UserError: the file is damaged.
     """
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
-        return NUMERICS
-    return int(_read_identity(identity_file).get("numerics", FIRST_NUMERICS))
-
-
-def _read_identity(identity_file: Path) -> dict[str, Any]:
-    """Return the content of a run's identity.json; raise UserError if the file is damaged."""
+        return {}
     next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
     return read_json_object(identity_file, next_step)
 
 
-def check_numerics(run_dir: Path, accept_new_numerics: bool) -> None:
+def recorded_numerics(run_dir: Path) -> int | None:
+    """Return the numerics with which the run in a folder was last started; None if there is no run.
+
+    Numerics is the number of the random draws and the rounding of a version of this package. It is read from
+    identity.json, where the number 1 is left out.
+    """
+    if not (run_dir / IDENTITY_FILE).exists():
+        return None
+    return int(read_identity(run_dir).get("numerics", FIRST_NUMERICS))
+
+
+def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
     """Refuse a folder whose run was computed with other random draws or rounding than this version's.
 
     Args:
         run_dir: folder of the run, which need not exist.
+        current: numerics of the run in this version, `Config.numerics`.
         accept_new_numerics: whether the user accepts that the run continues with those of this version.
 
     Raises:
         OtherNumerics: the numbers differ, and the change is not accepted.
     """
     numerics = recorded_numerics(run_dir)
-    if numerics != NUMERICS and not accept_new_numerics:
-        raise OtherNumerics(f"run_dir {run_dir}", numerics, NUMERICS)
+    if numerics is not None and numerics != current and not accept_new_numerics:
+        raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:
@@ -171,14 +169,14 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     if not identity_file.exists():
         return
     # Numerics is compared last: a run of another config is refused as such.
-    identity_of_folder = {**_read_identity(identity_file), "numerics": None}
+    identity_of_folder = {**read_identity(run_dir), "numerics": None}
     difference = _first_difference(identity_of_folder, {**identity, "numerics": None})
     if difference:
         raise UserError(
             f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "
             f"set another run_dir, or restore the old value to continue that run"
         )
-    check_numerics(run_dir, accept_new_numerics)
+    check_numerics(run_dir, identity.get("numerics", FIRST_NUMERICS), accept_new_numerics)
 
 
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:

@@ -25,7 +25,7 @@ from electra_dist.analysis.context_auc import NUM_REPLACED, is_stuck, stuck_warn
 from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
-from electra_dist.config import NUMERICS, Config
+from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
@@ -181,13 +181,14 @@ class Reporter:
             restored: state of the restored checkpoint.
             attempt: number of this start of the run, from 1.
         """
+        current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:
                 self.note(
                     f"new numerics accepted: steps before {restored.step:,} were computed with numerics {numerics}, "
-                    f"steps from {restored.step:,} on are computed with numerics {NUMERICS}"
+                    f"steps from {restored.step:,} on are computed with numerics {current}"
                 )
-                self._record("new_numerics", restored.step, attempt=attempt, was=numerics, now=NUMERICS)
+                self._record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
         """Log from which checkpoint the run goes on, or that the run has reached its last step already.

@@ -72,7 +72,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         )
     if not is_run_folder(run_dir):
         check_new_run(config)
-    check_numerics(run_dir, submission.accept_new_numerics)
+    check_numerics(run_dir, config.numerics, submission.accept_new_numerics)
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     # The submission has these options and others; the request for the script takes them over unchanged.
     job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}

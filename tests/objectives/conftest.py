@@ -48,7 +48,8 @@ def mirror_masks() -> Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]:
         positions, weights, masked = np.zeros((len(rows), slots), int), np.zeros((len(rows), slots)), ids.copy()
         for b, row in enumerate(rows):
             candidates = [p for p in range(seq_len) if ids[b, p] not in (SPECIAL.pad, *SPECIAL[2:])]
-            used = int(np.round((ids[b] != SPECIAL.pad).sum() * objective.mask_prob))
+            number = np.float32 if objective.masking == "reference" else np.float64  # Google's code has float32
+            used = int(np.round(number((ids[b] != SPECIAL.pad).sum()) * number(objective.mask_prob)))
             used = min(max(1, used), slots, len(candidates))
             draws = bits_of(row, step, MASK_POSITION, seed, seq_len)
             keep = bits_of(row, step, MASK_KEEP, seed, slots)

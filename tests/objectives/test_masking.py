@@ -131,6 +131,33 @@ def test_without_replacement_a_full_row_has_exactly_the_rounded_share_of_distinc
         assert len(used_positions.unique()) == round(seq_len * mask_prob)
 
 
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_the_reference_rounds_the_number_of_masked_positions_in_float32_as_google_does(
+    is_scheduled: bool, make_ids: Callable[..., torch.Tensor], special: Any
+) -> None:
+    """15 % of 190, 350 and 390 tokens are 28.5, 52.5 and 58.5. As float32, 0.15 is 0.1500000060, and the products are
+    the next float32 above these halves, which round up. As float64, 0.15 is 0.1499999999999999944, and the products
+    are exactly these halves, which round to the even number. All other lengths up to 512 have the same number.
+    """
+    lengths = list(range(20, 513, 10))
+    ids = make_ids(lengths, seq_len=512)
+    mask_prob = torch.tensor(0.15, dtype=torch.float64) if is_scheduled else None
+
+    num_reference = num_masked(ids, special, ObjectiveConfig(mask_prob=0.15, masking="reference"), mask_prob)
+    num_default = num_masked(ids, special, ObjectiveConfig(mask_prob=0.15), mask_prob)
+    masks = mask_rows(
+        ids, special, ObjectiveConfig(mask_prob=0.15, masking="reference"), 1, 2, torch.arange(len(ids)), mask_prob
+    )
+
+    differing = [length for length, a, b in zip(lengths, num_reference, num_default, strict=True) if a != b]
+    assert differing == [190, 350, 390]
+    reference_of_length = dict(zip(lengths, num_reference.tolist(), strict=True))
+    default_of_length = dict(zip(lengths, num_default.tolist(), strict=True))
+    assert [reference_of_length[length] for length in differing] == [29, 53, 59]
+    assert [default_of_length[length] for length in differing] == [28, 52, 58]
+    assert torch.equal(masks.weight_BN.sum(1).long(), num_reference)
+
+
 def test_positions_are_equally_likely_and_15_percent_of_masked_tokens_stay_visible(special: Any) -> None:
     num_rows = 4000
     num_candidates = 30  # of 32 tokens, the first is [CLS] and the last is [SEP]

@@ -237,12 +237,36 @@ def test_electrics_prediction_of_a_token_sees_all_of_its_example_except_the_toke
         assert has_moved[is_rest_of_example].all()
 
 
-def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(ids: torch.Tensor) -> None:
-    """The policy gradient is (reward - baseline) * grad log p(sample) per slot, and the baseline learns the reward by
-    cross entropy. The expected gradient comes from full softmaxes and plain autograd.
+def inserted_tokens(position_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor) -> torch.Tensor:
+    """The token that each slot's position holds after corruption: the floor of the mean of its slots' samples."""
+    inserted_BN = sampled_BN.clone()
+    for b, (positions, weights) in enumerate(zip(position_BN.tolist(), weight_BN.tolist(), strict=True)):
+        for n, position in enumerate(positions):
+            samples = [
+                int(sampled_BN[b, other])
+                for other in range(len(positions))
+                if positions[other] == position and weights[other] > 0
+            ]
+            if weights[n] > 0:
+                inserted_BN[b, n] = sum(samples) // len(samples)
+    return inserted_BN
+
+
+@pytest.mark.parametrize("masking_mode", ["without_replacement", "reference"])
+def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(masking_mode: Any, ids: torch.Tensor) -> None:
+    """The policy gradient is (reward - baseline) * grad log p(inserted token) per slot, and the baseline learns the
+    reward by cross entropy. The expected gradient comes from full softmaxes and plain autograd. The reference draws
+    positions more than once; the token that was inserted there, which the discriminator judges, is then no sample.
     """
     temperature = 1.5
-    module = noisy_objective({"sharing": "none"}, name="adversarial", temperature=temperature, rtd_weight=0.0).double()
+    module = noisy_objective(
+        {"sharing": "none"},
+        name="adversarial",
+        temperature=temperature,
+        rtd_weight=0.0,
+        masking=masking_mode,
+        mask_prob=0.4,
+    ).double()
     towers = module.towers
 
     out = run_step(module, ids)
@@ -255,7 +279,10 @@ def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(ids: torch.Te
     table = towers.embeddings.word.weight[:VOCAB_SIZE]
     logits = towers.generator_head.transform(states) @ table.T + towers.generator_head.bias
     log_probs = (logits / temperature).log_softmax(-1).view(*sampled.shape, -1)
-    log_prob_of_sample = log_probs.gather(-1, sampled[..., None])[..., 0]
+    inserted = inserted_tokens(masking.position_BN, masking.weight_BN, sampled)
+    has_other_token_than_its_sample = bool(((inserted != sampled) & (masking.weight_BN > 0)).any())
+    assert has_other_token_than_its_sample == (masking_mode == "reference")
+    log_prob_of_inserted = log_probs.gather(-1, inserted[..., None])[..., 0]
 
     was_replaced = out.label_BS.gather(1, masking.position_BN)
     p_replaced = out.rtd_logit_BS.double().gather(1, masking.position_BN).sigmoid()
@@ -263,7 +290,7 @@ def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(ids: torch.Te
     p_right_guess = towers.baseline(states.detach()).view(sampled.shape).sigmoid()
     reward = -p_right.log()
     baseline = -p_right_guess.log()
-    policy_gain = (reward - baseline).detach() * log_prob_of_sample
+    policy_gain = (reward - baseline).detach() * log_prob_of_inserted
     baseline_loss = -(p_right * p_right_guess.log() + (1 - p_right) * (1 - p_right_guess).log())
     expected_loss = LOSS_SCALE * ((baseline_loss - policy_gain) * masking.weight_BN).sum()
     module.zero_grad()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.restore_state import check_belongs
-from electra_dist.config import NUMERICS
+from electra_dist.config import NUMERICS, REFERENCE_MASKING_NUMERICS
 from electra_dist.config_file import load_config
 from electra_dist.errors import OtherNumerics, TornCheckpoint, UserError
 from electra_dist.run.folder import check_run_folder, recorded_numerics, run_identity
@@ -33,8 +33,6 @@ import sys
 from electra_dist import config
 config.Config.identity.__defaults__ = (1,)
 config.Config.identity_sha256.__defaults__ = (1,)
-from electra_dist.run import folder
-folder.NUMERICS = 1
 from launcher.pretrain import main
 sys.exit(main())
 """
@@ -100,6 +98,24 @@ def test_a_run_folder_of_other_numerics_needs_the_flag_and_one_of_another_config
     check_run_folder(run_dir, identity, accept_new_numerics=True)
     with pytest.raises(UserError, match="seed was 7, is 8"):
         check_run_folder(run_dir, {**identity, "seed": 8}, accept_new_numerics=True)
+
+
+def test_only_runs_with_reference_masking_have_the_numerics_of_its_rounding(tmp_path: Path) -> None:
+    """Its number of masked positions was rounded in float64 with numerics 2; the draws of other runs are the same."""
+    config_file = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", "corpus")
+    plain = load_config(config_file)
+    reference = load_config(config_file, ["objective.masking=reference"])
+    assert plain.identity()["numerics"] == NUMERICS == 2
+    assert list(plain.older_identities()) == [1]
+    assert reference.identity()["numerics"] == REFERENCE_MASKING_NUMERICS == 3
+    assert reference.older_identities()[2] == reference.identity_sha256(2) != reference.identity_sha256()
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "identity.json").write_text(json.dumps({**reference.identity(2), "corpus_fingerprint": "c"}))
+    with pytest.raises(OtherNumerics, match="numerics 2, and this version computes with numerics 3"):
+        check_run_folder(run_dir, run_identity(reference, "c"))
+    check_run_folder(run_dir, run_identity(reference, "c"), accept_new_numerics=True)
 
 
 def test_an_acceptance_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
