@@ -24,26 +24,56 @@ def example_builder(
 
 
 class ReferenceBuilder:
-    """The rules of class ExampleBuilder in google-research/electra, which truncates what does not fit an example."""
+    """The rules of class ExampleBuilder in google-research/electra, with the two that docs/corpus.md adds.
 
-    def __init__(self, seq_len: int, seed: int) -> None:
+    It shares no state with the code under test: it has a random generator of its own with the same seed, and it keeps
+    the sentences that are left over by itself.
+    """
+
+    def __init__(self, seq_len: int, seed: int, single_segment_prob: float, short_target_prob: float) -> None:
         self.seq_len = seq_len
         self.target = seq_len
         self.random = random.Random(seed)
+        self.single_segment_prob = single_segment_prob
+        self.short_target_prob = short_target_prob
 
-    def first_example(self, document: list[list[int]]) -> list[int]:
-        """Return the first example of a document, and draw the target length of the next example."""
+    def examples(self, document: list[list[int]]) -> list[list[int]]:
+        """Return all examples of a document."""
+        waiting = [part for sentence in document for part in self.parts(sentence) if part]
+        examples = []
         sentences: list[list[int]] = []
-        num_tokens = 0
-        for sentence in document:
-            sentences.append(sentence)
-            num_tokens += len(sentence)
-            if num_tokens >= self.target:
-                break
+        while waiting or sentences:
+            while waiting and sum(len(sentence) for sentence in sentences) < self.target:
+                sentences.append(waiting.pop(0))
+            segment_a, segment_b = self.segments(sentences)
 
-        # Divide the sentences into two segments.
+            # The reference drops what it cuts off; here that is the first sentence of the next example.
+            room_a = self.seq_len - 2
+            room_b = max(0, self.seq_len - 3 - len(segment_a[:room_a]))
+            rest = segment_a[room_a:] + segment_b[room_b:]
+            sentences = [rest] if rest else []
+            example = [CLS, *segment_a[:room_a], SEP]
+            if segment_b[:room_b]:
+                example += [*segment_b[:room_b], SEP]
+            examples.append(example)
+
+            # A share of the targets is short: uniform over the integers from 5 to seq_len, both included.
+            self.target = self.seq_len
+            if self.random.random() < self.short_target_prob:
+                self.target = 5 + int(self.random.random() * (self.seq_len - 4))
+        return examples
+
+    def parts(self, sentence: list[int]) -> list[list[int]]:
+        """Return the sentence, cut into halves of an example if it could not fit even alone."""
+        if len(sentence) <= self.seq_len - 2:
+            return [sentence]
+        half = (self.seq_len - 3) // 2
+        return [sentence[start : start + half] for start in range(0, len(sentence), half)]
+
+    def segments(self, sentences: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Divide the sentences into two segments."""
         limit_of_a = (self.target - 3) // 2
-        if self.random.random() < 0.1:
+        if self.random.random() < self.single_segment_prob:
             limit_of_a = 100_000
         segment_a: list[int] = []
         segment_b: list[int] = []
@@ -55,19 +85,7 @@ class ReferenceBuilder:
                 segment_a += sentence
             else:
                 segment_b += sentence
-        segment_a = segment_a[: self.seq_len - 2]
-        segment_b = segment_b[: max(0, self.seq_len - len(segment_a) - 3)]
-
-        # One target in twenty is short: uniform in [5, seq_len].
-        if self.random.random() < 0.05:
-            self.target = 5 + int(self.random.random() * (self.seq_len - 4))
-        else:
-            self.target = self.seq_len
-
-        example = [CLS, *segment_a, SEP]
-        if segment_b:
-            example += [*segment_b, SEP]
-        return example
+        return segment_a, segment_b
 
 
 def document_of_distinct_ids(lengths: list[int]) -> list[list[int]]:
@@ -76,33 +94,44 @@ def document_of_distinct_ids(lengths: list[int]) -> list[list[int]]:
     return [[next(ids) for _ in range(length)] for length in lengths]
 
 
-sentence_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=40)
-
-
 @given(
-    documents=st.lists(sentence_lengths, min_size=1, max_size=12),
-    seq_len=st.integers(32, 80),
+    documents=st.lists(st.lists(st.integers(0, 120), min_size=1, max_size=40), min_size=1, max_size=8),
+    seq_len=st.integers(8, 80),
     seed=st.integers(0, 2**63),
+    single=st.sampled_from([0.1, 0.5]),
+    short=st.sampled_from([0.05, 0.5]),
 )
 @settings(max_examples=100, deadline=None)
-def test_the_first_example_of_each_document_equals_the_references(
-    documents: list[list[int]], seq_len: int, seed: int
+def test_all_examples_equal_those_of_a_builder_by_the_references_rules(
+    documents: list[list[int]], seq_len: int, seed: int, single: float, short: float
 ) -> None:
-    """Later examples may differ, because they begin with the tokens that the reference drops.
-
-    `documents` holds the lengths of the sentences of each document.
-    """
-    builder = example_builder(seq_len, seed)
-    reference = ReferenceBuilder(seq_len, seed)
+    """Draw for draw over all documents of a chunk. `documents` holds the lengths of each document's sentences."""
+    builder = example_builder(seq_len, seed, single, short)
+    reference = ReferenceBuilder(seq_len, seed, single, short)
     for lengths in documents:
         document = document_of_distinct_ids(lengths)
 
-        examples = list(builder.document(document))
+        assert list(builder.document(document)) == reference.examples(document)
 
-        assert examples[0] == reference.first_example(document)
-        # The later examples of the document drew random numbers, too: bring the reference to the same state.
-        reference.random.setstate(builder._random.getstate())
-        reference.target = builder._target
+
+def tokens_until_an_example(builder: ExampleBuilder) -> int:
+    """Return how many tokens, each a sentence of its own, a builder reads until it makes an example."""
+    tokens = itertools.count()
+    next(builder.document([next(tokens)] for _ in itertools.count()))
+    return next(tokens)
+
+
+def test_short_targets_are_uniform_from_5_to_the_row_length_both_included() -> None:
+    """With sentences of one token, an example is made at exactly its target. Rows of 8 have the 4 targets 5 to 8."""
+    targets = Counter()
+    for seed in range(2000):
+        builder = example_builder(8, seed, single_segment_prob=1.0, short_target_prob=1.0)
+        list(builder.document([[1]]))  # the first target is always the row length; the end of this document uses it up
+        targets[tokens_until_an_example(builder)] += 1
+
+    assert sorted(targets) == [5, 6, 7, 8]
+    # Four standard deviations of a count of 2000 draws of probability 1/4 are 77.
+    assert all(abs(count - 500) < 78 for count in targets.values())
 
 
 @given(

@@ -214,6 +214,26 @@ def test_electrics_discriminator_loss_has_no_gradient_in_the_noise_model(ids: to
     assert towers.discriminator_head.out.weight.grad.any()
 
 
+def test_electric_labels_every_noised_token_also_where_the_sample_is_the_original_token(ids: torch.Tensor) -> None:
+    """The label is "this position holds a sample of the noise model", not "this token differs from the original": only
+    then is the discriminator's logit the log ratio of text and noise. Here every sample is the original token.
+    """
+    only_token = 7
+    ids = torch.where((ids != SPECIAL.pad) & (ids >= FIRST_TEXT_ID), only_token, ids)
+    module = noisy_objective(name="electric")
+    with torch.no_grad():
+        module.towers.generator_head.bias[only_token] = 1000.0
+
+    out = run_step(module, ids)
+
+    masked_text = (times_masked(ids, masking_of(module, ids)) > 0) & (ids == only_token)
+    is_text = ids == only_token
+    assert masked_text.any()
+    assert torch.equal(out.label_BS[is_text], masked_text[is_text])
+    sums = Sums(*out.sums.tolist())
+    assert sums.replaced == (times_masked(ids, masking_of(module, ids)) > 0).sum()
+
+
 def test_electrics_prediction_of_a_token_sees_all_of_its_example_except_the_token(ids: torch.Tensor) -> None:
     """A changed token moves the cloze states of the rest of its example, not its own or those of other examples."""
     module = noisy_objective(name="electric")

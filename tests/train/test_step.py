@@ -107,6 +107,79 @@ def test_an_evaluation_has_the_bounds_of_its_rows_and_of_its_padding(one_rank: N
         assert torch.equal(given.bounds.cu_seqlens, example_bounds(padded[rows], SPECIAL).cu_seqlens)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_per_replica_losses_are_the_means_of_the_micro_batches_averaged_over_all_ranks(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """With scales 1 / (tokens of the micro-batch x micro-batches of all ranks), the losses of all forward passes of
+    all ranks add up to the average of their means. Here a rank has two micro-batches of different lengths.
+    """
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    engine: Any = Recorder(SDPA)
+    engine.num_micro_batches = 2
+    objective = ObjectiveConfig(loss_mean="per_replica", mask_prob=0.15)
+    ids = packed_ids(8)
+    ids[4:, 8:] = SPECIAL.pad
+    step = TrainStep(engine, objective, SPECIAL, seed=5, micro_batch=4)
+    step(RowBatch(3, 0, ids, np.arange(8), Receipt()), 1e-3)
+
+    first, second = engine.inputs
+    for given, rows in ((first, ids[:4]), (second, ids[4:])):
+        num_real = int((rows != SPECIAL.pad).sum())
+        num_masked = sum(max(1, round(0.15 * int((row != SPECIAL.pad).sum()))) for row in rows)
+        assert float(given.second_scale) == pytest.approx(1 / (num_real * 2 * num_ranks))
+        assert float(given.first_scale) == pytest.approx(1 / (num_masked * 2 * num_ranks))
+    assert float(first.second_scale) != float(second.second_scale)
+
+
+class Scoring(Recorder):
+    """Fake of an engine that gives fixed logits and labels, and says which tokens are real."""
+
+    def __init__(self, logit_RS: torch.Tensor, label_RS: torch.Tensor) -> None:
+        super().__init__(SDPA)
+        self.logit_RS = logit_RS
+        self.label_RS = label_RS
+
+    def train(self, mode: bool) -> None:
+        pass
+
+    def forward(self, given: StepInput) -> Any:
+        sums = torch.zeros(len(Sums._fields), dtype=torch.float64)
+        sums[Sums._fields.index("rtd_weight")] = 1.0
+        is_real_BS = given.ids_BS != SPECIAL.pad
+        rows = given.row_B.clamp(max=len(self.logit_RS) - 1)  # rows of padding fill the last round
+        logit_BS = self.logit_RS[rows]
+        return SimpleNamespace(sums=sums, rtd_logit_BS=logit_BS, label_BS=self.label_RS[rows], is_real_BS=is_real_BS)
+
+
+def test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measures(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pads have the label "original" and here the highest scores, as a network may give them. The expected measures
+    count pairs and tokens over the real tokens only. Six rows fill two rounds of four with two rows of padding.
+    """
+    ids = packed_ids(6)
+    generator = torch.Generator().manual_seed(1)
+    is_real = torch.from_numpy(ids != SPECIAL.pad)
+    label = (torch.rand(ids.shape, generator=generator) < 0.3) & is_real
+    logit = torch.randn(ids.shape, generator=generator) + label
+    logit[~is_real] = 9.0
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda tensors, tensor: tensors[0].copy_(tensor))
+    monkeypatch.setattr(Evaluator, "_rows", lambda *_: ids)
+    evaluator = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
+    engine: Any = Scoring(logit, label)
+
+    record = evaluator.run(engine, step=10)
+
+    replaced, original = logit[is_real & label], logit[is_real & ~label]
+    wins = (replaced[:, None] > original).double().mean()
+    assert record.auc == pytest.approx(float(wins))
+    num_right = int((replaced > 0).sum() + (original <= 0).sum())
+    assert record.accuracy == pytest.approx(num_right / int(is_real.sum()))
+    assert record.precision == pytest.approx(int((replaced > 0).sum()) / int((logit[is_real] > 0).sum()))
+    assert record.recall == pytest.approx(float((replaced > 0).double().mean()))
+
+
 class Overflowing(Recorder):
     """Fake of an engine in fp16 whose gradients are never finite."""
 
