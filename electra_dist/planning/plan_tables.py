@@ -30,6 +30,7 @@ from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB
 from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.frozen_generator_cost import generator_training
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled, scale
+from electra_dist.planning.paper_count import run_flops_by_paper
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.schedule import Schedule, schedules_of, value_at
 
@@ -347,6 +348,9 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
         ["generator", f"{flops.generator / unit_flops:.3f} {unit_name}", f"{100 * generator_share:.1f} %"],
         ["run", f"{budget.run_flops:.2e} FLOP", ""],
     ]
+    by_paper = run_flops_by_paper(config)
+    if by_paper is not None:
+        rows.append(["paper's count", f"{by_paper:.2e} FLOP", "backward = forward, look-ups counted"])
     if config.objective.generator == "frozen":
         rows.append(["generator's training", *generator_training(config)])
     if compute is None:
