@@ -87,9 +87,9 @@ class AdversarialGenerator(ReplacedTokenDetection):
     ) -> torch.Tensor:
         """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
 
-        For each masked position, REINFORCE multiplies the gradient of log p(inserted token) by the advantage R - b. The reward
-        R is the discriminator's loss at the position, -log D(right label). The baseline b is an estimate of R by a
-        linear layer on the generator's state. Subtracting it lowers the variance of the gradient.
+        For each masked position, REINFORCE multiplies the gradient of log p(inserted token) by the advantage R - b.
+        The reward R is the discriminator's loss at the position, -log D(right label). The baseline b is an estimate of
+        R by a linear layer on the generator's state. Subtracting it lowers the variance of the gradient.
 
         Args:
             states_MH: the generator's states at M masked positions, with gradient.
@@ -99,7 +99,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
             weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
             temperature: the temperature at which the samples were drawn.
         """
-        # log p(inserted token) under the distribution that was sampled from, so its logits are divided by the temperature.
+        # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.
         head = self.towers.generator_head
         inverse_temperature = 1.0 / temperature
         log_prob_M, _ = token_log_probs(

@@ -11,8 +11,8 @@ candidates. `without_replacement` takes the n candidates with the smallest rando
 `electra_kernels.mask_positions`. `reference` repeats Google's draw with replacement: a position that is drawn twice
 has two slots, so it counts twice in the loss, and its new id is the mean of its samples' ids, rounded down
 (`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 % are masked at 25 %. It computes n in float32
-as Google's code does, which gives one slot more for rows of 190, 350 and 390 tokens at 15 %. The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT,
-it never reads a random token.
+as Google's code does, which gives one slot more for rows of 190, 350 and 390 tokens at 15 %. The generator reads
+[MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT, it never reads a random token.
 
 Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one launch on a GPU, where
 `reference` takes about 300; on a CPU one grid of random words and one sort of [B, S] integers.
@@ -142,8 +142,8 @@ def _constant_counts(
     mask_prob: float, most_masked: int, seq_len: int, device: torch.device, in_float32: bool
 ) -> torch.Tensor:
     """Return `wanted_counts` of a share that is a plain number, from the cache if it was computed before."""
-    dtype = np.float32 if in_float32 else np.float64
-    product_R = np.arange(seq_len + 1, dtype=dtype) * dtype(mask_prob)
+    dtype = np.dtype(np.float32 if in_float32 else np.float64)
+    product_R = np.arange(seq_len + 1, dtype=dtype) * np.array(mask_prob, dtype)
     rounded = np.rint(product_R).astype(np.int64)
     return torch.from_numpy(rounded.clip(1, most_masked)).to(device)
 
