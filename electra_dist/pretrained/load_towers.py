@@ -30,6 +30,7 @@ from electra_dist.store.json_file import read_json_object
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 _INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
+_COPY_AGAIN = "download or export the model again"
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
@@ -169,11 +170,13 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists.
 
     Raises:
-        UserError: a file that the index lists is missing.
+        UserError: the index is damaged, or a file that it lists is missing.
     """
-    file_of = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
+    file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
+    if not isinstance(file_of, dict):
+        raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
     theirs: dict[str, torch.Tensor] = {}
-    for name in sorted(set(file_of.values())):
+    for name in sorted({str(file) for file in file_of.values()}):
         if not (folder / name).exists():
             raise UserError(f"{folder / name}: {_INDEX_FILE} lists this file; copy the model's whole folder there")
         theirs |= load_file(folder / name)
@@ -255,7 +258,7 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
-    check_shape(str(file), read_json_object(file, "download or export the model again"), model, tower)
+    check_shape(str(file), read_json_object(file, _COPY_AGAIN), model, tower)
     weights = read_weights(folder)
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:
