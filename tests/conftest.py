@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -100,3 +101,15 @@ def one_rank() -> Iterator[None]:
     yield  # left in place for the session, because DeepSpeed remembers the group globally
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this repository."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path) -> Installation:
+    """An environment with the wheel, and a folder outside the repository in which its commands run."""
+    return Installation(wheel.parent, wheel)

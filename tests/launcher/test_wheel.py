@@ -2,68 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from support.installed_wheel import Installation
 from support.real_runs import REPOSITORY, step_records, write_corpus, write_tiny_config
 
 from electra_dist.version import VERSION
-
-NOT_COPIED = (".git", ".venv", "build", "runs", "corpora", "site", "*.egg-info", "__pycache__", "*.so")
-
-
-class Installation:
-    """A virtual environment with the wheel in it, and the folder outside the repository in which commands run."""
-
-    def __init__(self, folder: Path, wheel: Path) -> None:
-        self.python = folder / "venv" / "bin" / "python"
-        self.cwd = folder / "elsewhere"
-        self.cwd.mkdir()
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, str(wheel)], check=True)
-        # The dependencies are those of this environment. A path in a .pth file does not bring its editable packages.
-        (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        self.package = site_packages / "electra_dist"
-
-    def run(self, *command: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Run a command of the environment; a name without a folder is a script of it."""
-        program, *arguments = (str(part) for part in command)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["PATH"] = f"{self.python.parent}:{environment['PATH']}"
-        return subprocess.run(
-            [str(self.python.parent / program), *arguments],
-            capture_output=True,
-            text=True,
-            cwd=self.cwd,
-            env=environment,
-            timeout=timeout,
-        )
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the repository, so that the build leaves nothing in it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(*NOT_COPIED, "tests", "benchmarks", "docs"))
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", str(folder), str(source)], check=True, capture_output=True)
-    (file,) = folder.glob("*.whl")
-    return file
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Installation:
-    return Installation(wheel.parent, wheel)
 
 
 def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> None:
