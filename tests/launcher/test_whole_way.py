@@ -90,7 +90,8 @@ def test_from_raw_text_to_the_answers_of_a_pipeline(installed: Installation) -> 
         "mine.yaml",
     )
     report = json.loads((folder / "corpus" / "build.json").read_text())
-    print(json.dumps(report, indent=1)[:1500])
+    assert sum(kind["files"] for kind in report["files_read"].values()) == len(RAW_FORMATS)
+    assert report["inputs_skipped"]["unknown_kind"][".jpg"] == 1
     deepspeed = ("python", "-m", "deepspeed.launcher.runner")  # the script `deepspeed`; only our wheel's are installed
     run(*deepspeed, "--num_gpus", "1", "--module", "launcher.pretrain", "--config", "mine.yaml")
     run("electra-dist", "verify", "run")
